@@ -24,7 +24,7 @@ help:
 # .venv/installed.txt is a copy of the requirements.txt that was installed. It is written last, so that an install
 # which was interrupted counts for nothing, and compared by content, so that file times do not matter.
 # A Python is tried by running it: the name alone may be a launcher without the version behind it.
-setup:
+packages:
 	@set -eu; \
 	if cmp -s requirements.txt .venv/installed.txt && $(RUN) -c '' 2>/dev/null; then exit 0; fi; \
 	rm -f .venv/installed.txt; \
@@ -46,6 +46,16 @@ setup:
 	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt; \
 	cp requirements.txt .venv/installed.part; \
 	mv .venv/installed.part .venv/installed.txt
+
+# This folder itself, by a link and without the network: `import lowmem` and the command lowmem then work from anywhere.
+# A .venv that is a link is another folder's, and stays as it is.
+setup: packages
+	@set -eu; \
+	where='import lowmem, os; print(os.path.realpath(lowmem.__path__[0]))'; \
+	if [ ! -L .venv ] && [ "$$(cd .venv/bin && ./python -c "$$where" 2>/dev/null)" != "$$(pwd -P)/lowmem" ]; then \
+		$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || \
+		echo 'make setup: .venv has no link to this folder, so import lowmem works only here' >&2; \
+	fi
 
 demo: setup
 	$(RUN) train_gpt2_large.py --demo --sample-prompt 'import '
@@ -107,4 +117,4 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help setup demo test test-all stand-in test-cuda transformers4 results bench lint
+.PHONY: help packages setup demo test test-all stand-in test-cuda transformers4 results bench lint

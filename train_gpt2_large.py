@@ -12,7 +12,7 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
 With fp32 weights, gradients, m and v on the GPU, the usual way, the first lines alone would be 11.53.
 
     python train_gpt2_large.py                      # pretrained weights, Python's standard library as text
-    python train_gpt2_large.py --data wikitext --steps 500 --out runs/wikitext
+    python train_gpt2_large.py --data wikitext --steps 500
     python train_gpt2_large.py --plan-only          # what it will take; needs no GPU, no weights, no network
     python train_gpt2_large.py --demo               # a small model, a minute on a laptop
 """
@@ -22,7 +22,7 @@ import sys
 from lowmem.run.main import main
 from lowmem.settings import Settings
 
-SETTINGS = Settings(model="gpt2-large", out="runs/gpt2-large")
+SETTINGS = Settings(model="gpt2-large")
 
 if __name__ == "__main__":
     sys.exit(main(SETTINGS))

@@ -24,7 +24,7 @@ from lowmem.run.main import main
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
-SETTINGS = Settings(model="gpt2-xl", out="runs/gpt2-xl", ram_limit_bytes=16 * GIB)
+SETTINGS = Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)
 
 if __name__ == "__main__":
     sys.exit(main(SETTINGS))

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         from lowmem.run.main import main as train
 
         return train(
-            Settings(out="runs/lowmem"),
+            Settings(),
             ["--demo", "--sample-prompt", "import ", *options] if command == "demo" else options,
         )
     if command in ("-h", "--help"):

@@ -7,7 +7,8 @@ a folder of data is read:
     their contents    checkpoints, stored tokens, exported models (of any program), wandb's own files
     this run's output the file that stdout or stderr is written to
 
-If the folder of a training run is itself named as data, the files that training wrote into it are left out.
+If the folder of a training run is itself named as data, the files that training wrote into it are left out. A part of
+a run or a model that is named so is refused (data/sources.py).
 """
 
 import json
@@ -76,6 +77,12 @@ def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
         or path.name == "wandb"
         and _has(path, "run-*", "offline-run-*")
     )
+
+
+def is_of_a_run(folder: Path, out: Path | None) -> bool:
+    """Returns True if `folder` is the folder of a training run (`out`: this one's), a part of one, or a model."""
+    folder = folder.resolve()
+    return _is_of_a_run(folder, folder.parent, None if out is None else out.resolve())
 
 
 def _has(folder: Path, *patterns: str) -> bool:

@@ -6,36 +6,24 @@ fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)
 ``settings.json``.
 
 ``None`` means that the planner chooses (``micro_batch``, ``group``, ``segment_blocks``), that the environment does
-(``wandb``, ``report_to``), or no limit (``clip_norm``, a memory cap).
+(``wandb``, ``report_to``), that other settings do (``out``), or no limit (``clip_norm``, a memory cap).
 """
 
 import math
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from enum import Flag, auto
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 from lowmem.errors import InputError
-from lowmem.paths import read_path_option, read_text_option
-from lowmem.units import GIB, MIB, format_size, parse_interval
+from lowmem.fields import SAVE_EVERY, Specs, checked, option_name
+from lowmem.units import GIB
 
-SAVE_EVERY = "30min"
 TRACKERS = ("tensorboard", "wandb")  # what a run can report to
 _ALONE = ("none", "all")  # words that are not combined with them
 DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
-MOST_EPOCHS = 10**6
 MOST_TOKENS = 2**26  # of a step: four times Llama 3's largest; more make planning slow
 AUTO = "auto, the planner chooses"  # for options whose "auto" is None
-
-
-Specs = str | tuple[str, ...]  # names of texts; a single one is a str
-
-
-def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns the names as a tuple, also if `specs` is a single name or None."""
-    return (specs,) if isinstance(specs, str) else specs or ()
 
 
 class Mark(Flag):
@@ -73,7 +61,16 @@ class Settings:
     eval_data: Specs | None = _option(
         None, "held-out text, written like --data, without a weight", "SPEC", "a share of --data is held out")
     eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out", marks=TOKENS)
+    split: str | None = _option(
+        None, "the split of --data that is trained on, by the name that its publisher gave it", "NAME",
+        "train, or the first one", marks=TOKENS)
+    max_samples: int | None = _option(
+        None, "train on the first N rows or documents of each --data", shown="all", marks=TOKENS)
     text_field: str = _option("text", "the column that holds the text", "NAME", marks=TOKENS)
+    prompt_field: str = _option("prompt", "the column that holds the prompt", "NAME", marks=TOKENS)
+    completion_field: str = _option(
+        "completion", "the column that holds the answer to the prompt", "NAME", marks=TOKENS)
+    messages_field: str = _option("messages", "the column that holds a conversation", "NAME", marks=TOKENS)
     train_on: Literal["completion", "all"] = _option(
         "completion", "for prompts with answers: learn only the answers, or everything", marks=TOKENS)
     chat_template: str | None = _option(
@@ -124,6 +121,8 @@ class Settings:
     ram_limit_bytes: int | None = _option(
         None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
+    preview: int | None = _option(
+        None, "print the first N examples, with the tokens that are trained on; train nothing", shown="none")
     gpu: str | None = _option(
         None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
         "the card here")
@@ -152,7 +151,8 @@ class Settings:
         "auto", "gradients on the GPU until all are known and clipped, or in RAM: the same bits; resident: if they do "
         "not fit, forward and backward run twice")
 
-    out: str = _option("runs/gpt2-large", "run folder: plan, metrics, checkpoints, model", "DIR")
+    out: str | None = _option(
+        None, "run folder: plan, metrics, checkpoints, model", "DIR", "runs/, with the names of model and data")
     run_name: str | None = _option(None, "name of the run in wandb", shown="the folder's name")
     resume: str = _option(
         "auto", "resume from the newest valid checkpoint in --out, never, or from the one in DIR", "auto|never|DIR")
@@ -178,26 +178,29 @@ class Settings:
         None, "logging to Weights & Biases", shown="WANDB_MODE, or online if --report-to names it, or disabled")
     # fmt: on
 
-    def __post_init__(self):
+    # The caps as they are typed: gpu_limit="11GiB", "16G" or "none".
+    gpu_limit: InitVar[str | int | None] = ...
+    ram_limit: InitVar[str | int | None] = ...
+
+    def __post_init__(self, gpu_limit: str | int | None, ram_limit: str | int | None):
+        for name, size in (("gpu_limit_bytes", gpu_limit), ("ram_limit_bytes", ram_limit)):
+            if size is not ...:
+                object.__setattr__(self, name, size)
+        problems = []
         for item in fields(self):
-            value = _checked(item.name, item.type, getattr(self, item.name))
-            if isinstance(value, str):
-                value = _read(item.name, value)
-            elif isinstance(value, tuple):
-                value = tuple(_read(item.name, text) for text in value)
-            object.__setattr__(self, item.name, value)
+            try:
+                value = checked(item.name, item.type, getattr(self, item.name))
+            except InputError as error:
+                problems.append(str(error))
+            else:
+                object.__setattr__(self, item.name, value)
         if self.clip_norm == 0:
             object.__setattr__(self, "clip_norm", None)
-        for problem in self._problems():
-            raise InputError(problem)
+        if problems := problems or list(self._problems()):
+            raise InputError(" ".join(problems))
 
     def _problems(self) -> Iterator[str]:
         """Yields one sentence for each reason why these settings cannot run."""
-        for names, allowed, words in _RANGES:
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not allowed(value):
-                    yield f"{option_name(name)} {value if isinstance(value, int) else f'{value:g}'} {words}."
         for chosen, words in _CONFLICTS:
             if all(getattr(self, name) == value for name, value in chosen.items()):
                 first, value = next(iter(chosen.items()))
@@ -229,9 +232,8 @@ class Settings:
             yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
         if self.gradients == "streamed" and self.group not in (None, most):
             yield "--gradients streamed takes the whole batch as one group: leave out --group."
-        for name in ("gpu_limit_bytes", "ram_limit_bytes", "disk_rate_bytes"):
-            if getattr(self, name) is not None and getattr(self, name) < MIB:
-                yield f"{option_name(name)} is {format_size(getattr(self, name))}: write a unit, as in 11GiB, or none."
+        if self.plan_only and self.preview is not None:
+            yield "--preview shows data and --plan-only a plan: give one of them."
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU and --device cpu asks for none: give one of them."
         named = self._reported_to()
@@ -239,14 +241,16 @@ class Settings:
             yield f"--report-to {self.report_to}: {name!r} is not one of none, {', '.join(TRACKERS)}, all."
         if len(named) > 1 and not named.isdisjoint(_ALONE):
             yield f"--report-to {self.report_to}: none and all cannot be combined with others."
-        for name in _TEXTS:
-            if any("\0" in text or not text.strip() for text in each(getattr(self, name))):
-                yield f"{option_name(name)} must not be empty."
 
     @property
     def masks_documents(self) -> bool:
         """Returns True if attention may need to know to which document a position belongs."""
         return self.document_mask or self.pack == "packed"
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Returns True if only a plan or a preview is asked for."""
+        return self.plan_only or self.preview is not None
 
     def _reported_to(self) -> set[str]:
         """Returns the names in `report_to`, which is a text with commas."""
@@ -274,19 +278,6 @@ def marked(settings: Any, mark: Mark) -> dict[str, Any]:
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
-_RANGES = (  # fields, the values that they may have, and what a refusal says
-    (
-        "batch steps micro_batch group segment_blocks target_tokens keep_last eval_every eval_batches log_every "
-        "patience sample_every", lambda value: value >= 1, "is too small: it must be at least 1",
-    ),
-    ("seq", lambda value: value >= 2, "is too short: a sequence needs 2 tokens, to predict one from the other"),
-    ("lr epochs adam_epsilon", lambda value: value > 0, "must be more than 0"),
-    ("epochs", lambda value: value <= MOST_EPOCHS, f"is too large: it must be at most {MOST_EPOCHS:,}"),
-    ("weight_decay clip_norm warmup_steps", lambda value: value >= 0, "must not be negative"),
-    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
-    ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
-    ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
-)  # fmt: skip
 _CONFLICTS = (  # settings that cannot be combined, and what a refusal says after the first of them
     ({"weights": "streamed", "states": "resident"}, "updates weights with their states: leave out --states resident"),
     ({"weights": "streamed", "recompute": "off"}, "recomputes blocks in backward: leave out --recompute off"),
@@ -295,56 +286,9 @@ _CONFLICTS = (  # settings that cannot be combined, and what a refusal says afte
     ({"states": "disk", "states_folder": None}, "needs a folder on a disk: give --states-folder"),
     ({"disk_rate_bytes": None}, "must be a size, the bytes that a disk reads and writes in a second, as in 2GiB"),
 )
-_TEXTS = (
-    *("gpu", "model", "data", "eval_data", "text_field", "chat_template", "states_folder", "out", "run_name", "resume"),
-)
-_PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
 
 # --demo's defaults instead of a script's: a small model from random weights, minutes on two CPU cores.
 DEMO = {
-    **{"model": "gpt2-demo", "init": "random", "out": "runs/demo"},
+    **{"model": "gpt2-demo", "init": "random"},
     **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 150, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},
 }
-
-
-def option_name(name: str) -> str:
-    """Returns the command-line option that sets the field `name`."""
-    return "--" + name.removesuffix("_bytes").replace("_", "-")
-
-
-def kind_of(hint: Any) -> tuple[Any, bool]:
-    """Returns the type of a field's values, and whether the field may be None. `hint` is the field's annotation."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return kinds[0], NoneType in kinds
-
-
-def may_be_several(hint: Any) -> bool:
-    """Returns True if a field with the annotation `hint` takes one text or several (the type Specs)."""
-    return tuple[str, ...] in get_args(hint)
-
-
-def _read(name: str, text: str) -> str:
-    """Returns the text of the field `name` as paths.py reads it, which raises InputError for a bad text or path."""
-    return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)
-
-
-def _checked(name: str, hint: Any, value: object) -> object:
-    """Returns `value` converted to `hint`, the type of the field `name`. Raises InputError if `value` is of another
-    type."""
-    if hint == int | str:
-        try:
-            return parse_interval(SAVE_EVERY if value is None else str(value))
-        except ValueError as error:
-            raise InputError(f"{option_name(name)}: {error}.") from None
-    if may_be_several(hint) and type(value) in (list, tuple) and value and all(type(spec) is str for spec in value):
-        return tuple(value) if len(value) > 1 else value[0]
-    kind, optional = kind_of(hint)
-    choices = get_args(kind)
-    if value is None and optional or type(value) is kind is not float or type(value) is str and value in choices:
-        return value
-    if kind is float and type(value) in (int, float) and abs(value) < sys.float_info.max:
-        return float(value)  # neither nan nor inf, nor an int that is too large for a float
-    wanted = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-    if may_be_several(hint):
-        wanted[str] = "text, nor a list of texts"
-    raise InputError(f"{option_name(name)}: {value!r} is not {wanted.get(kind) or ' or '.join(choices)}.")

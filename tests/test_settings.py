@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem.errors import InputError
+from lowmem.fields import option_name
 from lowmem.run.cli import parse_arguments
 from lowmem.run.options import ALIASES, FLAGS, NAMES, REFUSED, SPECIAL_ALIASES, SYNONYMS, TITLES
-from lowmem.settings import DEMO, FIELD_NAMES, TRACKERS, Settings, option_name
+from lowmem.settings import DEMO, FIELD_NAMES, TRACKERS, Settings
 from lowmem.units import GIB, MIB
 
-LARGE = Settings(model="gpt2-large", out="runs/gpt2-large")
-XL = Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB, out="runs/gpt2-xl")
+LARGE = Settings(model="gpt2-large")
+XL = Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)
 
 
 def parse(*argv: str, defaults: Settings = LARGE) -> Settings:
@@ -77,7 +78,12 @@ OPTION_VALUES = [
     ("--eval-data held.jsonl --eval-data wikitext", "eval_data", ("held.jsonl", "wikitext")),
     ("--eval-fraction 0.1", "eval_fraction", 0.1),
     ("--eval-fraction 0", "eval_fraction", 0.0),
+    ("--split train_sft", "split", "train_sft"),
+    ("--max-samples 100", "max_samples", 100),
     ("--text-field content", "text_field", "content"),
+    ("--prompt-field question", "prompt_field", "question"),
+    ("--completion-field answer", "completion_field", "answer"),
+    ("--messages-field dialog", "messages_field", "dialog"),
     ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
     ("--train-on all", "train_on", "all"),
     ("--seq 512", "seq", 512),
@@ -123,6 +129,7 @@ OPTION_VALUES = [
     ("--boundaries streamed", "boundaries", "streamed"),
     ("--gradients streamed", "gradients", "streamed"),
     ("--plan-only", "plan_only", True),
+    ("--preview 3", "preview", 3),
     ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),
     ("--run-name mine", "run_name", "mine"),
@@ -170,10 +177,11 @@ ALIAS_VALUES = [
     *[("train_file a.txt", "data", "a.txt"), ("validation_file b.txt", "eval_data", "b.txt")],
     *[(f"{name} 256", "seq", 256) for name in ("block_size", "max_length", "max_seq_length", "max_seq_len")],
     ("global_batch_size 8", "batch", 8),
-    *[(f"{name} 8", "micro_batch", 8) for name in ("per_device_train_batch_size", "micro_batch_size")],
     *[(f"{name} 9", "steps", 9) for name in ("max_steps", "max_iters")],
     *[("num_train_epochs 3", "epochs", 3.0), ("learning_rate 1e-5", "lr", 1e-5)],
     *[("lr_scheduler_type constant_with_warmup", "schedule", "constant"), ("warmup_ratio 0.1", "warmup_steps", 0.1)],
+    *[("lr_scheduler linear", "schedule", "linear"), ("dataset_train_split train_sft", "split", "train_sft")],
+    ("mixed_precision no", "precision", "fp32"),
     *[("cutoff_len 256", "seq", 256), ("val_size 0.1", "eval_fraction", 0.1), ("prompt a", "sample_prompt", "a")],
     *[("max_grad_norm 2", "clip_norm", 2.0), ("grad_clip 0.0", "clip_norm", None)],
     *[("optim adamw_torch", "optimizer", "adamw"), ("optim adamw_bnb_8bit", "optimizer", "adamw8bit")],
@@ -233,13 +241,66 @@ def test_names_that_mean_something_else_are_refused_with_the_reason(name):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        *[("batch_size", "--batch "), ("gradient_accumulation_steps", "--micro-batch")],
+        *[("batch_size", "--batch "), ("torch_dtype", "--precision"), ("offload_folder", "--states-folder")],
+        *[("max_train_samples", "--max-samples"), ("summary_column", "--completion-field")],
         *[("gradient_checkpointing", "--recompute"), ("load_in_4bit", "adamw8bit"), ("load_in_8bit", "adamw8bit")],
         *[("use_lora", "--gpu-limit"), ("lora", "--gpu-limit")],
     ],
 )
 def test_the_reason_names_what_to_use_instead(name, advice):
     assert advice in refusal(f"--{name}", "4")
+
+
+@pytest.mark.parametrize(
+    ("line", "batch", "micro_batch", "said"),
+    [
+        # Hugging Face's Trainer
+        ("--per_device_train_batch_size 2", 2, None, "--per_device_train_batch_size 2: an optimizer step has 2 seq"),
+        (
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 8", 16, None,
+            "--per_device_train_batch_size 2 x --gradient_accumulation_steps 8: an optimizer step has 16 sequences "
+            "(--batch 16)",
+        ),
+        ("--per-device-train-batch-size=4 --gradient-accumulation-steps=4 --batch 16", 16, None, "16 sequences"),
+        # axolotl, litgpt
+        ("--micro_batch_size 2 --gradient_accumulation_steps 8", 16, 2, "16 sequences"),
+        ("--micro_batch_size 2 --global_batch_size 64", 64, 2, ""),
+        ("--micro-batch 2 --accumulate-grad-batches 3", 6, 2, "--micro-batch 2 x --accumulate-grad-batches 3: "),
+        ("--micro-batch 2", 64, 2, ""),
+    ],
+)  # fmt: skip
+def test_options_that_make_a_batch_elsewhere_make_the_same_batch_here(line, batch, micro_batch, said):
+    heard = []
+    made = parse_arguments(line.split(), LARGE, heard.append)
+    assert made == dataclasses.replace(LARGE, batch=batch, micro_batch=micro_batch)
+    assert said in " ".join(heard) and len(heard) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--gradient_accumulation_steps 8", "--gradient_accumulation_steps 8 multiplies sequences that run at once"),
+        ("--gradient_accumulation_steps 8 --batch 16", "give --batch in its place"),
+        ("--micro_batch_size 2", "--micro_batch_size 2 alone does not say how many sequences an optimizer step has"),
+        ("--per_device_train_batch_size 2 --batch 64", "is a batch of 2, and --batch 64 is another one"),
+        ("--per_device_train_batch_size 2 --micro_batch_size 2 --batch 2", "give it once"),
+        ("--micro-batch 4 --micro_batch_size 2 --batch 8", "give it once"),
+        ("--per_device_train_batch_size 0", "it must be at least 1"),
+        ("--gradient_accumulation_steps x", "'x' is not a whole number"),
+        ("--lr_scheduler_type constant", "'constant' has no warm-up there; give --schedule constant"),
+    ],
+)
+def test_what_would_be_another_run_than_elsewhere_is_refused(line, said):
+    assert said in refusal(*line.split())
+
+
+def test_a_typed_batch_replaces_the_file_s_whatever_makes_it(tmp_path):
+    multiplied = config(tmp_path, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8})
+    whole = config(tmp_path, {"global_batch_size": 64}, "whole.json")
+    assert parse(*multiplied).batch == 16
+    assert parse(*multiplied, "--batch", "4").batch == 4
+    assert parse(*multiplied, "--per_device_train_batch_size", "4").batch == 32
+    assert parse(*whole, "--per_device_train_batch_size", "4").batch == 4
 
 
 @pytest.mark.parametrize(
@@ -293,6 +354,7 @@ def test_two_spellings_that_agree_and_one_option_typed_again_are_not():
         ("--seq 1", ["--seq 1"]),
         ("--batch 100000", ["--batch 100000", "67,108,864"]),
         ("--gpu t4 --device cpu", ["--gpu t4", "--device cpu"]),
+        ("--plan-only --preview 2", ["--plan-only", "--preview"]),
     ],
 )
 def test_combinations_that_cannot_run_are_refused_by_name(line, names):
@@ -342,6 +404,11 @@ def test_an_option_without_its_value_is_named(argv):
     assert refusal(*argv) == f"{argv[0]} needs a value."
 
 
+@pytest.mark.parametrize("typed", ["-1e-4", "-1E3", "-.5e1", "-1"])
+def test_a_negative_number_is_a_value_and_no_option(typed):
+    assert refusal("--lr", typed) == f"--lr {float(typed):g} must be more than 0."
+
+
 @pytest.mark.parametrize("name", ["--seq", "--max_steps", "--model", "--plan-only", "--config"])
 def test_two_dashes_are_no_value(name):
     assert refusal(f"{name}=--") == f"{name} needs a value."
@@ -375,6 +442,28 @@ def test_settings_made_in_code_are_checked_too(values):
 )
 def test_what_a_run_reports_to(typed, named):
     assert [name for name in TRACKERS if Settings(report_to=typed).reports_to(name)] == named.split()
+
+
+def test_sizes_may_be_texts_in_code():
+    made = Settings(gpu_limit="11GiB", ram_limit="16G", disk_rate_bytes="3GiB")
+    assert (made.gpu_limit_bytes, made.ram_limit_bytes, made.disk_rate_bytes) == (11 * GIB, 16 * GIB, 3 * GIB)
+    assert Settings(gpu_limit_bytes="8GiB") == Settings(gpu_limit_bytes=8 * GIB) == Settings(gpu_limit=8 * GIB)
+    assert Settings(gpu_limit="none").gpu_limit_bytes is Settings(gpu_limit=None).gpu_limit_bytes is None
+    assert dataclasses.replace(made, seed=1).gpu_limit_bytes == 11 * GIB
+    assert dataclasses.replace(made, gpu_limit="8GiB").gpu_limit_bytes == 8 * GIB
+    assert "'11GBs' is not a size" in refusal_in_code(gpu_limit="11GBs")
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    said = refusal("--seq", "1", "--lr", "-1", "--seed", "-1")
+    assert all(f"{name} " in said for name in ("--seq 1", "--lr -1", "--seed -1"))
+    content = "stepz: 5\nlr: fast\nseq: 1\nbatch_size: 4\nsteps: 10\nmax_steps: 11\n"
+    with pytest.raises(InputError) as error:
+        parse(*config(tmp_path, content, "config.yaml"))
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("config.yaml: 5 of its settings cannot be used:")
+    for line, name in zip(lines, ("stepz", "lr: 'fast'", "--seq 1", "batch_size", "max_steps"), strict=True):
+        assert name in line and line.startswith("  ") and line[-1] in ".?"
 
 
 def test_settings_cannot_be_changed():

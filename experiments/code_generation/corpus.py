@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from experiments.code_generation.scoring import line_parses
-from lowmem.data.records import Record, StableHash
+from lowmem.data.records import Reading, Record, StableHash
 from lowmem.data.sources import open_source
 from lowmem.errors import InputError
 
@@ -30,7 +30,7 @@ MOST_PER_DOCUMENT = 8
 def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], list[str]]:
     """Splits a --data spec into documents to train on and held-out ones, each at most about so many bytes. InputError
     if either would be empty."""
-    source = open_source(spec, TEXT, 1)  # a number of steps: what is large is streamed
+    source = open_source(spec, Reading(text=TEXT, steps=1))  # a number of steps: what is large is streamed
     if source.evaluation is not None:
         train = _until(_documents(source.train), train_bytes)
         held_out = _until(_documents(source.evaluation), held_out_bytes)

@@ -75,9 +75,10 @@ def _library_texts(kind: str) -> list[str]:
 
 
 def _texts(spec: str) -> list[str]:
+    from lowmem.data.records import Reading
     from lowmem.data.sources import open_source
 
-    source = open_source("Salesforce/wikitext:wikitext-2-raw-v1" if spec == "wikitext" else spec, "text", None)
+    source = open_source("Salesforce/wikitext:wikitext-2-raw-v1" if spec == "wikitext" else spec, Reading())
     # Of a long file the first piece is more than LONGEST tokens.
     texts = [record.columns.get("text") for record in source.train if not record.begun]
     found = [text for text in texts if isinstance(text, str) and text.strip()]

@@ -8,12 +8,14 @@ taken. The cut depends on lengths, layout and device only, so a step can be repe
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.errors import InputError
 
@@ -36,6 +38,44 @@ class Batch:
     lengths: Tensor | None = None  # int64 [B]: real positions of each row; None: rows keep their order and width
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
+    @classmethod
+    def from_hf(cls, batch: Mapping, decoder_start: int | None = None) -> "Batch":
+        """Returns the Batch for a dict as transformers' collators and `model(**batch)` take it.
+
+        input_ids       int [B, T], padded on the right
+        attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
+        labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 where nothing is
+                        trained. For an encoder-decoder int [B, S], the target
+
+        `decoder_start`: the first token of targets, for an encoder-decoder. Raises InputError for other keys, shapes,
+        and padding on the left.
+        """
+        batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
+        if "token_type_ids" in batch and not batch["token_type_ids"].any():
+            del batch["token_type_ids"]  # some tokenizers of decoders give zeros
+        unknown = batch.keys() - {"input_ids", "attention_mask", "labels"}
+        missing = {"input_ids", "labels"} - batch.keys()
+        if unknown or missing:
+            said = f"{', '.join(sorted(unknown))} cannot be used" if unknown else f"it has no {', '.join(missing)}"
+            raise InputError(f"a batch has input_ids, labels and, for padding, attention_mask; {said}")
+        input_ids, labels = batch["input_ids"].long(), batch["labels"].long()
+        mask = batch.get("attention_mask", torch.ones_like(input_ids)).bool()
+        if input_ids.dim() != 2 or mask.shape != input_ids.shape or labels.dim() != 2:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+            raise InputError(f"input_ids and attention_mask must be [B, T] both, and labels [B, T]: {shapes}")
+        if (mask[:, 1:] & ~mask[:, :-1]).any():
+            raise InputError('attention_mask is 0 before a 1: pad on the right (tokenizer.padding_side = "right")')
+        if decoder_start is not None:
+            start = torch.full_like(labels[:, :1], decoder_start)
+            before = torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED_LABEL, decoder_start)], 1)
+            return cls(torch.cat([input_ids, before], 1), labels, source_mask=mask)
+        if labels.shape != input_ids.shape:
+            raise InputError(f"input_ids are {list(input_ids.shape)} and labels {list(labels.shape)}: both are [B, T]")
+        following = labels.masked_fill(~mask, IGNORED_LABEL)[:, 1:]
+        nothing = torch.full_like(labels[:, :1], IGNORED_LABEL)  # no token follows the last one
+        lengths = None if mask.all() else mask.sum(1).clamp(min=1)
+        return cls(input_ids, torch.cat([following, nothing], 1), lengths=lengths)
+
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         """Returns the arguments of `Decoder.embed`."""
@@ -56,6 +96,18 @@ class Batch:
                 f"input_ids are {self.input_ids.shape[1]} in a row, and labels {self.labels.shape[1]}{behind}; each "
                 "position needs one"
             )
+        if not has_sources and self._is_not_shifted():
+            raise InputError(
+                "labels are the input_ids themselves: each position must have the token after it; lowmem.Batch.from_hf "
+                "shifts the labels of a dict"
+            )
+
+    def _is_not_shifted(self) -> bool:
+        """Returns True if each label is the token at its own position, and some label is not the token after it."""
+        trained = self.labels != IGNORED_LABEL
+        if not torch.equal(self.labels[trained], self.input_ids[trained]):
+            return False
+        return bool((trained[:, :-1] & (self.labels[:, :-1] != self.input_ids[:, 1:])).any())
 
     @property
     def trained_tokens(self) -> int:
@@ -89,6 +141,13 @@ class Batch:
     def _trimmed(self, rows: Tensor, width: int) -> "Batch":
         tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids)
         return Batch(*(None if tensor is None else tensor[rows, :width] for tensor in tensors))
+
+
+def as_batch(batch: Batch | Mapping, decoder) -> Batch:
+    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder."""
+    if isinstance(batch, Batch):
+        return batch
+    return Batch.from_hf(batch, decoder_start(decoder.model.config))
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:

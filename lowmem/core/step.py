@@ -18,7 +18,7 @@ A layout (layout.py) changes the bits of the result only by its `micro_batch`. d
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.accumulation import Accumulation
-from lowmem.core.batch import LEAST_POSITIONS, Batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch, as_batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
@@ -111,9 +111,10 @@ class TrainingStep:
         self._gradients = GradientWindow(self.transfers)
         self._accumulation = Accumulation(decoder, store)
 
-    def __call__(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
-        """Makes one optimizer step on `batch` (on the CPU). `step` seeds the dropout masks. Some updates may be made
-        only in the next step, or by `flush`."""
+    def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
+        """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf).
+        `step` seeds the dropout masks. Some updates may be made only in the next step, or by `flush`."""
+        batch = as_batch(batch, self._decoder)
         if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
         self._discard_attempt()  # of a step that an error or Ctrl-C has ended
@@ -271,8 +272,9 @@ class TrainingStep:
         state."""
         self._retrying(UPDATES, self._updates.flush)
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
         """Returns the sum of the losses of a batch's tokens, and the number of tokens. Makes waiting updates first."""
+        batch = as_batch(batch, self._decoder)
         self.flush()
         self._decoder.model.eval()
         return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens

@@ -1,8 +1,9 @@
 """Lists the kinds of GPU that can be simulated, with the memory and speed of each.
 
-cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce RTX cards, by their data
-sheets. Rates are dense, with sums in fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that
-PyTorch reaches with square products of 8,192. docs/cuda-memory.md has the sources, and the way to add a card.
+cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce cards, by their data
+sheets, and professional.csv the cards of workstations and data centers. Rates are dense, with sums in fp32, as PyTorch
+computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square products of 8,192.
+docs/cuda-memory.md has the sources, and the way to add a card.
 
 This file needs no PyTorch, because stand_in/ (a simulated card under PyTorch's CUDA build) reads it before PyTorch can
 be imported.
@@ -31,10 +32,16 @@ PCIE_BYTES_PER_SECOND = {3: 12e9, 4: 25e9, 5: 55e9}
 # CUDA does not report all of a board's memory: 245 MiB less for an RTX 3060 and a 2080 Ti, 1.3% for a 3090, 1.5% for a
 # 4090. Data sheets' sizes are reduced by the larger of these two.
 UNREPORTED_BYTES, UNREPORTED_SHARE = 245 * MIB, 0.02
-TENSOR_FLOP_PER_CLOCK = 512  # of a GeForce multiprocessor's tensor cores, with sums in fp32
-# GeForce cards by capability: FLOP per clock of a multiprocessor's fp32 units, and the measured card whose shares are
-# assumed. Nobody measured Blackwell yet.
-GEFORCE = {(7, 5): (128, "rtx2080ti"), (8, 6): (256, "rtx3060"), (8, 9): (256, "rtx4090"), (12, 0): (256, "rtx4090")}
+# Error correction takes a sixteenth of GDDR memory, and is on in data centers: 22.06 GiB are reported of an A10G's 24
+# and 44.4 of an L40S's 48, but 47.5 of an RTX A6000's 48.
+ECC_SHARE = 1 / 16
+# By capability: FLOP per clock of a multiprocessor's fp32 units, and of a GeForce card's tensor cores with sums in
+# fp32; and the measured card whose shares are assumed. Nobody measured Blackwell yet.
+BY_CAPABILITY = {
+    **{(6, 1): (256, 256, "gtx1080ti"), (7, 0): (128, 512, "p100"), (7, 5): (128, 512, "rtx2080ti")},
+    **{(8, 0): (128, 512, "a100"), (8, 6): (256, 512, "rtx3060"), (8, 9): (256, 512, "rtx4090")},
+    **{(9, 0): (256, 512, "h100"), (12, 0): (256, 512, "rtx4090")},
+}
 
 
 class Multiprocessor(NamedTuple):
@@ -136,37 +143,71 @@ def _measured(row: dict[str, str]) -> Card:
 
 def _from_data_sheet(row: dict[str, str], measured: dict[str, Card]) -> Card:
     capability, memory_bytes = _capability(row["capability"]), int(row["memory_gib"]) * GIB
-    fp32_flop_per_clock, like = GEFORCE[capability]
+    fp32_per_clock, tensor_per_clock, like = BY_CAPABILITY[capability]
     clocks_per_second = int(row["multiprocessors"]) * int(row["megahertz"]) * 1e6
-    rates = {
-        precision: Rate(clocks_per_second * (fp32_flop_per_clock if precision == "fp32" else TENSOR_FLOP_PER_CLOCK),
-                        rate.share)
-        for precision, rate in measured[like].rates.items()
-    }  # fmt: skip
+    per_clock = int(row.get("tensor_flop_per_clock") or tensor_per_clock)
+    rates = {"fp32": Rate(clocks_per_second * fp32_per_clock, measured[like].rates["fp32"].share)}
+    for precision in ("fp16", "bf16") if capability >= (8, 0) else ("fp16",):
+        share = float(row.get("share") or measured[like].rates[precision].share)
+        rates[precision] = Rate(clocks_per_second * per_clock, share)
+    memory_bytes -= int(memory_bytes * ECC_SHARE) if row.get("ecc") else 0
     return Card(
         row["name"], memory_bytes - max(UNREPORTED_BYTES, int(memory_bytes * UNREPORTED_SHARE)), capability,
         int(row["multiprocessors"]), rates, float(row["memory_gigabytes_per_second"]) * 1e9,
-        PCIE_BYTES_PER_SECOND[int(row["pcie"])] * int(row["lanes"]) / 16, (row["reported_name"],),
-        f"techpowerup.com/gpu-specs; shares of the {like}", measured=False,
+        PCIE_BYTES_PER_SECOND[int(row["pcie"])] * int(row["lanes"]) / 16, tuple(row["reported_names"].split("; ")),
+        "techpowerup.com/gpu-specs; shares: docs/cuda-memory.md", measured=False,
     )  # fmt: skip
 
 
-CARDS = {row["name"]: _measured(row) for row in _rows("cards.csv")}
-CARDS |= {row["name"]: _from_data_sheet(row, CARDS) for row in _rows("geforce.csv")}
+_MEASURED = {row["name"]: _measured(row) for row in _rows("cards.csv")}
+CARDS = _MEASURED | {
+    row["name"]: _from_data_sheet(row, _MEASURED) for file in ("geforce.csv", "professional.csv") for row in _rows(file)
+}
 _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
+_ROUNDING = (0.9, 1.01)  # memory that CUDA reports, as a share of the memory in a card's name
+_SAYS_NOTHING = re.compile(
+    r"nvidia|geforce|tesla|quadro|gpu|with|design|generation|blackwell|workstation|server|edition|"
+    r"[^a-z0-9]"
+)
 
 
 def card_named(name: str) -> Card:
-    """Returns the card with this name: ``rtx3090``, ``RTX 4070 Ti SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla
-    T4``. Raises InputError for a name that is not in the table."""
-    short = re.sub(r"nvidia|geforce|tesla|gpu|with|design|[^a-z0-9]", "", name.lower())
-    if short not in _BY_SHORT_NAME:
-        near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
-        meant = f"did you mean one of {near}? " if near else ""
-        raise InputError(
-            f"--gpu {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them"
-        )
-    return _BY_SHORT_NAME[short]
+    """Returns the card with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``RTX 4070 Ti
+    SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla V100-SXM2-32GB``, ``RTX A6000``. Raises InputError for a name that
+    is not in the table."""
+    short = _SAYS_NOTHING.sub("", name.lower())
+    if (found := _exactly(short) or _of_size(name.lower())) is not None:
+        return found
+    near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
+    meant = f"did you mean one of {near}? " if near else ""
+    raise InputError(
+        f"--gpu {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them. For "
+        "another card leave --gpu out, and give its memory: --gpu-limit 10GiB"
+    )
+
+
+def _exactly(short: str) -> Card | None:
+    """Returns the card with the short name, which may lack "rtx" or "gtx", or have one too many; None if there is
+    none."""
+    forms = (short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx"))
+    return next((_BY_SHORT_NAME[form] for form in forms if form in _BY_SHORT_NAME), None)
+
+
+def _of_size(name: str) -> Card | None:
+    """Returns the card of a name such as "rtx 3060 12gb", in which the memory or the kind of board is not part of the
+    table's name; None if the table has none with that memory."""
+    size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
+    short = name if size is None else name[: size.start()] + name[size.end() :]
+    short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
+    if size is None:
+        return _exactly(short)
+    found = [_exactly(short), *(_BY_SHORT_NAME[known] for known in _BY_SHORT_NAME if _same_but_size(known, short))]
+    least, most = (int(size[1]) * GIB * share for share in _ROUNDING)
+    return next((card for card in found if card is not None and least <= card.memory_bytes <= most), None)
+
+
+def _same_but_size(known: str, short: str) -> bool:
+    return re.sub(r"\d{1,2}gb$", "", known) in (short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx"))
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:

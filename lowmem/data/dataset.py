@@ -16,7 +16,7 @@ from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.documents import Documents, hold_out, read_documents
 from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
-from lowmem.data.records import Record, Source
+from lowmem.data.records import Record, Source, first_rows
 from lowmem.data.settings import DataSettings
 from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
@@ -86,10 +86,10 @@ class _Reader:
         self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
     ):
         self.settings, self.tokenizer, self.vocabulary_size = settings, tokenizer, vocabulary_size
-        self.sources, self.evaluated = (
-            [open_source(spec, settings.text_field, settings.steps, folder) for spec in specs]
-            for specs in (settings.data, settings.eval_data)
-        )
+        self.sources = [open_source(spec, settings.reading(), folder) for spec in settings.data]
+        self.evaluated = [open_source(spec, settings.reading(held_out=True), folder) for spec in settings.eval_data]
+        if settings.split is not None and not any(source.splits for source in self.sources):
+            raise InputError(f"--split {settings.split}: none of --data has splits; leave it out")
         for source in self.evaluated:
             if source.weight != 1:
                 raise InputError(f"--eval-data {source.name}: held-out texts have no weight; each is read once")
@@ -107,7 +107,10 @@ class _Reader:
         folder.times_written = 1 if self.evaluated or self.settings.eval_fraction == 0 else 2
         parts = []
         for source in self.sources:
-            train = self._load(source, source.train, self.needed_rows, folder)
+            rows = first_rows(source.train, self.settings.max_samples)
+            train = self._load(source, rows, None if self.settings.steps is None else self.needed_rows, folder)
+            if self.settings.max_samples is not None:
+                train = replace(train, notes=(*train.notes, f"at most {self.settings.max_samples:,} rows of it read"))
             if self.evaluated:
                 parts.append(Part(train, None, ""))
             elif source.evaluation is not None and self.settings.eval_fraction > 0:
@@ -117,7 +120,7 @@ class _Reader:
         named = [self._held_out(source, folder) for source in self.evaluated]
         return [*_without_held_out(parts, folder, named), *named]
 
-    def _load(self, source: Source, records: Iterable[Record], rows: int, folder: ArrayFolder) -> Documents:
+    def _load(self, source: Source, records: Iterable[Record], rows: int | None, folder: ArrayFolder) -> Documents:
         limit = rows if source.streamed else None
         return read_documents(source, records, limit, self.settings, self.tokenizer, self.vocabulary_size, folder)
 
@@ -199,7 +202,8 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
         name = source.name + source.remark
         held_out = part.held_out + (source.remark if part.train is None else "")
         said = [] if part.train is None else [_describe_rows(name, part.train, train, tokenizer)]
-        said += [] if part.evaluation is None else [f"{held_out}: {part.evaluation.count:,} rows."]
+        if part.evaluation is not None:
+            said.append(f"{held_out}: {part.evaluation.count:,} rows." if part.evaluation.count else held_out)
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
         return "\n".join(["; ".join(lines), *train.remarks])

@@ -105,7 +105,7 @@ def read_documents(
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    format = find_format(first, settings.text_field, settings.train_on, tokenizer)
+    format = find_format(first, settings.reading(), settings.train_on, tokenizer)
     writer = _Writer(format, tokenizer, vocabulary_size, settings, folder)
     skipped, why = 0, ""
     for record in _with_progress(records, source.name, writer):

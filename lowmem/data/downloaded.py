@@ -35,23 +35,25 @@ class Layout(NamedTuple):
     held_out: list[Path]
     name: str
     remark: str  # for the description of the data
+    splits: tuple[str, ...]  # the names of all
 
 
-def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout | None:
+def find_layout(folder: Path, files: list[Path], config: str | None, split: str | None) -> Layout | None:
     """Finds the training and held-out files of a data set that was downloaded from the hub into `folder`. `files` are
-    all files there; `config` names one of the data set's configurations. Returns None if nothing shows that the folder
-    is such a data set. Raises InputError if the choice of a configuration or a training file is missing."""
+    all files there; `config` names one of the data set's configurations, `split` the split to train on. Returns None if
+    nothing shows that the folder is such a data set. Raises InputError if the choice of a configuration or a training
+    file is missing."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
         files = [file for file in files if folder / str(chosen["data_dir"]) in file.parents]
     files = [file for file in files if file.name != _CARD]
     if chosen.get("data_files"):
-        splits = _splits_of_card(folder, files, name, chosen["data_files"])
+        splits = _splits_of_card(folder, files, name, chosen["data_files"], split)
     else:
         files = _of_one_kind(files)
         splits = _splits_by_name(folder, files)
-        if card is None and not _tell_splits(splits, files):
+        if card is None and split not in splits and not _tell_splits(splits, files):
             return None
     if not splits and not files:
         raise InputError(
@@ -59,12 +61,12 @@ def find_layout(folder: Path, files: list[Path], config: str | None) -> Layout |
             f"download it complete (scripts that load data are not run)"
         )
     splits = splits or {"train": files}
-    train, held_out, remark = choose_splits(list(splits))
+    train, held_out, remark = choose_splits(list(splits), split)
     for file in splits[train]:
         if file.suffix.lower() not in KNOWN_SUFFIXES:
             raise InputError(f"{file}: files of kind {file.suffix or '(none)'} are not read; unpack or convert it")
     readable = [file for file in splits.get(held_out, ()) if file.suffix.lower() in KNOWN_SUFFIXES]
-    return Layout(splits[train], readable, held_out or "", f"{name and f' (configuration {name})'}{remark}")
+    return Layout(splits[train], readable, held_out or "", f"{name and f' (configuration {name})'}{remark}", (*splits,))
 
 
 def _card(folder: Path) -> dict[str, Any] | None:
@@ -100,26 +102,26 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
     raise InputError(f"{folder} has {len(configs)} configurations ({names}); name one as {folder}:{first}")
 
 
-def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any) -> Splits:
+def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
     """Returns {split: files} as a configuration's `data_files` says, without splits whose files were not downloaded.
     Raises InputError if the training split's files are missing."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
-        split, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
-        patterns.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+        named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
+        patterns.setdefault(str(named), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
     by_name = {file.relative_to(folder).as_posix(): file for file in files}
     splits: Splits = {}
-    for split, names in patterns.items():
+    for named, names in patterns.items():
         names = [f"{name.rstrip('/')}/**" if (folder / name).is_dir() else name for name in names]
         found = {name for pattern in names for name in glob.glob(pattern, root_dir=folder, recursive=True)}
-        splits[split] = [by_name[name] for name in sorted(found) if name in by_name]
-    train, _, _ = choose_splits(list(splits))
+        splits[named] = [by_name[name] for name in sorted(found) if name in by_name]
+    train, _, _ = choose_splits(list(splits), split)
     if not splits[train]:
         raise InputError(
             f"{folder / _CARD}: it names {', '.join(patterns[train])} for the split {train}"
             f"{config and f' of {config}'}, and there is no such file; download the data set complete"
         )
-    return {split: found for split, found in splits.items() if found}
+    return {named: found for named, found in splits.items() if found}
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.answers import Answers
 from lowmem.data.conversations import UntrainableRow, encodable, parse_within, read_conversation, system_text
-from lowmem.data.records import Record
+from lowmem.data.records import Reading, Record
 from lowmem.data.seams import Segments
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
 from lowmem.errors import InputError
@@ -95,11 +95,12 @@ class _Text(Format):
 class _Prompts(Format):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.summary = f"prompt + completion, {self._trained('completions')}"
+        self.summary = f"{' + '.join(self._needed)}, {self._trained('completions')}"
 
     def write(self, row: Record) -> Segments:
-        prompt = "\n\n".join(filter(None, [system_text(row), _string(row, "prompt")]))
-        return [(prompt, self._everything), (_filled(row, "completion"), True)]
+        asked, answered = self._needed
+        prompt = "\n\n".join(filter(None, [system_text(row), _string(row, asked)]))
+        return [(prompt, self._everything), (_filled(row, answered), True)]
 
 
 class _Alpaca(Format):
@@ -143,7 +144,7 @@ class _Conversations(Format):
             said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
         self.begin = ()  # the template writes it
         self._answers = Answers(tokenizer)
-        names = self._needed[0] if len(self._needed) == 1 else "prompt + completion, as messages,"
+        names = self._needed[0] if len(self._needed) == 1 else f"{' + '.join(self._needed)}, as messages,"
         trained = self._trained("assistant's turns")
         self.summary = f"{names} through {said}{self._answers.template.note}, {trained}"
 
@@ -163,13 +164,17 @@ class _Conversations(Format):
         return self._answers.segments(conversation, self._everything)
 
 
-_FORMATS: dict[tuple[str, ...], type[Format]] = {  # by the columns that each row needs
-    ("messages",): _Conversations,
-    ("conversations",): _Conversations,
-    ("prompt", "completion"): _Prompts,
-    ("instruction", "output"): _Alpaca,
-    ("instruction", "response"): _Alpaca,
-}
+def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
+    """Lists the formats: the columns that each row needs, the class, and whether an option names one of them."""
+    usual, pair = Reading(), (reading.prompt, reading.completion)
+    return [
+        ((reading.messages,), _Conversations, reading.messages != usual.messages),
+        (("conversations",), _Conversations, False),
+        (pair, _Prompts, pair != (usual.prompt, usual.completion)),
+        (("instruction", "output"), _Alpaca, False),
+        (("instruction", "response"), _Alpaca, False),
+        ((reading.text,), _Text, reading.text != usual.text),
+    ]
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
@@ -183,28 +188,27 @@ def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterabl
     return (seen[-1] if seen else None), itertools.chain(seen, records)
 
 
-def find_format(record: Record, text_field: str, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the format for the columns of `record`, a source's first row. `text_field` is the column of plain text.
-    `train_on` is "completion" or "all". Raises InputError if no format fits, or several do."""
-    text = (text_field,)
-    formats = _FORMATS | {text: _Text}
-    found = [columns for columns in formats if record.columns.keys() >= {*columns}]
-    if text in found and text_field != "text":
-        found = [text]
-    elif text in found and any(formats[columns] is _Alpaca for columns in found):
-        found.remove(text)  # Alpaca's own files bring their rendering along
-    filled = [columns for columns in found if _are_filled(record, columns)] if len(found) > 1 else found
+def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
+    """Returns the format for the columns of `record`, a source's first row. `reading` names the columns; a column that
+    an option names is taken before all others. `train_on` is "completion" or "all". Raises InputError if no format
+    fits, or several do."""
+    found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
+    named = [each for each in found if each[2]]
+    if not named and any(kind is _Alpaca for _, kind, _ in found):
+        found = [each for each in found if each[1] is not _Text]  # Alpaca's own files bring their rendering along
+    found = named or found
+    filled = [each for each in found if _are_filled(record, each[0])] if len(found) > 1 else found
     if len(filled) > 1:
-        raise _in_two_ways(record, found)
+        raise _in_two_ways(record, [columns for columns, _, _ in found])
     if not filled:
-        raise _unreadable(record, text_field)
-    needed, kind = filled[0], formats[filled[0]]
+        raise _unreadable(record, reading)
+    needed, kind, _ = filled[0]
     if kind is not _Text:
         _refuse_labels(record)
     if kind is _Prompts and any(isinstance(record.columns[name], list) for name in needed):
         kind = _Conversations
     format = kind(record, needed, train_on == "all", tokenizer)
-    format.rivals = [columns for columns in found if columns != needed]
+    format.rivals = [columns for columns, _, _ in found if columns != needed]
     return format
 
 
@@ -233,7 +237,7 @@ def _in_two_ways(record: Record, readings: Iterable[Iterable[str]]) -> InputErro
     )
 
 
-def _unreadable(record: Record, text_field: str) -> InputError:
+def _unreadable(record: Record, reading: Reading) -> InputError:
     names = (*record.columns, *record.unread)
     asked, answered = (next((name for name in known if name in names), None) for known in (_QUESTIONS, _ANSWERS))
     if {"chosen", "rejected"} <= {*names}:
@@ -244,11 +248,11 @@ def _unreadable(record: Record, text_field: str) -> InputError:
     elif "input_ids" in names:
         advice = "rows that are tokenized already are not read; give their text"
     elif asked and answered:
-        renamed = [(asked, "prompt"), (answered, "completion")]
-        advice = "rename " + " and ".join(f"{old} to {new}" for old, new in renamed if old != new)
+        named = [(asked, reading.prompt, "--prompt-field"), (answered, reading.completion, "--completion-field")]
+        advice = "give " + " and ".join(f"{option} {name}" for name, now, option in named if name != now)
     else:
         advice = (
-            f"name the text with --text-field (now {text_field}), or give messages, conversations, prompt + "
+            f"name the text with --text-field (now {reading.text}), or give messages, conversations, prompt + "
             f"completion, instruction + input + output, or instruction + context + response"
         )
     return InputError(f"{record.where}: nothing to train on in the columns ({_listed(names)}); {advice}")

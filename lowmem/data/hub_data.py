@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem import hub
-from lowmem.data.records import Record, Source
+from lowmem.data.records import Reading, Record, Source
 from lowmem.data.tables import split_columns
 from lowmem.errors import InputError, first_line
 from lowmem.text_files import read_json, refuse_pointer
@@ -32,10 +32,14 @@ def split_of(name: str) -> str | None:
     return next((split for split, known in _SPLIT_WORDS.items() if words & known), None)
 
 
-def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
-    """Chooses the split to train on and the split to hold out (or None) from the `names` of all splits. Also returns a
-    remark for the description of the data."""
+def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
+    """Chooses the split to train on (`wanted`, if given) and the split to hold out (or None) from the `names` of all
+    splits. Also returns a remark for the description of the data. Raises InputError if there is no split `wanted`."""
+    if wanted is not None and wanted not in names:
+        part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
+        raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
     train = "train" if "train" in names else next((name for name in names if split_of(name) == "train"), names[0])
+    train = wanted or train
     others = [name for name in names if name != train]
     same = [name for name in others if _WORD_ENDS.split(name)[1:] == _WORD_ENDS.split(train)[1:]]  # test_sft, train_sft
     kinds = ("validation", "test")
@@ -45,34 +49,37 @@ def choose_splits(names: Sequence[str]) -> tuple[str, str | None, str]:
     return train, held_out, f" ({'; '.join(said)})" if said else ""
 
 
-def hub_source(path: str, config: str | None, text_field: str, steps: int | None, streamed: bool = False) -> Source:
-    """Opens a data set of the hub, from the cache or over the network. A large data set is streamed if training has a
-    number of `steps`; `streamed` streams any. `config` is the name of the data set's configuration. Raises
-    InputError."""
+def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
+    """Opens a data set of the hub, from the cache or over the network. A large data set is streamed if only a part of
+    it is needed; `streamed` streams any. `config` is the name of the data set's configuration. Raises InputError."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
-    if streamed and steps is None:
-        raise InputError(f"{spec} is too large to be read to its end; give --steps instead of --epochs")
+    in_part = reading.steps is not None or reading.most_rows is not None
+    if streamed and not in_part:
+        raise InputError(
+            f"{spec} is too large to be read to its end; give --steps or --max-samples, not --epochs alone"
+        )
     try:
         if not hub.is_reachable():
             datasets.config.HF_HUB_OFFLINE = True  # saves 25 seconds of retries
-        if not streamed and steps is not None:
+        if not streamed and in_part:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
         splits = datasets.load_dataset(path, config, streaming=streamed)
     except Exception as error:  # datasets, the hub's client and its transport each have their own errors
         raise _hub_error(spec, error) from error
-    train, held_out, remark = choose_splits(list(splits))
+    train, held_out, remark = choose_splits(list(splits), reading.split)
     names = [name for name in (train, held_out) if name]
-    rows = [_rows(spec, name, splits[name], text_field) for name in names]
+    rows = [_rows(spec, name, splits[name], reading) for name in names]
     content = () if streamed else tuple(str(getattr(splits[name], "_fingerprint", name)) for name in names)
-    return Source(spec, *rows, content=content, remark=remark, held_out=held_out or "")
+    return Source(spec, *rows, content=content, remark=remark, held_out=held_out or "", splits=tuple(splits))
 
 
-def saved_to_disk(path: Path, text_field: str) -> Source | None:
+def saved_to_disk(path: Path, reading: Reading) -> Source | None:
     """Opens the data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder."""
-    train, held_out, remark = "", None, ""
+    train, held_out, remark, names = "", None, "", ()
     if (path / "dataset_dict.json").is_file():
-        train, held_out, remark = choose_splits(_names_of_splits(path / "dataset_dict.json"))
+        names = tuple(_names_of_splits(path / "dataset_dict.json"))
+        train, held_out, remark = choose_splits(names, reading.split)
     elif not (path / "dataset_info.json").is_file() or not (path / "state.json").is_file():
         return None
 
@@ -83,11 +90,11 @@ def saved_to_disk(path: Path, text_field: str) -> Source | None:
             found = _datasets(str(path)).load_from_disk(str(path / split))
         except Exception as error:
             raise InputError(f"{path / split}: datasets cannot read it ({first_line(error).rstrip('.')})") from error
-        yield from _rows(str(path), split, found, text_field)
+        yield from _rows(str(path), split, found, reading)
 
     evaluation = None if held_out is None else rows(held_out)
     files = tuple(sorted(path.rglob("*.arrow")))
-    return Source(str(path), rows(train), evaluation, files, remark=remark, held_out=held_out or "")
+    return Source(str(path), rows(train), evaluation, files, remark=remark, held_out=held_out or "", splits=names)
 
 
 def _datasets(spec: str) -> Any:
@@ -109,10 +116,10 @@ def _names_of_splits(file: Path) -> list[str]:
     return names
 
 
-def _rows(spec: str, split: str, rows: Any, text_field: str) -> Iterator[Record]:
+def _rows(spec: str, split: str, rows: Any, reading: Reading) -> Iterator[Record]:
     place, unread, number = f"{spec}, {split} row" if split else f"{spec}: row", (), 0
     if rows.column_names is not None:  # streams do not always know them
-        columns, unread = split_columns(rows.column_names, text_field)
+        columns, unread = split_columns(rows.column_names, reading)
         if not columns:
             yield Record(f"{place} 1", {}, unread=unread)
             return

@@ -1,10 +1,28 @@
-"""Defines a row of data with its place in the user's files, and a source: all rows of one `--data` argument."""
+"""Defines how data is read, a row with its place in the user's files, and a source: all rows of one `--data`."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Says how a source is read: the names of its columns (--text-field, --prompt-field, ...), its split, and how many
+    rows are needed."""
+
+    text: str = "text"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+    split: str | None = None  # None: the one that is called train, or the first
+    most_rows: int | None = None  # None: all
+    steps: int | None = None  # of training; None if all rows will be read
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.text, self.prompt, self.completion, self.messages
 
 
 @dataclass(frozen=True)
@@ -32,10 +50,21 @@ class Source:
     weight: float = 1.0  # how often each row is in an epoch
     remark: str = ""  # follows the name in the description of the data
     held_out: str = ""
+    splits: tuple[str, ...] = ()  # the names of all splits, if the publisher made some
 
     @property
     def streamed(self) -> bool:
         return not self.content
+
+
+def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
+    """Yields the first `most` records, or all of them for None. A text in several records counts once."""
+    count = 0
+    for record in records:
+        count += not record.begun
+        if most is not None and count > most:
+            return
+        yield record
 
 
 class StableHash:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from lowmem.settings import Settings, each
+from lowmem.data.records import Reading
+from lowmem.fields import each
+from lowmem.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,12 @@ class DataSettings:
     data: tuple[str, ...]
     eval_data: tuple[str, ...]
     eval_fraction: float
+    split: str | None
+    max_samples: int | None
     text_field: str
+    prompt_field: str
+    completion_field: str
+    messages_field: str
     train_on: str
     chat_template: str | None
     seq: int
@@ -29,3 +36,8 @@ class DataSettings:
         """Copies these fields from the settings of a training run."""
         values = {item.name: getattr(settings, item.name) for item in fields(cls)}
         return cls(**values | {name: each(values[name]) for name in ("data", "eval_data")})
+
+    def reading(self, held_out: bool = False) -> Reading:
+        """Returns how a text is read: one of --data, or one that is `held_out`."""
+        names = self.text_field, self.prompt_field, self.completion_field, self.messages_field
+        return Reading(*names, *((None, None) if held_out else (self.split, self.max_samples)), self.steps)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from lowmem.data.downloaded import find_layout
 from lowmem.data.hub_data import hub_source, joined_articles, saved_to_disk
-from lowmem.data.records import Record, Source, StableHash
+from lowmem.data.records import Reading, Record, Source, StableHash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
 from lowmem.paths import shown
-from lowmem.run_folder import without_runs
+from lowmem.run_folder import is_of_a_run, is_run, without_runs
 from lowmem.text_files import refuse_disguised, refuse_pointer
 
 MOST_WEIGHT = 1000
@@ -34,13 +34,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
-def open_source(spec: str, text_field: str, steps: int | None, out: Path | None = None) -> Source:
-    """Opens the source that a `--data` spec names. `steps` is the number of training steps, or None if all data will be
-    read. `out` is the training run's own folder, which is not read as data. Raises InputError."""
-    spec, weight = _split_weight(spec)
+def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
+    """Opens the source that a `--data` spec names. `out` is the training run's own folder, which is not read as data.
+    Raises InputError."""
+    spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
-        source = _open(spec, text_field, steps, out)
+        source = _open(spec, reading, out)
     except InputError as error:
         if not hides_hub:
             raise
@@ -51,31 +51,31 @@ def open_source(spec: str, text_field: str, steps: int | None, out: Path | None 
     return replace(source, spec=spec, weight=weight, remark=remark)
 
 
-def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> Source:
+def _open(spec: str, reading: Reading, out: Path | None) -> Source:
     if spec == _STDLIB:
         files = _library_files()
-        return Source("Python's standard library", _library(files, text_field), content=tuple(files.values()))
+        return Source("Python's standard library", _library(files, reading), content=tuple(files.values()))
     if Path(spec).exists():
-        return _local(Path(spec), text_field, out)
+        return _local(Path(spec), reading, out)
     if folder := _folder_of_config(spec):
-        return _local(folder, text_field, out, spec.rpartition(":")[2])
+        return _local(folder, reading, out, spec.rpartition(":")[2])
     if glob.has_magic(spec):
-        return _matching(spec, text_field, out)
+        return _matching(spec, reading, out)
     if spec == "wikitext":
-        source = hub_source("Salesforce/wikitext", "wikitext-2-raw-v1", "text", steps)
-        train, evaluation = (rows and joined_articles(rows, text_field) for rows in (source.train, source.evaluation))
+        source = hub_source("Salesforce/wikitext", "wikitext-2-raw-v1", replace(reading, text="text"))
+        train, evaluation = (rows and joined_articles(rows, reading.text) for rows in (source.train, source.evaluation))
         return replace(source, name="WikiText-2, lines joined to articles", train=train, evaluation=evaluation)
     if spec == "codeparrot":
         names = (f"codeparrot/codeparrot-clean-{split}" for split in ("train", "valid"))
-        source, held_out = (hub_source(name, None, "content", steps, streamed=True) for name in names)
+        source, held_out = (hub_source(name, None, replace(reading, text="content"), streamed=True) for name in names)
         train, evaluation = (
-            (replace(row, columns={text_field: row.columns["content"]}) for row in rows)
+            (replace(row, columns={reading.text: row.columns["content"]}) for row in rows)
             for rows in (source.train, held_out.train)
         )
         return replace(source, train=train, evaluation=evaluation)
     if is_on_hub(spec):
         path, _, config = spec.partition(":")
-        return hub_source(path, config or None, text_field, steps)
+        return hub_source(path, config or None, reading)
     path, equals, typed = spec.rpartition("=")
     if equals and Path(path).exists():
         raise InputError(f"{spec}: {typed!r} is no weight for {path}; write a number such as 2 or 0.5")
@@ -85,7 +85,7 @@ def _open(spec: str, text_field: str, steps: int | None, out: Path | None) -> So
     )
 
 
-def _split_weight(spec: str) -> tuple[str, float]:
+def split_weight(spec: str) -> tuple[str, float]:
     """Splits SPEC=WEIGHT into name and weight (1 if it has none). If a file named `spec` exists, such as year=2024,
     nothing is split."""
     name, _, typed = spec.rpartition("=")
@@ -99,7 +99,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
 
 def is_on_hub(spec: str) -> bool:
     """Returns True if `spec` names a data set of the Hugging Face hub."""
-    spec, _ = _split_weight(spec)
+    spec, _ = split_weight(spec)
     if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
     a_file = Path(spec).suffix in KNOWN_SUFFIXES
@@ -117,13 +117,13 @@ def _library_files() -> dict[str, Path]:
     return {name: root / name for name in sorted(names, key=lambda name: (StableHash(name).value(), name))}
 
 
-def _library(files: dict[str, Path], text_field: str) -> Iterator[Record]:
+def _library(files: dict[str, Path], reading: Reading) -> Iterator[Record]:
     for name, path in files.items():
         try:
             text = path.read_bytes().decode()
         except (OSError, UnicodeDecodeError):  # a few sources are in Latin-1
             continue
-        yield Record(name, {text_field: text}, may_be_blank=True)
+        yield Record(name, {reading.text: text}, may_be_blank=True)
 
 
 def _folder_of_config(spec: str) -> Path | None:
@@ -132,14 +132,14 @@ def _folder_of_config(spec: str) -> Path | None:
     return Path(folder) if colon and folder and Path(folder).is_dir() else None
 
 
-def _local(path: Path, text_field: str, out: Path | None, config: str | None = None) -> Source:
+def _local(path: Path, reading: Reading, out: Path | None, config: str | None = None) -> Source:
     if path.is_file():
-        return _one_file(path, text_field)
+        return _one_file(path, reading)
     if not path.is_dir():  # a pipe, as <(zcat a.gz) is
         raise InputError(f"{path}: this is neither a file nor a folder; write the text into a file first")
     if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # a folder of the hub's client
         path = path / "snapshots" / (path / "refs" / "main").read_text().strip()
-    if saved := saved_to_disk(path, text_field):
+    if saved := saved_to_disk(path, reading):
         return saved
     files = sorted(
         file
@@ -148,20 +148,25 @@ def _local(path: Path, text_field: str, out: Path | None, config: str | None = N
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
     )
     files, remark = _without_runs(files, path, out)
-    layout = find_layout(path, files, config)
+    own = any(file.suffix.lower() in KNOWN_SUFFIXES for file in files)  # texts beside a run's files
+    if is_of_a_run(path, out) and not (own and (is_run(path) or out is not None and path.samefile(out))):
+        raise InputError(f"{path}: a run or a model is in this folder, and its files are no data; give your texts")
+    layout = find_layout(path, files, config, reading.split)
     if layout is None:
-        return _files(str(path), "the folder holds", files, text_field, remark)
-    source = _files(str(path), "the folder holds", layout.train, text_field, layout.remark + remark, files)
+        return _files(str(path), "the folder holds", files, reading, remark)
+    source = _files(str(path), "the folder holds", layout.train, reading, layout.remark + remark, files)
     train, evaluation = (
         (replace(row, may_be_blank=True) for row in rows)  # the publisher's rows, which the user did not write
-        for rows in (source.train, _rows(layout.held_out, text_field))
+        for rows in (source.train, _rows(layout.held_out, reading))
     )
     content = (*layout.train, *layout.held_out)
     evaluation = evaluation if layout.held_out else None
-    return replace(source, train=train, evaluation=evaluation, content=content, held_out=layout.name)
+    return replace(
+        source, train=train, evaluation=evaluation, content=content, held_out=layout.name, splits=layout.splits
+    )
 
 
-def _one_file(path: Path, text_field: str) -> Source:
+def _one_file(path: Path, reading: Reading) -> Source:
     _refuse_odd_names([path])
     if path.suffix.lower() not in KNOWN_SUFFIXES:
         _refuse_arrow([path])
@@ -172,14 +177,14 @@ def _one_file(path: Path, text_field: str) -> Source:
         )
     if path.stat().st_size == 0:
         raise InputError(f"{path}: the file is empty")
-    return Source(str(path), read_file(path, text_field), content=(path,))
+    return Source(str(path), read_file(path, reading), content=(path,))
 
 
-def _matching(pattern: str, text_field: str, out: Path | None) -> Source:
+def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
     files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
     files, remark = _without_runs([file for file in files if file.is_file()], Path(*fixed), out)
-    return _files(pattern, "the pattern finds", files, text_field, remark)
+    return _files(pattern, "the pattern finds", files, reading, remark)
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
@@ -192,7 +197,7 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 
 
 def _files(
-    name: str, found: str, files: list[Path], text_field: str, remark: str, in_folder: list[Path] | None = None
+    name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
     """Makes a source of all readable `files`, in their order. `found` is part of the error message if there are none.
     `in_folder` lists all files of their folder, so that unread kinds can be named."""
@@ -207,11 +212,11 @@ def _files(
         _refuse_arrow(in_folder or files)
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(KNOWN_SUFFIXES)}{remark}")
     said = f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else "")
-    return Source(said, _rows(readable, text_field), content=tuple(readable), remark=remark)
+    return Source(said, _rows(readable, reading), content=tuple(readable), remark=remark)
 
 
-def _rows(files: list[Path], text_field: str) -> Iterator[Record]:
-    return (record for file in files for record in read_file(file, text_field, may_be_blank=True))
+def _rows(files: list[Path], reading: Reading) -> Iterator[Record]:
+    return (record for file in files for record in read_file(file, reading, may_be_blank=True))
 
 
 def _refuse_arrow(files: list[Path]) -> None:

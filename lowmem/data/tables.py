@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lowmem.data.records import Record
+from lowmem.data.records import Reading, Record
 from lowmem.errors import InputError, first_line
 from lowmem.text_files import PARQUET, parse_json, read_text, refuse_disguised, text_lines
 
@@ -23,13 +23,13 @@ KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
 
 
-def split_columns(names: Iterable[str], text_field: str) -> tuple[list[str], tuple[str, ...]]:
+def split_columns(names: Iterable[str], reading: Reading) -> tuple[list[str], tuple[str, ...]]:
     """Splits the `names` of columns into those that some format uses, and others, which need not be read."""
-    columns = [name for name in names if name == text_field or name in _KNOWN_COLUMNS]
+    columns = [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
     return columns, tuple(name for name in names if name not in columns)
 
 
-def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterator[Record]:
+def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
     """Yields the rows of a file, whose suffix tells its format. With `may_be_blank`, a text file may be empty. Raises
     InputError."""
     try:
@@ -37,27 +37,27 @@ def read_file(path: Path, text_field: str, may_be_blank: bool = False) -> Iterat
             case ".csv":
                 yield from _csv_rows(path)
             case ".parquet":
-                yield from _parquet_rows(path, text_field)
+                yield from _parquet_rows(path, reading)
             case ".json" if not _begins_with_a_row(path):
-                yield from _json_file(path, text_field)
+                yield from _json_file(path, reading)
             case ".json" | ".jsonl":
                 yield from _json_lines(path)
             case _:
-                yield from _pieces_of_text(path, text_field, may_be_blank)
+                yield from _pieces_of_text(path, reading, may_be_blank)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _pieces_of_text(path: Path, text_field: str, may_be_blank: bool) -> Iterator[Record]:
+def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterator[Record]:
     """Yields the text of a file in pieces of PIECE_CHARACTERS or a little more. An empty file gives one empty piece."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
-            yield Record(str(path), {text_field: "".join(lines)}, may_be_blank, goes_on=True, begun=begun)
+            yield Record(str(path), {reading.text: "".join(lines)}, may_be_blank, goes_on=True, begun=begun)
             lines, characters, begun = [], 0, True
         lines.append(line)
         characters += len(line)
-    yield Record(str(path), {text_field: "".join(lines)}, may_be_blank, begun=begun)
+    yield Record(str(path), {reading.text: "".join(lines)}, may_be_blank, begun=begun)
 
 
 def _begins_with_a_row(path: Path) -> bool:
@@ -75,10 +75,10 @@ def _json_lines(path: Path) -> Iterator[Record]:
             yield _json_record(f"{path}:{number}", parse_json(line.rstrip(), str(path), number, _JSON_ADVICE))
 
 
-def _json_file(path: Path, text_field: str) -> Iterator[Record]:
+def _json_file(path: Path, reading: Reading) -> Iterator[Record]:
     """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows in it, or one row."""
     value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
-    if isinstance(value, dict) and not value.keys() & {text_field, *STRUCTURED_COLUMNS}:
+    if isinstance(value, dict) and not value.keys() & {*reading.columns, *STRUCTURED_COLUMNS}:
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
@@ -117,7 +117,7 @@ def _refuse_twice(names: Iterable[str], where: str) -> None:
             raise InputError(f"{where}: the column {name} is given twice; remove or rename one of them")
 
 
-def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
+def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -128,7 +128,7 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _refuse_twice(file.schema_arrow.names, str(path))
-            columns, unread = split_columns(file.schema_arrow.names, text_field)
+            columns, unread = split_columns(file.schema_arrow.names, reading)
             if not columns and file.metadata.num_rows:
                 yield Record(f"{path}: row 1", {}, unread=unread)
                 return

@@ -1,16 +1,20 @@
 """Defines the Python interface, `import lowmem`: plans, whole training runs, and the step for your own training loop.
 
-    model = lowmem.load(lowmem.Settings(model="gpt2", seq=512, batch=8, gpu_limit_bytes=6 * 2**30))
-    result = model.step(lowmem.Batch(input_ids, labels), number, learning_rate=3e-5)
+    model = lowmem.load(lowmem.Settings(model="gpt2", seq=512, batch=8, gpu_limit="6GiB"), resume="runs/mine")
+    for number in range(model.done, 100):
+        result = model.step(batch, number, learning_rate=3e-5)  # a Batch, or a dict of transformers' collators
+    print(model.evaluate(held_out_batches))
+    model.save("runs/mine", 100)
     lowmem.export(model, "my_model")
 
-Your loop has its own data, learning rates and log. Planning, loading, the update and the export are those of the
-scripts. Only the scripts have checkpoints, scheduled evaluations, pictures, the report, and recovery from full memory.
+Your loop has its own data, learning rates and log. Planning, loading, the update, checkpoints and the export are those
+of the scripts. Only the scripts have schedules, pictures, the report, signals, and recovery from full memory.
 """
 
 import json
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +25,20 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError
+from lowmem.files import MANIFEST
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
+from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
-from lowmem.run.prepare import LoadedModel, ask, build, page_locked, plan_here, write_weights
+from lowmem.run.folder import find_checkpoints
+from lowmem.run.loaded_model import LoadedModel
+from lowmem.run.naming import with_run_folder
+from lowmem.run.prepare import ask, build, page_locked, plan_here, with_saved_micro_batch, write_weights
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
 from lowmem.settings import Settings
@@ -59,7 +68,9 @@ def train(settings: Settings) -> dict:
     Expected errors raise LowmemError. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
-    settings = with_recognized_model(settings, _warn)
+    if settings.preview is not None:
+        raise InputError("preview prints data and trains nothing: it is an option of the command, --preview.")
+    settings = with_run_folder(with_recognized_model(settings, _warn), _warn)
     check_folders(settings)
     main_thread = threading.current_thread() is threading.main_thread()
     with StopRequest() if main_thread else nullcontext(StopRequest()) as stop:
@@ -68,8 +79,12 @@ def train(settings: Settings) -> dict:
 
 
 @warnings_end_nothing()
-def load(settings: Settings) -> LoadedModel:
+def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Plans for this machine under both caps, caps GPU memory, and loads the weights. RAM is planned and not measured.
+
+    `resume`: a folder that `LoadedModel.save` writes, or that of a run of the scripts. Weights and states are then
+    those of its newest undamaged checkpoint, and `done` counts the steps made so far. Without a checkpoint there,
+    training starts from the model's first weights.
 
     One model per process: the cap and deterministic kernels are settings of the whole process. A batch may have at most
     `settings.batch` sequences; its token ids are not checked against the vocabulary. Warns (UserWarning) if fused
@@ -79,7 +94,8 @@ def load(settings: Settings) -> LoadedModel:
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
     with process_aside() as aside:
-        question = ask(settings)
+        checkpoints = [] if resume is None else _checkpoints(Path(resume).expanduser(), said.append)
+        question = with_saved_micro_batch(ask(settings), newest_state(checkpoints))
         settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
@@ -87,12 +103,20 @@ def load(settings: Settings) -> LoadedModel:
             set_chat_template(tokenizer, settings.chat_template)
         plan = plan_here(question, device, aside, said.append)
     Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
-    model, weights = build(question, plan, tokenizer, device, said.append)
-    write_weights(model, weights)
+    model, weights = build(question, plan, tokenizer, device, said.append, weights=not checkpoints)
+    if checkpoints:
+        model = model.resumed(checkpoints, said.append)
+    else:
+        write_weights(model, weights)
     model = page_locked(model, said.append)
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model
+
+
+def _checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
+    """Returns the checkpoints in `folder`, newest first. `folder` may also be one."""
+    return [folder] if (folder / MANIFEST).exists() else find_checkpoints(folder, "auto", say)
 
 
 @warnings_end_nothing()

@@ -9,15 +9,19 @@ import argparse
 import json
 import shutil
 import textwrap
+from collections.abc import Callable
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 
 from lowmem.errors import InputError
+from lowmem.fields import checked, each, option_name
 from lowmem.paths import read_path_option
+from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
-from lowmem.settings import DEMO, Settings, each, option_name
+from lowmem.run.terminal import say as say_on_stderr
+from lowmem.settings import DEMO, Settings
 from lowmem.text_files import parse_json, parse_yaml, read_text
 from lowmem.units import format_size
 
@@ -27,6 +31,12 @@ TRAIN = {
     "epilog": "Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, or no room for the tokens, 4 a cap "
     "was exceeded or GPU memory ran out, 75 stopped by a signal with a checkpoint saved, 130 or 143 ended at once by "
     "signals, 1 anything else.",
+}
+
+_HINTS = {item.name: item.type for item in fields(Settings)}
+_REPLACED = {  # options of a lower layer that an option of a higher layer replaces, because they set the same thing
+    **{"steps": ("epochs",), "epochs": ("steps",)},
+    **{"batch": (PER_DEVICE, ACCUMULATION), PER_DEVICE: ("batch",), ACCUMULATION: ("batch",)},
 }
 
 
@@ -68,10 +78,11 @@ class _Record(argparse.Action):
         namespace.typed[field] = (spelling, value)
 
 
-def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
+def parse_arguments(argv: list[str], defaults: Settings, say: Callable[[str], None] = say_on_stderr) -> Settings:
     """Returns the settings that a command line `argv` (without the program's name) and a script's `defaults` give.
-    Raises InputError for options that cannot be understood or cannot run. ``--help`` prints and exits with 0."""
-    return _settings(_chosen(_build_parser(defaults, TRAIN), argv)[0], defaults)
+    `say` gets a sentence if options of another trainer were multiplied to a batch. Raises InputError for options that
+    cannot be understood or cannot run. ``--help`` prints and exits with 0."""
+    return _settings(_chosen(_build_parser(defaults, TRAIN), argv, say)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
@@ -82,7 +93,7 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
     parser.add_argument("--gpus", type=integer, metavar="N", help="for decoders: advice on N of these cards")
-    chosen, options = _chosen(parser, argv)
+    chosen, options = _chosen(parser, argv, say_on_stderr)
     if "model" not in chosen and not chosen.get("demo"):
         raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")
     options.write = "out" in chosen
@@ -91,20 +102,42 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     return _settings(chosen | {"plan_only": True}, defaults), options
 
 
-def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
+def _chosen(
+    parser: argparse.ArgumentParser, argv: list[str], say: Callable[[str], None]
+) -> tuple[dict[str, object], argparse.Namespace]:
     """Returns {field of Settings: value} chosen by the command line and its --config file, and the program's other
     options."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
-    known, unknown = parser.parse_known_args(argv, argparse.Namespace(typed={}, config=None))
+    known, unknown = parser.parse_known_args(_joined(argv), argparse.Namespace(typed={}, config=None))
     if unknown:
         misspelt = next((word for word in unknown if word.startswith("-")), None)
         if misspelt is None:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
         raise InputError(_explain_unknown(misspelt.split("=")[0]))
-    chosen = {} if known.config is None else _read_config(read_path_option("--config", known.config))
-    return _over(chosen, {field: value for field, (_, value) in known.typed.items()}), known
+    in_file = {} if known.config is None else _read_config(read_path_option("--config", known.config))
+    lower, upper = ({field: value for field, (_, value) in layer.items()} for layer in (in_file, known.typed))
+    spelled = {field: spelling for field, (spelling, _) in (in_file | known.typed).items()}
+    return with_batch(_over(lower, upper), spelled, say), known
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """Joins an option with a negative number such as -1e-4, which argparse takes for another option."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative(word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _is_negative(word: str) -> bool:
+    try:
+        return word.startswith("-") and float(word) is not None
+    except ValueError:
+        return False
 
 
 def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
@@ -117,11 +150,9 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """Merges two dicts of settings; `upper` wins. Steps and epochs replace each other, because both set the length of
-    training."""
-    if upper.get("steps") is not None or upper.get("epochs") is not None:
-        lower = {**lower, "steps": None, "epochs": None}
-    return {**lower, **upper}
+    """Merges two dicts of settings; `upper` wins, also over options that set the same thing (_REPLACED)."""
+    replaced = {name for field, value in upper.items() if value is not None for name in _REPLACED.get(field, ())}
+    return {field: value for field, value in lower.items() if field not in replaced} | upper
 
 
 def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.ArgumentParser:
@@ -140,33 +171,49 @@ def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.Argum
     return parser
 
 
-def _read_config(path: str) -> dict[str, object]:
-    """Reads a settings file into {field of Settings: value}: YAML if its name ends in .yaml or .yml, else JSON. Keys
-    are names of fields or options, and sizes may be text."""
+def _read_config(path: str) -> dict[str, tuple[str, object]]:
+    """Reads a settings file into {field of Settings: (key, value)}: YAML if its name ends in .yaml or .yml, else JSON.
+    Keys are names of fields or options, and sizes may be text. Raises one InputError for all keys and values that
+    cannot be used."""
     try:
         content = _read_object(read_text(Path(path)), path)
     except InputError as error:
         raise InputError(f"{error}.") from None
     except (OSError, ValueError) as error:  # ValueError: an impossible path
         raise InputError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    chosen: dict[str, object] = {}
+    chosen: dict[str, tuple[str, object]] = {}
+    problems = []
     for key, value in content.items():
-        if _dashed(key) not in NAMES:
-            raise InputError(f"{path}: {_explain_unknown(key)}")
-        field, parse = NAMES[_dashed(key)]
-        if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
-            parse = str  # Settings checks its items
-        elif not isinstance(value, str | int | float | NoneType):
-            kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
-            raise InputError(f"{path}: {key}: {kind} is no value of {option_name(field)}.")
-        if value is not None and parse is not str:
-            try:
-                value = parse(value if isinstance(value, str) else json.dumps(value))
-            except ValueError as error:
-                raise InputError(f"{path}: {key}: {error}.") from None
-        if chosen.setdefault(field, value) != value:
-            raise InputError(f"{path}: {key} is given twice, under two names, with different values.")
+        try:
+            field, value = _read_item(key, value)
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        if chosen.setdefault(field, (key, value))[1] != value:
+            problems.append(f"{key} is given twice, under two names, with different values.")
+    if len(problems) > 1:
+        raise InputError("\n  ".join((f"{path}: {len(problems)} of its settings cannot be used:", *problems)))
+    if problems:
+        raise InputError(f"{path}: {problems[0]}")
     return chosen
+
+
+def _read_item(key: str, value: object) -> tuple[str, object]:
+    """Returns the field of Settings that a settings file's `key` names, and its `value` as Settings stores it."""
+    if _dashed(key) not in NAMES:
+        raise InputError(_explain_unknown(key))
+    field, parse = NAMES[_dashed(key)]
+    if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+        parse = str  # `checked` looks at its items
+    elif not isinstance(value, str | int | float | NoneType):
+        kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
+        raise InputError(f"{key}: {kind} is no value of {option_name(field)}.")
+    if value is not None and parse is not str:
+        try:
+            value = parse(value if isinstance(value, str) else json.dumps(value))
+        except ValueError as error:
+            raise InputError(f"{key}: {error}.") from None
+    return field, checked(field, _HINTS.get(field, int), value)
 
 
 def _read_object(text: str, path: str) -> dict[str, object]:

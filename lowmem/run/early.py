@@ -10,31 +10,41 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import filterfalse
 from pathlib import Path
 
 from lowmem.core.states_folder import check_states_folder
 from lowmem.cudasim.gpus import card_named
+from lowmem.data.settings import DataSettings
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
 from lowmem.models.recognize import is_hub_name, recognize
+from lowmem.run.naming import with_run_folder
 from lowmem.run_folder import no_folder_to_resume, not_writable, why_not_writable
-from lowmem.settings import Settings, each
+from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run and returns them. If `model` names the folder of a training run, it is
-    replaced by that run's model, and `say` gets a sentence about it. Raises InputError if training cannot work."""
-    out = Path(settings.out)
-    if out == Path(settings.model) and not out.exists() and is_hub_name(settings.model):
-        raise InputError(f"--out {out} would be a folder that hides the hub's model of that name; choose another --out")
+    """Checks the settings of a training run and returns them, with a run folder. If `model` names the folder of a
+    training run, it is replaced by that run's model, and `say` gets a sentence about it. Raises InputError if training
+    cannot work."""
+    if settings.out is not None and is_hub_name(settings.model):
+        if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
+            said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
+            raise InputError(f"{said}; choose another --out")
     settings = check_target(settings, say)
+    settings = with_run_folder(settings, say if settings.preview is None else lambda _: None)
+    out = Path(settings.out)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
-            for spec in (*each(settings.data), *each(settings.eval_data)):
-                if not is_on_hub(spec):
-                    open_source(spec, settings.text_field, settings.steps, out)
+            of_data = DataSettings.of(settings)
+            for held_out, specs in ((False, of_data.data), (True, of_data.eval_data)):
+                for spec in filterfalse(is_on_hub, specs):
+                    open_source(spec, of_data.reading(held_out), out)
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)
+        if settings.preview is not None:
+            return settings
         if not settings.plan_only or not (out / "settings.json").exists():
             _check_writable(out)
         check_folders(settings)

@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 from lowmem.config_switches import SWITCHES, as_given
 from lowmem.errors import InputError
+from lowmem.fields import option_name
 from lowmem.planning.plan import Plan
 from lowmem.run.learning_rate import longer
-from lowmem.settings import FIELD_NAMES, RUN, Settings, marked, option_name
+from lowmem.settings import FIELD_NAMES, RUN, Settings, marked
 
 _NOT_COMPUTED = {  # fields of a config.json that say nothing about the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),

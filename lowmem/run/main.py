@@ -30,7 +30,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
                 limit_waiting_of_threads()
                 with variables_blamed():
                     from lowmem.run.train import run
-            with interrupt_ends_at_once() if settings.plan_only else StopRequest() as stop:
+            with interrupt_ends_at_once() if settings.trains_nothing else StopRequest() as stop:
                 run(settings, stop)
     except Exception as error:
         said = _in_a_sentence(error, settings)

@@ -3,7 +3,8 @@ type.
 
 Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
 they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
-on another batch than intended costs more than an error. For other unknown names, the message suggests the nearest name.
+on another batch than intended costs more than an error. batch_option.py multiplies names that make a batch together.
+For other unknown names, the message suggests the nearest name.
 
 Names have dashes here; the command line also takes them with underscores (cli.py).
 """
@@ -13,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import get_args
 
-from lowmem.settings import AUTO, Settings, kind_of, may_be_several, option_name
+from lowmem.fields import kind_of, may_be_several, option_name
+from lowmem.run.batch_option import ACCUMULATION, AT_ONCE, PER_DEVICE
+from lowmem.settings import AUTO, Settings
 from lowmem.units import parse_interval, parse_size
 
 Parse = Callable[[str], object]  # from the typed text to the value; ValueError says what is wrong
@@ -22,6 +25,12 @@ Parse = Callable[[str], object]  # from the typed text to the value; ValueError 
 def integer(typed: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", typed) is None:
         raise ValueError(f"{typed!r} is not a whole number")
+    return int(typed)
+
+
+def count(typed: str) -> int:
+    if integer(typed) < 1:
+        raise ValueError(f"{typed!r} is too small: it must be at least 1")
     return int(typed)
 
 
@@ -81,7 +90,11 @@ ALIASES = {  # by field, separated by spaces
     "data": "dataset-name dataset dataset-path data-path train-file train-data",
     "eval_data": "validation-file eval-file eval-dataset validation-data val-data",
     "eval_fraction": "val-fraction val-split-fraction test-size val-size val-set-size",
-    "text_field": "dataset-text-field text-column text-column-name",
+    "split": "dataset-train-split train-split dataset-split train-on-split",
+    "text_field": "dataset-text-field text-column-name",
+    "prompt_field": "prompt-column prompt-key",
+    "completion_field": "completion-column response-field response-column response-key",
+    "messages_field": "messages-column field-messages messages-key",
     "chat_template": "chat-template-path",
     "seq": "block-size max-length max-seq-length max-seq-len seq-len seq-length sequence-length sequence-len "
     "context-length cutoff-len",
@@ -89,7 +102,7 @@ ALIASES = {  # by field, separated by spaces
     "steps": "max-steps max-iters num-steps num-iterations train-steps max-train-steps",
     "epochs": "num-train-epochs num-epochs max-epochs",
     "lr": "learning-rate",
-    "schedule": "lr-scheduler-type lr-scheduler lr-schedule",
+    "schedule": "lr-schedule",
     "warmup_steps": "warmup-iters lr-warmup-steps lr-warmup-iters num-warmup-steps",
     "clip_norm": "max-grad-norm grad-clip max-norm gradient-clip-val gradient-clipping clip-grad-norm",
     "seed": "random-seed",
@@ -98,13 +111,12 @@ ALIASES = {  # by field, separated by spaces
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "adam-eps epsilon eps",
-    "precision": "dtype torch-dtype mixed-precision",
+    "precision": "dtype mixed-precision",
     "gpu_limit_bytes": "gpu-limit-bytes gpu-memory-limit max-gpu-memory vram-limit",
     "ram_limit_bytes": "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit",
     "disk_rate_bytes": "disk-rate-bytes",
-    "states_folder": "nvme-path offload-folder offload-dir",
+    "states_folder": "nvme-path",
     "plan_only": "dry-run",
-    "micro_batch": "per-device-train-batch-size micro-batch-size device-batch-size",
     "out": "output-dir out-dir run-dir",
     "run_name": "wandb-run-name wandb-name experiment-name",
     "resume": "resume-from-checkpoint resume-from",
@@ -122,7 +134,7 @@ ALIASES = {  # by field, separated by spaces
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 SYNONYMS = {  # of values, in lower case with underscores, by field
     "schedule": {"constant_with_warmup": "constant"},
-    "precision": _DTYPES,
+    "precision": _DTYPES | {"no": "fp32"},  # of accelerate's mixed_precision
     "export_dtype": _DTYPES,
     "recompute": {"true": "on", "false": "off"},  # JSON has these two words
     "resume": {"true": "auto", "false": "never"},  # from Hugging Face's Trainer
@@ -154,13 +166,27 @@ def _typed(item: Field) -> tuple[str, Parse]:
 OPTIONS = {item.name: _typed(item) for item in fields(Settings)}
 SEVERAL = {item.name for item in fields(Settings) if may_be_several(item.type)}  # may be typed more than once
 
-# Aliases whose values are read in another way than the option's own: flags, and shares.
+
+def scheduler(typed: str) -> str:
+    if typed.lower() == "constant":
+        raise ValueError("'constant' has no warm-up there; give --schedule constant, and --warmup-steps 0 for none")
+    return OPTIONS["schedule"][1](typed)
+
+
+# Aliases whose values are read in another way than the option's own: flags, shares, and parts of a batch.
 FLAGS = {"bf16": ("precision", "bf16"), "fp16": ("precision", "fp16"), "wandb-log": ("report_to", "wandb")}
 FLAGS |= dict.fromkeys(("use-cpu", "no-cuda"), ("device", "cpu"))
 FLAGS |= dict.fromkeys(("packing", "packed", "sample-packing", "neat-packing"), ("pack", "packed"))
 SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     **dict.fromkeys(("warmup-ratio", "warmup-fraction", "lr-warmup-fraction"), ("warmup_steps", share)),
+    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), ("schedule", scheduler)),
     **{flag: (field, flag_for(value)) for flag, (field, value) in FLAGS.items()},
+    "per-device-train-batch-size": (PER_DEVICE, count),
+    **dict.fromkeys(("micro-batch-size", "device-batch-size"), (AT_ONCE, count)),
+    **dict.fromkeys(
+        ("gradient-accumulation-steps", "gradient-accumulation-iters", "grad-accum-steps", "accumulate-grad-batches"),
+        (ACCUMULATION, count),
+    ),
 }
 
 _REASONS = {  # names that would mislead, and what to use instead
@@ -168,8 +194,6 @@ _REASONS = {  # names that would mislead, and what to use instead
     "and --micro-batch for those that go through the model at once",
     "eval-batch-size per-device-eval-batch-size": "an evaluation takes as many sequences at once as training; "
     "--eval-batches limits how much it reads",
-    "gradient-accumulation-steps gradient-accumulation-iters grad-accum-steps accumulate-grad-batches": "it follows "
-    "from --batch, the sequences per optimizer step, and --micro-batch, those that run at once",
     "total-batch-size tokens-per-step": "--batch counts sequences: divide the tokens per step by --seq",
     "auto-find-batch-size": "the planner always chooses how many sequences run at once; --batch stays as it is",
     "gradient-checkpointing activation-checkpointing enable-activation-checkpointing": "the planner recomputes if the "
@@ -197,7 +221,14 @@ _REASONS = {  # names that would mislead, and what to use instead
     "response-template": "use --train-on completion for the answers alone, or --train-on all",
     "template prompt-template prompt-style": "conversations use the chat template of the model's tokenizer, or "
     "--chat-template FILE",
-    "max-samples max-train-samples max-eval-samples": "use smaller files, or fewer --steps and --eval-batches",
+    "max-train-samples": "run_clm.py counts blocks of tokens there; --max-samples counts rows or documents",
+    "max-eval-samples": "use --eval-batches, the batches that an evaluation reads",
+    "text-column summary-column target-column": "in summarization these are source and target; use --prompt-field and "
+    "--completion-field, or --text-field for plain text",
+    "torch-dtype": "weights are always loaded as fp32 masters; --precision is the dtype of the computation, and "
+    "--export-dtype that of the exported model",
+    "offload-folder offload-dir": "accelerate puts weights there; here optimizer states that RAM has no room for go to "
+    "--states-folder",
     "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, from its folder or hub repository",
     "config-name dropout attention-dropout": "change the model's config.json, and give its folder as --model",
     "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",

@@ -45,6 +45,7 @@ from lowmem.run.checkpoint import load_newest, newest_state
 from lowmem.run.folder import check_disk, find_checkpoints, lock_run
 from lowmem.run.identity import config_identity, known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
+from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import opening_remarks
@@ -53,20 +54,6 @@ from lowmem.units import interval_seconds
 
 Say = Callable[[str], None]  # takes a sentence for the user
 Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every parameter, or of runs of it
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """Holds a model that is ready to train, on the device. `step` trains every parameter; its updates may wait for the
-    next step, or for `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat tensors
-    (`step.store`). `tokenizer`: None if a random model has none."""
-
-    settings: Settings
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase | None
-    plan: Plan
-    decoder: Decoder
-    step: TrainingStep
 
 
 @dataclass
@@ -222,7 +209,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             for remark in rehearsal.remarks:
                 log.say(remark)
             devices.release_freed_memory()  # of tokenizing: training does not hold it
-            plan = plan_here(_with_saved_micro_batch(question, saved), device, aside, log.say)
+            plan = plan_here(with_saved_micro_batch(question, saved), device, aside, log.say)
             if (lengths := data.train.typical_lengths()) is not None:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
@@ -273,7 +260,7 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) ->
         say_longer(course, state, log.say)
 
 
-def _with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:
+def with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:
     """Returns the question for the micro-batch of a checkpoint, unless one was typed: the bits depend on it, and a plan
     depends on caps and on the RAM that this process holds. `saved`: the checkpoint and its state."""
     if saved is None or question.settings.micro_batch is not None:

@@ -12,6 +12,7 @@ from lowmem.run.evaluation import Evaluator, Sampler
 from lowmem.run.log import step_row, write_json
 from lowmem.run.plan_command import show_plan
 from lowmem.run.prepare import Session, page_locked, prepare
+from lowmem.run.preview import show_preview
 from lowmem.run.report import best_evaluation
 from lowmem.run.saver import Saver
 from lowmem.run.signals import StopRequest
@@ -21,7 +22,11 @@ SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
-    """Plans and, unless `settings.plan_only`, trains. `stop` counts the signals that ask to stop."""
+    """Plans and trains; or only plans (`settings.plan_only`) or shows data (`settings.preview`). `stop` counts the
+    signals that ask to stop."""
+    if settings.preview is not None:
+        show_preview(settings)
+        return
     if settings.plan_only:
         show_plan(settings)
         return

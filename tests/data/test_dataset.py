@@ -12,6 +12,7 @@ import torch
 from lowmem.core.batch import Batch
 from lowmem.data import hub_data
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
+from lowmem.data.records import Reading
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
@@ -268,7 +269,7 @@ def test_standard_library_is_split_by_files_and_ready_in_seconds():
     assert sizes[0] > 3_000_000 and 0.01 <= sizes[1] / sum(sizes) <= 0.02
     assert not set(parts[0].keys) & set(parts[1].keys)
     assert len(parts[1].keys) >= 2
-    names = [record.where for record in open_source("python-stdlib", "text", None).train]
+    names = [record.where for record in open_source("python-stdlib", Reading()).train]
     assert not [name for name in names if "test" in name.split("/") or "site-packages" in name] and "os.py" in names
 
 

@@ -8,6 +8,7 @@ import pytest
 from lowmem.data import hub_data
 from lowmem.data.downloaded import find_layout
 from lowmem.data.hub_data import choose_splits
+from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError
 from tests.data.loading import POINTER, load, write_rows
@@ -50,7 +51,7 @@ def make(folder, *names, card=None):
 
 def read(spec):
     """The files whose rows are trained on, and those whose rows are held out."""
-    source = open_source(str(spec), "text", None)
+    source = open_source(str(spec), Reading())
     return tuple(
         sorted({str(row.columns.get("text")).split()[0] for row in rows})
         for rows in (source.train, source.evaluation or ())
@@ -104,7 +105,7 @@ def test_a_readme_beside_tables_is_no_text_whether_or_not_it_is_a_card(tmp_path,
     folder = make(tmp_path / "set", "data/train-00000-of-00001.parquet", "notes.md", f"sub/{name}")
     (folder / name).write_text(text)
     assert read(folder) == (["data/train-00000-of-00001.parquet", "notes.md"], [])
-    assert f"({name} left out)" in open_source(str(folder), "text", None).name
+    assert f"({name} left out)" in open_source(str(folder), Reading()).name
 
 
 @pytest.mark.parametrize("case", TEXTS)
@@ -278,4 +279,4 @@ def test_columns_that_are_not_used_are_named_for_every_kind_of_file(tmp_path, mo
 
 
 def test_a_folder_without_files_is_no_layout(tmp_path):
-    assert find_layout(tmp_path, [], None) is None
+    assert find_layout(tmp_path, [], None, None) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError
 from tests.data import loading
@@ -132,10 +133,10 @@ def test_each_held_out_text_is_read_by_itself(tmp_path):
 def test_a_name_with_an_equals_sign_may_be_a_folder(tmp_path):
     (tmp_path / "year=2024").mkdir()
     texts(tmp_path / "year=2024" / "a.jsonl", "a", 3)
-    assert open_source(str(tmp_path / "year=2024"), "text", None).weight == 1
-    source = open_source(f"{tmp_path / 'year=2024'}=.25", "text", None)
+    assert open_source(str(tmp_path / "year=2024"), Reading()).weight == 1
+    source = open_source(f"{tmp_path / 'year=2024'}=.25", Reading())
     assert (source.weight, source.spec) == (0.25, str(tmp_path / "year=2024"))
-    assert open_source("python-stdlib=2", "text", None).weight == 2
+    assert open_source("python-stdlib=2", Reading()).weight == 2
     assert is_on_hub("org/name:config=2") and is_on_hub("wikitext=0.5") and not is_on_hub("python-stdlib=2")
 
 

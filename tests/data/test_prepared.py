@@ -14,6 +14,7 @@ import pytest
 from lowmem.data import documents, sources, tables
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
+from lowmem.data.records import Reading
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
 from tests.data.loading import load
@@ -124,7 +125,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
     whole = prepare(None, tmp_path)
     monkeypatch.setattr(tables, "PIECE_CHARACTERS", 50)
     small_windows(monkeypatch, 64, 32)
-    pieces = [record.columns["text"] for record in sources.open_source(str(tmp_path), "text", None).train]
+    pieces = [record.columns["text"] for record in sources.open_source(str(tmp_path), Reading()).train]
     assert len(pieces) > 50 and max(map(len, pieces)) < 100 and "".join(pieces) == 2 * (text + "<|endoftext|>")
     assert the_same(whole, prepare(None, tmp_path))
 
@@ -132,7 +133,7 @@ def test_a_long_text_is_read_in_pieces_and_is_one_document_all_the_same(tmp_path
 def test_tokenizing_takes_no_more_ram_than_is_stated(tmp_path, gpt2_tokenizer):
     """12 MB in one text of each shape, tokenized in a separate process."""
     gpt2_tokenizer.save_pretrained(tmp_path / "model")
-    library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", "text", None).train)
+    library = "".join(record.columns["text"] for record in sources.open_source("python-stdlib", Reading()).train)
     random = np.random.default_rng(0)
     shapes = {
         "lines": library[:12_000_000],

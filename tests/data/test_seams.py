@@ -17,7 +17,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import find_format
-from lowmem.data.records import Record, Source
+from lowmem.data.records import Reading, Record, Source
 from lowmem.data.seams import Seams
 from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder
@@ -202,7 +202,7 @@ def test_what_is_put_before_a_text_may_be_several_tokens(tmp_path):
         ids, _ = example(of, {"text": text}, tmp_path)
         assert ids == [*(number for _, number in special * begun), *of(text, add_special_tokens=False)["input_ids"], 2]
     assert json.loads(of.backend_tokenizer.to_str())["post_processor"], "it is there as before"
-    assert find_format(Record("a:1", {"messages": CHAT}), "text", "completions", of).begin == ()
+    assert find_format(Record("a:1", {"messages": CHAT}), Reading(), "completions", of).begin == ()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "metaspace first", "t5", "python, prefix space"])

@@ -1,5 +1,6 @@
 """`import lowmem` and `python -m lowmem`: what a program of one's own can call."""
 
+import json
 import re
 import subprocess
 import sys
@@ -73,6 +74,45 @@ def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
     lowmem.export(model, tmp_path / "model")
     ours, run = weights(tmp_path / "model"), weights(tmp_path / "run" / "model")
     assert ours.keys() == run.keys() and all(torch.equal(ours[name], run[name]) for name in run)
+
+
+def loop_batch(number: int) -> dict:
+    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_path):
+    whole = lowmem.load(TINY, resume=tmp_path / "mine")
+    assert whole.done == 0
+    first = whole.evaluate([loop_batch(9), loop_batch(10)])
+    for number in range(4):
+        if number == 2:
+            assert whole.save(tmp_path / "mine", 2) == tmp_path / "mine/checkpoints/step-00000002"
+        whole.step(loop_batch(number), number, learning_rate=1e-3)
+    lowmem.export(whole, tmp_path / "whole")
+    assert whole.evaluate([loop_batch(0)]) < first
+    for place in (tmp_path / "mine", str(tmp_path / "mine/checkpoints/step-00000002")):
+        resumed = lowmem.load(replace(TINY, lr=5e-5, out="elsewhere"), resume=place)
+        assert resumed.done == 2
+        for number in range(resumed.done, 4):
+            resumed.step(loop_batch(number), number, learning_rate=1e-3)
+    lowmem.export(resumed, tmp_path / "resumed")
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(lowmem.InputError, match="refused to go on .*--optimizer adamw -> sgd"):
+        lowmem.load(replace(TINY, optimizer="sgd"), resume=tmp_path / "mine")
+    with pytest.raises(lowmem.InputError, match="no batch to evaluate on"):
+        resumed.evaluate([])
+
+
+def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_write_there(finished):
+    settings = lowmem.Settings(**json.loads((finished / "settings.json").read_text()))
+    model = lowmem.load(settings, resume=finished)
+    assert model.done == 3
+    lowmem_weights = dict(model.step.store.masters())
+    assert all(torch.equal(tensor, lowmem_weights[name]) for name, tensor in weights(finished / "model").items())
+    with pytest.raises(lowmem.InputError, match="is the folder of a run of the scripts, which save there"):
+        model.save(finished, 4)
 
 
 def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_read(tmp_path, monkeypatch):

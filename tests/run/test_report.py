@@ -72,6 +72,7 @@ def test_versions_are_those_of_the_packages_that_a_result_depends_on():
 CHANGED = {  # every setting, and a value that is not its default
     **{"model": "gpt2-xl", "init": "random", "data": "wikitext", "eval_data": "wikitext", "eval_fraction": 0.5},
     **{"text_field": "content", "train_on": "all", "chat_template": "chat.jinja", "seq": 512, "document_mask": True},
+    **{"split": "test", "max_samples": 9, "prompt_field": "q", "completion_field": "a", "messages_field": "m"},
     **{"pack": "packed", "batch": 32, "steps": 7},
     **{"epochs": 3.0, "fixed_batch": True, "lr": 1e-4, "schedule": "linear", "warmup_steps": 5.0},
     **{"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
@@ -89,6 +90,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "boundaries": "streamed",
         "gradients": "streamed",
         "plan_only": True,
+        "preview": 2,
         "demo": True,
     },
     **{
@@ -122,7 +124,9 @@ FREE = {
         "boundaries",
         "gradients",
         "plan_only",
+        "preview",
     ),
+    *("split", "max_samples", "prompt_field", "completion_field", "messages_field"),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
     *("sample_prompt", "sample_every", "keep_best", "patience", "report_to", "wandb", "export_dtype"),
     "chat_template",

@@ -1,0 +1,102 @@
+"""Checks the value of one setting: its type, its range, and how a text or a path is written.
+
+settings.py calls `checked` for every field, and checks combinations of values itself. run/cli.py calls `checked` for
+every value of a --config file, so that one message can name all bad values.
+"""
+
+import sys
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from lowmem.errors import InputError
+from lowmem.paths import read_path_option, read_text_option
+from lowmem.units import MIB, format_size, parse_interval, parse_size
+
+Specs = str | tuple[str, ...]  # names of texts; a single one is a str
+
+SAVE_EVERY = "30min"
+MOST_EPOCHS = 10**6
+_RANGES = (  # fields, the values that they may have, and the words of a refusal
+    (
+        "batch steps micro_batch group segment_blocks target_tokens keep_last eval_every eval_batches log_every "
+        "patience sample_every max_samples preview", lambda value: value >= 1, "is too small: it must be at least 1",
+    ),
+    ("seq", lambda value: value >= 2, "is too short: a sequence needs 2 tokens, to predict one from the other"),
+    ("lr epochs adam_epsilon", lambda value: value > 0, "must be more than 0"),
+    ("epochs", lambda value: value <= MOST_EPOCHS, f"is too large: it must be at most {MOST_EPOCHS:,}"),
+    ("weight_decay clip_norm warmup_steps", lambda value: value >= 0, "must not be negative"),
+    ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
+    ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
+    ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
+)  # fmt: skip
+_MAY_BE_BLANK = ("sample_prompt", "report_to")
+_PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
+
+
+def option_name(name: str) -> str:
+    """Returns the command-line option that sets the field `name`."""
+    return "--" + name.removesuffix("_bytes").replace("_", "-")
+
+
+def each(specs: Specs | None) -> tuple[str, ...]:
+    """Returns the names as a tuple, also if `specs` is a single name or None."""
+    return (specs,) if isinstance(specs, str) else specs or ()
+
+
+def kind_of(hint: Any) -> tuple[Any, bool]:
+    """Returns the type of a field's values, and whether the field may be None. `hint` is the field's annotation."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return kinds[0], NoneType in kinds
+
+
+def may_be_several(hint: Any) -> bool:
+    """Returns True if a field with the annotation `hint` takes one text or several (the type Specs)."""
+    return tuple[str, ...] in get_args(hint)
+
+
+def checked(name: str, hint: Any, value: object) -> Any:
+    """Returns `value` as the field `name` stores it. `hint`: the field's type. Sizes may be texts, such as "11GiB".
+    Raises InputError for another type, a value out of range, and a text or path that cannot be meant."""
+    value = _typed(name, hint, value)
+    if isinstance(value, tuple):
+        return tuple(_read(name, text) for text in value)
+    if isinstance(value, str) and hint != int | str and not get_args(kind_of(hint)[0]):
+        return _read(name, value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    for names, allowed, words in _RANGES:
+        if name in names.split() and not allowed(value):
+            raise InputError(f"{option_name(name)} {value if isinstance(value, int) else f'{value:g}'} {words}.")
+    if name.endswith("_bytes") and value < MIB:
+        raise InputError(f"{option_name(name)} is {format_size(value)}: write a unit, as in 11GiB, or none.")
+    return value
+
+
+def _typed(name: str, hint: Any, value: object) -> Any:
+    """Returns `value` converted to `hint`. Raises InputError if `value` is of another type."""
+    try:
+        if hint == int | str:
+            return parse_interval(SAVE_EVERY if value is None else str(value))
+        if name.endswith("_bytes") and isinstance(value, str):
+            return None if value.lower() == "none" else parse_size(value)
+    except ValueError as error:
+        raise InputError(f"{option_name(name)}: {error}.") from None
+    if may_be_several(hint) and type(value) in (list, tuple) and value and all(type(spec) is str for spec in value):
+        return tuple(value) if len(value) > 1 else value[0]
+    kind, optional = kind_of(hint)
+    choices = get_args(kind)
+    if value is None and optional or type(value) is kind is not float or type(value) is str and value in choices:
+        return value
+    if kind is float and type(value) in (int, float) and abs(value) < sys.float_info.max:
+        return float(value)  # neither nan nor inf, nor an int that is too large for a float
+    wanted = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+    if may_be_several(hint):
+        wanted[str] = "text, nor a list of texts"
+    raise InputError(f"{option_name(name)}: {value!r} is not {wanted.get(kind) or ' or '.join(choices)}.")
+
+
+def _read(name: str, text: str) -> str:
+    """Returns the text of the field `name` as paths.py reads it. Raises InputError for a bad text or path."""
+    if name not in _MAY_BE_BLANK and ("\0" in text or not text.strip()):
+        raise InputError(f"{option_name(name)} must not be empty.")
+    return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)

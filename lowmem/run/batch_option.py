@@ -1,0 +1,48 @@
+"""Multiplies the options that make the batch of an optimizer step in other trainers.
+
+    Hugging Face   per_device_train_batch_size x gradient_accumulation_steps (default 1) x processes (one here)
+    axolotl        micro_batch_size x gradient_accumulation_steps
+    litgpt         global_batch_size, cut into micro-batches of micro_batch_size
+
+Here --batch is the whole batch, and the planner chooses how many sequences run at once.
+"""
+
+from collections.abc import Callable
+
+from lowmem.errors import InputError
+
+# Options that are no fields of Settings.
+PER_DEVICE, AT_ONCE = "per_device_train_batch_size", "micro_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
+    """Returns `chosen`, {option: value}, with `batch` and `micro_batch` in place of the options above. `spelled`: how
+    each option was typed. `say` gets a sentence about a multiplication. Raises InputError if the batch stays unknown,
+    or is given twice."""
+    chosen = dict(chosen)
+    typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
+    per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))
+    if at_once is not None:
+        if per_device is not None or chosen.get("micro_batch", at_once) != at_once:
+            raise InputError(f"{typed[AT_ONCE]} is the number of sequences that run at once: give it once.")
+        chosen["micro_batch"] = at_once
+    if count is None and per_device is None:
+        if at_once is not None and "batch" not in chosen:
+            raise InputError(
+                f"{typed[AT_ONCE]} alone does not say how many sequences an optimizer step has: give --batch, too."
+            )
+        return chosen
+    rows = chosen.get("micro_batch") if per_device is None else per_device
+    if rows is None:
+        raise InputError(
+            f"{typed[ACCUMULATION]} multiplies sequences that run at once, and their number is not given: give --batch "
+            "in its place, the sequences per optimizer step."
+        )
+    batch = rows * (count or 1)
+    at_once_by = next(name for name in (PER_DEVICE, AT_ONCE, "micro_batch") if name in typed)
+    said = " x ".join(typed[name] for name in (at_once_by, ACCUMULATION) if name in typed)
+    if chosen.get("batch", batch) != batch:
+        raise InputError(f"{said} is a batch of {batch}, and {typed['batch']} is another one: give one of them.")
+    say(f"{said}: an optimizer step has {batch} sequence{'s' * (batch > 1)} (--batch {batch})")
+    return chosen | {"batch": batch}

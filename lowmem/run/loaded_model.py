@@ -1,0 +1,84 @@
+"""Defines the model that a training loop trains. Your own loop can evaluate, save and resume it.
+
+model = lowmem.load(settings, resume="runs/mine")  # from its newest checkpoint, if there is one
+for number in range(model.done, 300):
+    model.step(batch(number), number, learning_rate=3e-5)
+model.save("runs/mine", 300)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lowmem.core.batch import Batch
+from lowmem.core.decoder import Decoder
+from lowmem.core.step import TrainingStep
+from lowmem.errors import InputError
+from lowmem.planning.plan import Plan
+from lowmem.run.checkpoint import load_newest, save_checkpoint
+from lowmem.run.identity import config_identity, refuse_another_run, run_identity
+from lowmem.run.learning_rate import COURSE
+from lowmem.run_folder import is_run
+from lowmem.settings import Settings
+
+_OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", "target_tokens", "pack")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Holds a model that is ready to train, on the device. `step` trains every parameter; its updates may wait for the
+    next step, or for `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat tensors
+    (`step.store`). `tokenizer`: None if a random model has none. `done`: the steps that were made before it was loaded
+    from a checkpoint."""
+
+    settings: Settings
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    plan: Plan
+    decoder: Decoder
+    step: TrainingStep
+    done: int = 0
+
+    def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
+        """Returns the loss in nats, the mean over all tokens of `batches` with a label. A batch is a Batch, or a dict
+        as transformers' models take it (Batch.from_hf). Raises InputError if there is no batch."""
+        sums = [self.step.evaluate(batch) for batch in batches]
+        if not sums:
+            raise InputError("there is no batch to evaluate on")
+        return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+
+    def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
+        """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
+        `lowmem.load(settings, resume=folder)` goes on from there with the same bits, if the loop gives the same batches
+        and learning rates.
+
+        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid one. Raises InputError for the
+        folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
+        folder = Path(folder).expanduser()
+        if is_run(folder):
+            raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
+        self.step.flush()
+        state = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
+        state |= {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self._identity()}
+        return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
+
+    def resumed(self, checkpoints: list[Path], say: Callable[[str], None]) -> "LoadedModel":
+        """Reads the first undamaged one of `checkpoints`, newest first, and returns the model with its steps `done`.
+        Raises LowmemError if all are damaged, or if one is of another model, optimizer or precision."""
+        identity = self._identity()
+
+        def check(checkpoint: Path, state: dict) -> None:
+            refuse_another_run(checkpoint, state, identity)
+
+        _, state = load_newest(checkpoints, self.step.store, check, say, required=True)
+        self.step.updates = state["updates"]
+        self.step.loss_scale.load(state["loss_scale"])
+        return replace(self, done=state["step"])
+
+    def _identity(self) -> dict:
+        """Returns what decides the bits of a step, without what the loop chooses itself."""
+        identity = run_identity(self.settings, self.plan, 0, "") | {"config": config_identity(self.config)}
+        return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

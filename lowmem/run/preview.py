@@ -1,0 +1,63 @@
+"""Prints the first examples of the data as the model gets them (--preview N): their tokens, and which are trained on.
+
+Reads the model's config and tokenizer, and none of its weights. Writes nothing.
+"""
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from lowmem.data.batches import Rows
+from lowmem.data.dataset import load_data
+from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
+from lowmem.models.build import decoder_start, load_config, settings_for
+from lowmem.run.terminal import output
+from lowmem.settings import Settings
+
+_MOST_CHARACTERS = 600  # of a part of an example
+_LABELS = {True: "trained", False: "not trained"}
+
+
+def show_preview(settings: Settings) -> None:
+    """Prints `settings.preview` examples of each --data, in the order of the data, before any is held out."""
+    config = load_config(settings.model, settings.init)
+    settings = replace(settings_for(settings, config), eval_data=None, eval_fraction=0)
+    tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
+    with tokenizer_blamed(settings.model):
+        data = load_data(settings, tokenizer, config.vocab_size, None, decoder_start(config))
+    with closing(data), output():
+        for number, part in enumerate(data.train.parts):
+            packed = f"plain text, in rows of {part.seq:,} tokens and the label of the last"
+            print(*([""] if number else []), f"{part.name}: {part.documents.description or packed}", sep="\n")
+            for row in range(min(settings.preview, part.count)):
+                print("", *_example(part, row, tokenizer), sep="\n")
+
+
+def _example(part: Rows, row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yields the lines about a row: its place and size, and each run of tokens that are trained on, or are not."""
+    tokens, trained = part.read(row)
+    where = ", ".join(part.where(row))
+    yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
+    start = 0
+    for is_trained, run in itertools.groupby(trained.tolist()):
+        stop = start + len(list(run))
+        text = tokenizer.decode(tokens[start:stop])
+        if len(text) > _MOST_CHARACTERS:
+            text = f"{text[:_MOST_CHARACTERS]} ... ({len(text) - _MOST_CHARACTERS:,} more characters)"
+        label = f"{_LABELS[is_trained]:>11} {stop - start:>5} | "
+        yield from _beside(label, text)
+        start = stop
+
+
+def _beside(label: str, text: str) -> Iterator[str]:
+    """Yields the lines of `text`, wrapped at 80 columns, to the right of `label`. Shows tabs and odd characters."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    margin = " " * (len(label) - 2) + "| "
+    for line in shown.split("\n"):
+        for piece in textwrap.wrap(line, 80 - len(label), drop_whitespace=False) or [""]:
+            yield label + piece
+            label = margin

@@ -1,0 +1,116 @@
+"""Which columns, which split and how many rows are trained on: --prompt-field and the like, --split, --max-samples."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from loading import in_order, load, trained_text, write_rows
+
+from lowmem.data.records import Reading
+from lowmem.data.sources import open_source
+from lowmem.errors import InputError
+
+ASKED = {"question": "1+1?", "answer": "two"}
+
+
+def test_prompt_and_completion_are_the_columns_that_are_named(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [ASKED | {"text": "both", "prompt": "p", "completion": "c"}])
+    batches = in_order(path, prompt_field="question", completion_field="answer", seq=32)
+    assert trained_text(batches.batch(0)) == "two$"
+    assert "question + answer, trained on the completions; columns not used: text, prompt" in describe(batches)
+
+
+def describe(batches) -> str:
+    return batches.parts[0].documents.description
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_s_named_columns_are_read(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        with path.open("w") as file:
+            csv.writer(file).writerows([ASKED.keys(), ASKED.values()])
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([ASKED]), path)
+    batches = in_order(path, prompt_field="question", completion_field="answer", seq=32)
+    assert trained_text(batches.batch(0)) == "two$"
+
+
+def test_one_of_the_two_may_keep_its_name(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1?", "answer": "two"}])
+    assert trained_text(in_order(path, completion_field="answer", seq=32).batch(0)) == "two$"
+
+
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_a_conversation_may_be_in_any_column(tmp_path, keys):
+    turns = [dict(zip(keys, turn, strict=True)) for turn in (("user", "Hi"), ("assistant", "Hello"))]
+    path = write_rows(tmp_path / "a.jsonl", [{"dialog": turns, "messages": None}])
+    assert trained_text(in_order(path, messages_field="dialog", seq=64).batch(0)) == " Hello$"
+
+
+def test_instructions_may_be_read_as_plain_prompts(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"instruction": "say", "output": "hey"}])
+    batches = in_order(path, prompt_field="instruction", completion_field="output", train_on="all", seq=64)
+    assert trained_text(batches.batch(0)) == "ayhey$"  # without Alpaca's wording; the first token is no label
+
+
+def test_a_named_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [ASKED])
+    with pytest.raises(InputError, match=r"columns \(question, answer\); give --completion-field answer"):
+        load(path, prompt_field="question")
+
+
+def splits(tmp_path: Path) -> Path:
+    for split in ("train_sft", "test_sft", "train_gen"):
+        write_rows(tmp_path / f"{split}.jsonl", [{"prompt": "a", "completion": f"{split}{n}"} for n in range(3)])
+    return tmp_path
+
+
+def test_a_split_is_taken_by_its_name(tmp_path):
+    folder = splits(tmp_path)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        + "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train_sft", "train_gen", "test_sft"))
+        + "---\n"
+    )
+    source = open_source(str(folder), Reading(split="train_gen"))
+    assert [row.columns["completion"] for row in source.train] == ["train_gen0", "train_gen1", "train_gen2"]
+    assert source.splits == ("train_sft", "train_gen", "test_sft") and "split train_gen" in source.remark
+    with pytest.raises(InputError, match="--split train: there is no such split; there are train_sft, train_gen"):
+        open_source(str(folder), Reading(split="train"))
+    with pytest.raises(InputError, match=r"--split train_sft\[:10%\]: .* give --max-samples"):
+        open_source(str(folder), Reading(split="train_sft[:10%]"))
+    assert "evaluated on" in load(folder, split="train_sft", eval_fraction=0.1, seq=32).description
+
+
+def test_a_split_of_data_without_splits_is_refused(tmp_path):
+    with pytest.raises(InputError, match="--split train: none of --data has splits"):
+        load(write_rows(tmp_path / "a.jsonl", [{"text": "a long text " * 9}]), split="train")
+
+
+def test_the_first_rows_are_read_and_no_more(tmp_path):
+    rows = [{"prompt": "a", "completion": f"answer {number}"} for number in range(9)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    path.write_text(path.read_text() + "{not json")  # what is not needed is not read
+    data = load(path, max_samples=4, seq=32)
+    assert data.train.rows == 4 and "at most 4 rows of it read" in data.description
+
+
+def test_a_long_text_counts_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowmem.data.tables.PIECE_CHARACTERS", 50)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name * 9}\n" * 40)
+    documents = load(tmp_path, max_samples=2).train.parts[0].documents
+    assert documents.lengths.tolist() == [401, 401]
+
+
+def test_nothing_is_held_out_where_that_is_asked_for(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"text": f"{split} " * 40}) + "\n")
+    for spec in (folder, folder / "train.jsonl"):
+        assert load(spec, eval_fraction=0).evaluations == ()
+    assert load(folder, eval_fraction=0.01).evaluations

@@ -1,0 +1,118 @@
+"""The run folder that is named after the model and the data: another run never stands in the way."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from lowmem.run.main import main
+from lowmem.run.naming import with_run_folder
+from lowmem.settings import Settings
+from runs import SCRIPTS
+
+
+def folder(settings: Settings, said: list | None = None) -> str:
+    return with_run_folder(settings, (said if said is not None else []).append).out
+
+
+def begun(settings: Settings) -> Settings:
+    """`settings` with their folder, which a run has begun to write."""
+    settings = replace(settings, out=folder(settings))
+    Path(settings.out).mkdir(parents=True)
+    (Path(settings.out) / "settings.json").write_text(json.dumps(asdict(settings)))
+    return settings
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "gpt2-large-python-stdlib"),
+        ({"data": "wikitext"}, "gpt2-large-wikitext"),
+        ({"model": "EleutherAI/pythia-410m", "data": "org/set:part"}, "pythia-410m-set-part"),
+        ({"model": "runs/mine/model/", "data": "my_texts/chats.jsonl=2"}, "mine-chats"),
+        ({"model": "a/config.json", "data": "."}, "a-here"),
+        ({"data": "texts/*.jsonl"}, "gpt2-large-texts"),
+        ({"data": "*.txt"}, "gpt2-large-here"),
+        ({"data": ("a.txt", "b.txt=0.5", "a.txt")}, "gpt2-large-a+b"),
+        ({"data": tuple("abcde")}, "gpt2-large-a+b+c+2-more"),
+        ({"data": "my chats (new).csv"}, "gpt2-large-my-chats-new"),
+        ({"data": "x" * 200}, "gpt2-large-" + "x" * 60),
+        ({"model": "gpt2-demo", "demo": True, "data": "a"}, "demo"),
+    ],
+)
+def test_a_folder_is_named_after_the_model_and_the_data(values, name):
+    assert folder(Settings(**values)) == f"runs/{name}"
+    assert folder(Settings(**values, out="mine")) == "mine"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"eval_every": 5}, {"ram_limit": "9GiB"}, {"states": "streamed"}, {"log_every": 3}, {"resume": "never"}]
+    + [{"steps": 20, "schedule": "constant", "lr": 1e-5}],
+)
+def test_the_same_command_finds_its_own_run_again(more):
+    settings = Settings(steps=10, data="wikitext")
+    begun(settings)
+    said = []
+    assert folder(replace(settings, **more), said) == "runs/gpt2-large-wikitext" and not said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"lr": 1e-4}, {"steps": 20}, {"steps": 5}, {"seq": 64}, {"max_samples": 9}, {"data": "a/wikitext"}]
+    + [{"precision": "fp16"}, {"micro_batch": 2}, {"steps": None, "epochs": 3.0}, {"model": "mine/gpt2-large"}],
+)
+def test_another_command_gets_a_folder_of_its_own_and_finds_that_again(other):
+    first = begun(Settings(steps=10, data="wikitext"))
+    second = replace(first, **other, out=None)
+    said = []
+    assert folder(second, said) == f"{first.out}-2"
+    (sentence,) = said
+    assert sentence.startswith(f"{first.out} holds another run (--") and sentence.endswith(f"to {first.out}-2")
+    begun(second)
+    assert folder(second) == f"{first.out}-2" and folder(replace(first, out=None)) == first.out
+    assert folder(replace(first, seed=5, out=None)) == f"{first.out}-3"
+
+
+def test_a_settings_json_that_cannot_be_read_is_left_alone(tmp_path):
+    Path("runs/gpt2-large-python-stdlib").mkdir(parents=True)
+    for text in ("{", "[]"):
+        Path("runs/gpt2-large-python-stdlib/settings.json").write_text(text)
+        assert folder(Settings()) == "runs/gpt2-large-python-stdlib-2"
+
+
+def test_a_plan_goes_into_that_folder_and_does_not_take_it(capsys):
+    options = ["--demo", "--plan-only", "--device", "cpu", "--seq", "16", "--batch", "2"]
+    assert main(SCRIPTS["large"].SETTINGS, options) == 0
+    assert Path("runs/demo/plan.json").exists()
+    assert folder(Settings(demo=True)) == "runs/demo"
+
+
+def test_a_preview_shows_what_is_trained_on_and_writes_nothing(tmp_path, capsys):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello,\tyou"}]
+    rows = [{"messages": turns}, {"messages": [*turns, *turns]}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--demo", "--data", "chats.jsonl", "--preview"]
+    assert main(SCRIPTS["large"].SETTINGS, [*options, "5"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1:8] == [
+        "",
+        "chats.jsonl:1: 32 tokens, 12 of them trained on",
+        "not trained    20 | User: Hi",
+        "                  | ",
+        "                  | Assistant:",
+        "    trained    12 |  Hello,\\tyou<|endoftext|>",
+        "",
+    ]
+    assert shown[8].startswith("chats.jsonl:2: ") and shown[0].startswith("chats.jsonl: messages through")
+    assert max(map(len, shown[1:])) <= 80
+    assert main(SCRIPTS["large"].SETTINGS, [*options, "1"]) == 0
+    assert "chats.jsonl:2" not in capsys.readouterr().out
+    assert [path.name for path in Path().iterdir()] == ["chats.jsonl"]
