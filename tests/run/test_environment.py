@@ -156,9 +156,8 @@ def test_threads_that_wait_sleep_at_once_if_other_threads_run(running, spins, mo
 
 
 def test_waiting_threads_are_set_before_pytorch_and_not_over_the_users_choice():
-    program = (
-        "import os, lowmem; lowmem.load; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
-    )
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    program = f"import os, lowmem; lowmem.load; print(*(os.environ.get(name) for name in {names}))"
     unset = {name: value for name, value in os.environ.items() if name not in names}
     printed = []
     for before, variables in (
