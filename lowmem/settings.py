@@ -124,6 +124,7 @@ class Settings:
     ram_limit_bytes: int | None = _option(
         None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
+    verbose: bool = _option(False, "also print the plan's table: all memory by name, in each phase of the run")
     gpu: str | None = _option(
         None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
         "the card here")

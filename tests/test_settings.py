@@ -123,6 +123,7 @@ OPTION_VALUES = [
     ("--boundaries streamed", "boundaries", "streamed"),
     ("--gradients streamed", "gradients", "streamed"),
     ("--plan-only", "plan_only", True),
+    ("--verbose", "verbose", True),
     ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),
     ("--run-name mine", "run_name", "mine"),
