@@ -15,7 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lowmem.core.layout import Fate
+from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES
+from lowmem.settings import Settings
 from lowmem.units import GIB, format_option, format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -29,7 +31,25 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
     """Returns the plan in sentences. `done`: steps that an earlier start of the run has made; then there is one
     sentence, about the others."""
     fits = f"Fits: {', '.join(_figures(plan, done))}"
-    return [fits] if done else [fits, *(f"Faster: {way}" for way in _faster(plan))]
+    if done:
+        return [fits]
+    unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
+    return [fits, *(f"Faster: {way}" for way in _faster(plan)), *unsure]
+
+
+def refused(settings: Settings, error: PlanError) -> dict:
+    """Returns the content of plan.json for a plan that was refused: its figures are null. `ways_out` has the options
+    that make it fit, with the bytes that it takes then."""
+    unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
+    return {
+        "fits": False,
+        "model": settings.model,
+        "tokens_per_step": settings.batch * settings.seq,
+        "limits": {"gpu_bytes": settings.gpu_limit_bytes, "ram_bytes": settings.ram_limit_bytes},
+        **unknown,
+        "refusal": str(error),
+        "ways_out": error.ways_out,
+    }
 
 
 def wrapped(lines: list[str]) -> str:

@@ -188,7 +188,7 @@ class Plan:
             tokens = self.typical_tokens or self.settings.batch * self.settings.seq
             of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"
             yield (
-                f"a step{of_data} takes about {self.step_seconds:.3g} s on {self.card.name} "
+                f"a step takes about {self.step_seconds:.3g} s{of_data} on {self.card.name} "
                 f"({tokens / self.step_seconds:,.0f} tokens/s), "
                 f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
             )

@@ -66,56 +66,59 @@ class Ways:
     def found(self) -> list[WayOut]:
         """Returns the ways that keep the cap of GPU memory."""
         exact = least_ram(ways(self.settings, self.simulations), self.simulations, self.room.gpu)
-        found = []
-        if exact is not None and self.room.ram is not None:
-            found += [self._way("", self.simulations, exact.layout), self._on_disk(), self._in_8_bits(exact.layout)]
-        found.append(self._shorter(exact.layout if exact is not None else self._smallest_on_gpu()))
+        if exact is None:
+            found = [self._shorter(self._smallest_on_gpu(), None)]
+        else:
+            peak = self.simulations.allocated_bytes(exact.layout)
+            found = [self._shorter(exact.layout, peak)]
+            if self.room.ram is not None:
+                found = [
+                    self._way("", self.simulations, exact.layout, peak),
+                    self._on_disk(exact.layout, peak),
+                    self._in_8_bits(exact.layout, peak),
+                    *found,
+                ]
         return [way for way in found if way is not None]
 
-    def _way(self, changes: str, simulations: Simulations, layout: Layout) -> WayOut | None:
-        """Returns the way with this layout, None if nothing is gained."""
+    def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
+        """Returns the way with this layout, None if it does not fit into GPU memory. `peak`: bytes that a layout may
+        allocate there, because one that fits allocates as much; None to run the model of the allocator."""
+        allocated = simulations.allocated_bytes(layout)
+        if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
+            return None
         recording = simulations.record(layout)
         ram_bytes = self.ram_bytes(simulations, recording.streamed_bytes)
-        enough = within(recording.streamed_bytes, self.room.ram)
-        ram_limit = None if enough else ram_bytes
-        return WayOut(changes, ram_bytes, ram_limit, sum(recording.disk_bytes)) if changes or not enough else None
+        ram_limit = None if within(recording.streamed_bytes, self.room.ram) else ram_bytes
+        return WayOut(changes, ram_bytes, ram_limit, sum(recording.disk_bytes))
 
-    def _on_disk(self) -> WayOut | None:
-        settings = self.settings
-        if settings.states_folder is not None or settings.states == "resident":
+    def _on_disk(self, layout: Layout, peak: int) -> WayOut | None:
+        settings, units = self.settings, self.simulations.units
+        if settings.states_folder is not None or settings.states == "resident" or layout.states_on_gpu == units:
             return None
-        with_disk = [
-            [choices for choices in fates if choices.disk]
-            for fates in ways(replace(settings, states_folder="DIR"), self.simulations)
-        ]
-        least = least_ram(list(filter(None, with_disk)), self.simulations, self.room.gpu)
-        return None if least is None else self._way("--states-folder DIR", self.simulations, least.layout)
+        on_disk = replace(layout, states_on_disk=units)
+        return self._way("--states-folder DIR", self.simulations, on_disk, peak)
 
-    def _in_8_bits(self, layout: Layout) -> WayOut | None:
+    def _in_8_bits(self, layout: Layout, peak: int) -> WayOut | None:
         if self.settings.optimizer != "adamw":
             return None
         case = replace(self.simulations.base, optimizer=OPTIMIZERS["adamw8bit"])
-        simulations = Simulations(self.decoder, case, self.target)
-        if not simulations.fits(layout, self.room.gpu):
-            return None
-        return self._way("--optimizer adamw8bit", simulations, layout)
+        return self._way("--optimizer adamw8bit", Simulations(self.decoder, case, self.target), layout, peak)
 
     def _smallest_on_gpu(self) -> Layout:
         layouts = frugal_layouts(ways(self.settings, self.simulations), self.simulations)
         return min(layouts, key=self.simulations.allocated_bytes)
 
-    def _shorter(self, layout: Layout) -> WayOut | None:
+    def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the way with the longest sequences that fit without more RAM, of --seq halved again and again."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
-        if self._with_seq(lengths[-1], layout) is None:
+        if self._with_seq(lengths[-1], layout, peak) is None:
             return None
-        return next(way for seq in lengths if (way := self._with_seq(seq, layout)) is not None)
+        return next(way for seq in lengths if (way := self._with_seq(seq, layout, peak)) is not None)
 
-    def _with_seq(self, seq: int, layout: Layout) -> WayOut | None:
+    def _with_seq(self, seq: int, layout: Layout, peak: int | None) -> WayOut | None:
         simulations = Simulations(self.decoder, replace(self.simulations.base, seq=seq), self.target)
-        enough = within(simulations.record(layout).streamed_bytes, self.room.ram)
-        if not enough or not simulations.fits(layout, self.room.gpu):
+        if not within(simulations.record(layout).streamed_bytes, self.room.ram):
             return None
-        return self._way(f"--seq {seq}", simulations, layout)
+        return self._way(f"--seq {seq}", simulations, layout, peak)

@@ -329,6 +329,28 @@ def test_every_way_out_that_a_refusal_names_is_planned_when_it_is_given():
     assert json.loads(json.dumps(caught.value.ways_out)) == caught.value.ways_out
 
 
+def test_a_refusal_on_a_cpu_names_what_fits_under_the_same_cap(monkeypatch):
+    process = Process(200 * MIB, 0)
+
+    def plan(**changed) -> Plan:
+        return make_plan(dataclasses.replace(SMALL, **changed), CONFIG, "cpu", "fp32", None, process=process)
+
+    least = plan(micro_batch=1).ram_bytes
+    with pytest.raises(PlanError, match=r"It fits with --states-folder DIR \(.* of a fast disk\)") as caught:
+        plan(micro_batch=1, ram_limit_bytes=least - 60 * MIB)
+    assert [way["options"].split()[0] for way in caught.value.ways_out][:2] == ["--ram-limit", "--states-folder"]
+    there = plan(micro_batch=1, ram_limit_bytes=least - 60 * MIB, states_folder="DIR")
+    assert there.disk_state_bytes == caught.value.ways_out[1]["disk_bytes"]
+
+
+def test_a_refusal_in_json_has_the_keys_of_a_plan_and_the_ways_out(capsys):
+    assert plan_command.main(["--model", "gpt2", "--batch", "4", "--gpu-limit", "200MiB", "--json"]) == 3
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["fits"], found["tokens_per_step"], found["predicted"]) == (False, 4096, None)
+    assert found["ways_out"][0]["options"].startswith("--gpu-limit ") and found["refusal"] in err
+
+
 def test_shorter_sequences_are_a_way_out_where_the_gpu_is_too_small():
     caps = {"micro_batch": 8, "group": 1, "weights": "resident", "boundaries": "resident"}
     with pytest.raises(PlanError, match=r"It fits with --seq 128\.$"):
@@ -699,7 +721,7 @@ def test_a_model_that_could_not_be_compared_is_planned_and_that_is_said(tmp_path
     monkeypatch.setattr("lowmem.models.compatibility._MOST_PARAMETERS", 1000)
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     assert plan_command.main(["--model", str(tmp_path), "--batch", "4"]) == 0
-    assert "not compared with the whole model (a copy with 2 narrow blocks still has" in capsys.readouterr().out
+    assert "Not compared with the whole model (a copy with 2 narrow blocks still has" in capsys.readouterr().out
     found = in_json(capsys, "--model", str(tmp_path), "--batch", "4")
     assert "still has" in found["not_compared_with_the_whole_model"]
 

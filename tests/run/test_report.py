@@ -122,6 +122,7 @@ FREE = {
         "boundaries",
         "gradients",
         "plan_only",
+        "verbose",
     ),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
     *("sample_prompt", "sample_every", "keep_best", "patience", "report_to", "wandb", "export_dtype"),
