@@ -89,6 +89,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "boundaries": "streamed",
         "gradients": "streamed",
         "plan_only": True,
+        "verbose": True,
         "demo": True,
     },
     **{
