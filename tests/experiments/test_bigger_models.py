@@ -247,8 +247,12 @@ def test_a_case_is_planned_as_its_command_says_and_a_refusal_is_a_row(tmp_path, 
     words = case.command.split()[3:]
     typed, _ = parse_plan(words, {"prog": "plan"})
     assert typed == case.settings()
-    monkeypatch.setattr(today, "BATCH", 1)
-    refused = today.planned(replace(case, machine=replace(case.machine, ram_limit="16MiB")))
-    assert "does not fit" in refused["error"] and refused["planning_seconds"] > 0
+
+    def refuse(settings):
+        raise InputError("it does not fit")
+
+    monkeypatch.setattr(today.lowmem, "plan", refuse)
+    refused = today.planned(case)
+    assert refused["error"] == "it does not fit" and refused["planning_seconds"] >= 0
     assert "| no |" in today.table([refused | {"name": today.CASES[0].name}]).splitlines()[2]
     assert today.main(["--only", "nothing of this name"]) == 2 and "no case" in capsys.readouterr().err
