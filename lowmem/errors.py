@@ -33,9 +33,13 @@ class InputError(LowmemError):
 
 class PlanError(LowmemError):
     """Says that no plan fits, or that the disk has no room. If caps are too small, the message names the smallest
-    that would do."""
+    that would do, and other ways out. `ways_out`: the same for programs, as in plan.json."""
 
     exit_code = 3
+
+    def __init__(self, message: str, ways_out: Iterable[dict] = ()):
+        super().__init__(message)
+        self.ways_out = list(ways_out)
 
 
 class CapExceeded(LowmemError):

@@ -123,6 +123,7 @@ class Settings:
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
     preview: int | None = _option(
         None, "print the first N examples, with the tokens that are trained on; train nothing", shown="none")
+    verbose: bool = _option(False, "also print the plan's table: all memory by name, in each phase of the run")
     gpu: str | None = _option(
         None, "plan for this card (rtx3060, t4, ...) and at most its memory, not for the card that is here", "CARD",
         "the card here")

@@ -1,5 +1,6 @@
 """Parses and formats byte sizes and intervals. GiB and G are both 2**30, GB is 10**9."""
 
+import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -54,3 +55,23 @@ def format_size(size_bytes: int) -> str:
             value = size_bytes / factor
             return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
     return "1 byte" if size_bytes == 1 else f"{size_bytes} bytes"
+
+
+def format_option(size_bytes: int) -> str:
+    """Formats a size as an option's value, rounded up: ``17GiB``, or ``800MiB`` below 10 GiB."""
+    unit, name = (GIB, "GiB") if size_bytes >= 10 * GIB else (MIB, "MiB")
+    return f"{math.ceil(size_bytes / unit)}{name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration for people: ``0.31 s``, ``40 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    if seconds < 100:
+        return f"{seconds:.{2 if seconds < 10 else 3}g} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowmem.errors import InputError
 from lowmem.fields import option_name
-from lowmem.run.cli import parse_arguments
+from lowmem.run.cli import parse_arguments, parse_plan
 from lowmem.run.options import ALIASES, FLAGS, NAMES, REFUSED, SPECIAL_ALIASES, SYNONYMS, TITLES
 from lowmem.settings import DEMO, FIELD_NAMES, TRACKERS, Settings
 from lowmem.units import GIB, MIB
@@ -130,6 +130,7 @@ OPTION_VALUES = [
     ("--gradients streamed", "gradients", "streamed"),
     ("--plan-only", "plan_only", True),
     ("--preview 3", "preview", 3),
+    ("--verbose", "verbose", True),
     ("--gpu t4", "gpu", "t4"),
     ("--out there", "out", "there"),
     ("--run-name mine", "run_name", "mine"),
@@ -816,3 +817,18 @@ def refusal_in_code(**values) -> str:
     with pytest.raises(InputError) as error:
         Settings(**values)
     return str(error.value)
+
+
+PLANNED = (
+    *("seq", "batch", "optimizer", "precision", "residual", "clip_norm", "document_mask", "pack", "steps", "device"),
+    *("gpu_limit_bytes", "ram_limit_bytes", "gpu", "micro_batch", "group", "segment_blocks", "recompute", "states"),
+    *("states_folder", "disk_rate_bytes", "weights", "boundaries", "gradients", "keep_last", "export_dtype"),
+)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_lowmem_plan_takes_every_option_that_changes_a_plan(name):
+    line, value = next((line, value) for line, field, value in OPTION_VALUES if field == name)
+    needed = ["--states-folder", "/fast"] if value == "disk" else []
+    settings, _ = parse_plan(["--model", "gpt2", *line.split(), *needed], {"prog": "plan"})
+    assert getattr(settings, name) == value

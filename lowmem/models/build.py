@@ -1,12 +1,14 @@
 """Finds the folder and config of a model, and builds the model without weights.
 
-GPT-2's shapes are known here, so planning GPT-2 and training it from random weights need no network. Any other model
-comes from a folder, the hub's cache, or the Hugging Face hub. The hub is asked once, with a time limit.
+The shapes of GPT-2 and of the models in known_configs.json are known here, so planning them and training them from
+random weights need no network. Any other model comes from a folder, the hub's cache, or the Hugging Face hub. The hub
+is asked once, with a time limit.
 """
 
 import copy
 import errno
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -37,6 +39,9 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
     "gpt2-large": (36, 1280, 20),
     "gpt2-xl": (48, 1600, 25),
 }
+# By name on the hub: fields of config.json, the number of parameters, and the source of both. gemma-3-4b-text is the
+# text part of google/gemma-3-4b-pt, whose own config also has a part for pictures.
+KNOWN_CONFIGS = json.loads(Path(__file__).with_name("known_configs.json").read_text(encoding="utf-8"))
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
 _OWNER = "openai-community/"  # of the GPT-2s on the hub; older caches store them without it
@@ -98,31 +103,41 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, or a hub name. GPT-2's known shapes need no config.json;
-    with `init` "pretrained", an existing one must agree with them. Raises InputError for an unknown name, a broken
-    file, or a model that needs code from the hub."""
+    """Returns the config of `model`: a folder, a config.json, or a hub name. Known shapes (GPT-2's, KNOWN_CONFIGS) need
+    no config.json; with `init` "pretrained", the hub's config.json is preferred, and GPT-2's must agree. Raises
+    InputError for an unknown name, a broken file, or a model that needs code from the hub."""
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
             return _read_config(file)
     if name == DEMO_MODEL:
         return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
-    if name not in GPT2_SHAPES:
-        if path.is_dir():
-            raise no_config(model)
-        return _read_config(model_folder(model, "config") / "config.json")
-    n_layer, n_embd, n_head = GPT2_SHAPES[name]
-    known = GPT2Config(n_layer=n_layer, n_embd=n_embd, n_head=n_head)
-    if init == "random":
+    known = _known_config(name)
+    if known is None and path.is_dir():
+        raise no_config(model)
+    if known is not None and init == "random":
         return known
     try:
         path = model_folder(name, "config") / "config.json"
     except InputError:
+        if known is None:
+            raise
         return known
     config = _read_config(path)
-    if (config.model_type, config.n_layer, config.n_embd, config.n_head) != ("gpt2", *GPT2_SHAPES[name]):
+    shape = (config.model_type, *(getattr(config, key, None) for key in ("n_layer", "n_embd", "n_head")))
+    if name in GPT2_SHAPES and shape != ("gpt2", *GPT2_SHAPES[name]):
         raise InputError(f"{path} is not the config of {name} (its shape differs); remove it from the hub's cache")
     return config
+
+
+def _known_config(name: str) -> PretrainedConfig | None:
+    if name in GPT2_SHAPES:
+        n_layer, n_embd, n_head = GPT2_SHAPES[name]
+        return GPT2Config(n_layer=n_layer, n_embd=n_embd, n_head=n_head)
+    if name not in KNOWN_CONFIGS:
+        return None
+    fields = dict(KNOWN_CONFIGS[name]["config"])
+    return CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
 
 
 def _read_config(path: Path) -> PretrainedConfig:

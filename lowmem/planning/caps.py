@@ -39,12 +39,14 @@ def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram:
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
         if limit is not None
     ]
-    wants = [f"--ram-limit {math.ceil(ram / MIB)}MiB"]
-    if gpu_cap is not None:
-        wants.insert(0, f"--gpu-limit {math.ceil(gpu_cap / MIB)}MiB")
-    return (
-        f"{what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {' with '.join(wants)}."
-    )
+    smallest = wants(gpu_cap, ram)
+    return f"{what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
+
+
+def wants(gpu_cap: int | None, ram: int) -> str:
+    """Returns the options for these caps, joined by "with"."""
+    caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
+    return " with ".join(f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None)
 
 
 def what(settings: Settings) -> str:

@@ -8,20 +8,22 @@ activations is added to it, because malloc does not reuse all small blocks that 
 The micro-batch changes the bits of the result, so neither free RAM nor a stopwatch helps to choose it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
-from lowmem.errors import PlanError
-from lowmem.planning.caps import refusal
+from lowmem.errors import InputError, PlanError
+from lowmem.planning.caps import refusal, wants
 from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.ways_out import WayOut, in_a_sentence
 from lowmem.settings import Settings
 
 CPU_MICRO_BATCH_TOKENS = 4096
@@ -72,9 +74,11 @@ class _Case:
 
 
 def cpu_plan(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process
-) -> Plan:
-    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits."""
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process,
+    ways_out: bool = True,
+) -> Plan:  # fmt: skip
+    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
+    else would do."""
     simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
     case = _Case(settings, simulations, precision, ram_free_bytes, process)
     once = _layouts(settings, simulations)
@@ -89,7 +93,10 @@ def cpu_plan(
             plan = plan if settings.states == "disk" else _with_fewer_on_disk(case, plan)
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
-        raise PlanError(refusal(settings, None, None, least))
+        found = list(_ways_out(settings, decoder, precision, process)) if ways_out else []
+        smallest = {"options": wants(None, least), "ram_bytes": least, "disk_bytes": 0}
+        said = [smallest, *(way.to_dict() for way in found)]
+        raise PlanError(refusal(settings, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
         plan = next((case.plan(layout) for layout in case.twice(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
@@ -98,6 +105,19 @@ def cpu_plan(
         if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= ram_free_bytes // 4:
             return kept
     return plan
+
+
+def _ways_out(settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process) -> Iterator[WayOut]:
+    """Yields changed settings for which there is a plan under the same cap of RAM."""
+    changes = {"--states-folder DIR": {"states_folder": "DIR"}, "--optimizer adamw8bit": {"optimizer": "adamw8bit"}}
+    changes |= {f"--seq {settings.seq // 4}": {"seq": settings.seq // 4}}
+    allowed = (settings.states_folder is None, settings.optimizer == "adamw", settings.seq >= 128)
+    for (options, changed), possible in zip(changes.items(), allowed, strict=True):
+        if not possible or (settings.target_tokens is not None and "seq" in changed):
+            continue
+        with suppress(PlanError, InputError):
+            plan = cpu_plan(replace(settings, **changed), decoder, precision, None, process, ways_out=False)
+            yield WayOut(options, plan.ram_bytes, disk_bytes=plan.disk_state_bytes)
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:

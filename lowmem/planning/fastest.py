@@ -116,6 +116,16 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
     return smallest
 
 
+def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | None:
+    """Returns the layout that needs the least RAM of those that fit into `gpu` bytes of GPU memory, None if none
+    does."""
+    frugal = _frugal(ways, simulations, Room(gpu, None))
+    for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
+        if simulations.fits(found.layout, gpu):
+            return found
+    return None
+
+
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
     """Returns candidate layouts with the least GPU memory, ignoring the RAM limit. `ways`: lists of Choices
     (choices.ways)."""

@@ -8,13 +8,12 @@ import torch
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
-from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, what
-from lowmem.planning.choices import open_choices, step_case, ways
+from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, wants, what
+from lowmem.planning.choices import step_case, ways
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.plan import Plan
@@ -30,6 +29,7 @@ from lowmem.planning.ram import (
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulated_step import Target, gpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.ways_out import Ways, in_a_sentence
 from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
 
@@ -115,7 +115,7 @@ def gpu_plan(
     room = case.room(settings.ram_limit_bytes)
     found = fastest_layout(ways(settings, simulations), simulations, room)
     if found is None:
-        raise PlanError(_refusal(case, room, card_limit, decoder, target, process is not None))
+        raise _refused(case, room, card_limit, decoder, target, process is not None)
     plan = case.plan(found)
     if not settings.plan_only:
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
@@ -128,6 +128,10 @@ def gpu_plan(
         faster = fastest_layout(list(filter(None, sent)), simulations, replace(room, ram=None))
         if faster is not None and faster.seconds < _WORTH_SAYING * found.seconds:
             return _next_to(plan, case.plan(faster))
+    if found.layout.states_on_disk and settings.states != "disk":
+        without = replace(found.layout, states_on_disk=0)
+        if simulations.fits(without, room.gpu):
+            return _next_to(plan, case.plan(replace(found, layout=without, recording=simulations.record(without))))
     return replace(
         plan, seconds_with_more_ram=_seconds_with_more_ram(simulations, room, found, plan.gpu_reserved_peak_bytes)
     )
@@ -154,25 +158,28 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
     return faster.seconds
 
 
-def _refusal(case: _Case, room: Room, card_limit: int | None, decoder, target: Target, measured: bool) -> str:
-    """Returns the sentence that refuses to train and names the smallest caps that would do."""
-    settings, simulations, base = case.settings, case.simulations, case.simulations.base
+def _refused(case: _Case, room: Room, card_limit: int | None, decoder, target: Target, measured: bool) -> PlanError:
+    """Returns the error that names the smallest caps that would do, and the ways out under the given ones."""
+    settings, simulations = case.settings, case.simulations
+    varies = PROCESS_VARIES_BYTES if measured else 0
+
+    def ram_bytes(simulations: Simulations, streamed_bytes: int) -> int:
+        in_ram, base = {"streamed_states": streamed_bytes}, simulations.base
+        ram = on_a_gpu(case.process_bytes, in_ram, case.drawn_bytes, base.optimizer, base.dtype)
+        return sum(largest(ram).values()) + varies
+
     smallest = smallest_room(ways(settings, simulations), simulations, room)
-    in_ram = {"streamed_states": smallest.ram}
-    ram = sum(largest(on_a_gpu(case.process_bytes, in_ram, case.drawn_bytes, base.optimizer, base.dtype)).values())
-    ram += PROCESS_VARIES_BYTES if measured else 0
-    gpu_cap = smallest_cap(smallest.gpu, case.margins)
-    if card_limit is not None and gpu_cap > card_limit:
-        return (
-            f"{case.card.name} has {format_size(card_limit)} usable; {what(settings)} needs "
-            f"{format_size(gpu_cap)}, even with {format_size(ram)} of RAM: no plan for this card."
-        )
-    sentence = refusal(settings, case.gpu_limit, gpu_cap, ram)
-    if room.ram is not None and smallest.gpu == room.gpu and settings.optimizer == "adamw":  # only RAM is short
-        smaller = replace(base, optimizer=OPTIMIZERS["adamw8bit"])
-        with_8_bit = Simulations(partial(decoder, fused_kernels=target.fused_kernels), smaller, target)
-        case = replace(case, simulations=with_8_bit)
-        every = [[open_choices(settings, with_8_bit)]]
-        if fastest_layout(every, with_8_bit, case.room(settings.ram_limit_bytes)) is not None:
-            sentence += " It fits as it is with --optimizer adamw8bit, whose moments are not exact."
-    return sentence
+    gpu_cap, ram = smallest_cap(smallest.gpu, case.margins), ram_bytes(simulations, smallest.ram)
+    fused = partial(decoder, fused_kernels=target.fused_kernels)
+    found = Ways(settings, simulations, fused, target, room, ram_bytes).found()
+    said = [way.to_dict() for way in found]
+    if card_limit is None or gpu_cap <= card_limit:
+        said.insert(0, {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
+        only_ram = smallest.gpu == room.gpu  # then the first way says the same
+        others = [way for way in found if way.changes or not only_ram]
+        return PlanError(refusal(settings, case.gpu_limit, gpu_cap, ram) + in_a_sentence(others), said)
+    said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
+    ram_cap = "" if settings.ram_limit_bytes is None else f" and {format_size(settings.ram_limit_bytes)} of RAM"
+    sentence = f"{what(settings)} does not fit in the {format_size(card_limit)} of {case.card.name}{ram_cap}."
+    larger = f" A larger GPU needs {format_size(gpu_cap)}, with {format_size(ram)} of RAM."
+    return PlanError(sentence + in_a_sentence(found) + larger, said)

@@ -1,8 +1,8 @@
 """Defines the plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes
 plans.
 
-A plan is written as `plan.json` for programs, and printed as a table for people. The figures depend on the kind of card
-and on the versions of torch and transformers, so the plan names them.
+A plan is written as `plan.json` for programs, printed as an answer of a few lines (answer.py), and with --verbose as a
+table. The figures depend on the kind of card and on the versions of torch and transformers, so the plan names them.
 """
 
 import textwrap
@@ -16,6 +16,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import Card
+from lowmem.planning.answer import answer, wrapped
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB, format_size
@@ -33,6 +34,7 @@ class Plan:
     disk_state_bytes       of the states in --states-folder
     typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
                            None: full rows
+    steps                  optimizer steps of the whole training run; None if only the data tells
     smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
                            and change no bit. Empty if the plan is not for training
     """
@@ -61,6 +63,7 @@ class Plan:
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
+    steps: int | None = None
     smaller_layouts: tuple[Layout, ...] = ()
 
     @property
@@ -95,6 +98,7 @@ class Plan:
             "parameters": self.parameters,
             "tokens_per_step": self.settings.batch * self.settings.seq,
             "typical_tokens_per_step": self.typical_tokens,
+            "steps": self.steps,
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
@@ -129,8 +133,12 @@ class Plan:
             },
         }
 
+    def __str__(self) -> str:
+        """Returns the plan in a few lines for people: whether it fits, what it takes, what would be faster."""
+        return wrapped(answer(self))
+
     def describe(self) -> str:
-        """Returns the plan as a table for people, in 80 columns; README.md explains the rows."""
+        """Returns the plan as a table with all figures, in 80 columns; README.md explains the rows."""
         settings = self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
         trained = f"{self.model}: {self.parameters:,} parameters, all trained"
@@ -153,7 +161,7 @@ class Plan:
         if self.disk_state_bytes:
             size = format_size(self.disk_state_bytes)
             lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")
-        lines += [*self._seconds_in_words(), "fits"]
+        lines += self._seconds_in_words()
         broken = (textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
         return "\n".join(line for parts in broken for line in parts)
 
@@ -180,15 +188,10 @@ class Plan:
             tokens = self.typical_tokens or self.settings.batch * self.settings.seq
             of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"
             yield (
-                f"a step{of_data} takes about {self.step_seconds:.3g} s on {self.card.name} "
+                f"a step takes about {self.step_seconds:.3g} s{of_data} on {self.card.name} "
                 f"({tokens / self.step_seconds:,.0f} tokens/s), "
                 f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
             )
-        if self.seconds_with_more_ram is not None:
-            yield f"limited by RAM: with 1 GiB more a step takes about {self.seconds_with_more_ram:.3g} s"
-        if self.faster_with_ram is not None:
-            ram_bytes, seconds = self.faster_with_ram
-            yield f"limited by RAM: with {format_size(ram_bytes)} a step takes about {seconds:.3g} s"
         if self.not_compared is not None:
             yield f"not compared with the whole model ({self.not_compared}); training does that before its first step"
 

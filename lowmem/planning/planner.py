@@ -94,7 +94,7 @@ def make_plan(
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
-    return replace(plan, not_compared=not_compared)
+    return replace(plan, not_compared=not_compared, steps=settings.steps)
 
 
 @contextmanager

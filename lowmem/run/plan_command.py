@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lowmem.cudasim.gpus import CARDS
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.run.cli import parse_plan
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
@@ -45,16 +45,24 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> 
         from transformers import logging
 
         from lowmem.device import set_environment
+        from lowmem.planning.answer import refused, wrapped
         from lowmem.planning.planner import make_plan
         from lowmem.run.log import write_json
         from lowmem.run.plots import draw, draw_memory
-        from lowmem.run.prepare import ask
+        from lowmem.run.prepare import ask, in_words
 
     logging.set_verbosity_error()
     set_environment()
-    plan = ask(settings).answer(make_plan)
+    question = ask(settings)
+    try:
+        plan = question.answer(make_plan)
+    except PlanError as error:
+        if as_json:
+            with output():
+                print(json.dumps(refused(question.settings, error), indent=2), flush=True)
+        raise
     with output():
-        print(json.dumps(plan.to_dict(), indent=2) if as_json else plan.describe(), flush=True)
+        print(json.dumps(plan.to_dict(), indent=2) if as_json else wrapped(in_words(plan).split("\n")), flush=True)
     if not write:
         return
     folder = Path(settings.out)
@@ -68,8 +76,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> 
         raise not_writable(folder, error.strerror) from None
     picture = folder / "memory.png"
     problem = draw(picture, lambda: draw_memory(plan.to_dict(), None, picture, plan.timeline))
-    if problem is not None:
-        say(problem)
+    say(f"memory over a step, by name and by phase: {picture}" if problem is None else problem)
 
 
 def _advise(settings: Settings, gpus: int, as_json: bool) -> int:

@@ -36,6 +36,7 @@ from lowmem.models.build import decoder_start, load_config, make_decoder, own_ge
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
+from lowmem.planning.answer import answer
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import Question, make_plan, timed_with
 from lowmem.planning.process import process_aside
@@ -122,6 +123,11 @@ def plan_here(question: Question, device: torch.device, aside: Callable, say: Sa
     return replace(question, **here, fused_kernels=no_kernels is None).answer(partial(aside, make_plan))
 
 
+def in_words(plan: Plan) -> str:
+    """Returns the plan for people: its answer and, with --verbose, its table."""
+    return "\n".join([*answer(plan), *(["", plan.describe(), ""] if plan.settings.verbose else [])])
+
+
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
     """Returns the training step as planned. Makes the decoder's parameters views of a new store; they have no values
     yet."""
@@ -206,24 +212,22 @@ def prepare(settings: Settings) -> Iterator[Session]:
             rehearsal = until_the_end.enter_context(
                 rehearsed(folder / ".model.rehearsal", config, tokenizer, generation, export_dtype)
             )
-            for remark in rehearsal.remarks:
-                log.say(remark)
             devices.release_freed_memory()  # of tokenizing: training does not hold it
             plan = plan_here(with_saved_micro_batch(question, saved), device, aside, log.say)
             if (lengths := data.train.typical_lengths()) is not None:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
+        plan = replace(plan, steps=steps)
         if not data.evaluations and (settings.keep_best or settings.patience):
             raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
         check_disk(folder, plan.disk, _most_saves(settings, plan, steps), settings.states_folder)
-        log.say(plan.describe())
+        if saved is None:
+            _say_before_the_first_step(plan, data, rehearsal, log)
         if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
         identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
         if saved is not None:
             refuse_another_run(*saved, identity)
-        for line in [*data.description.splitlines(), *_computed_share(data.train, plan)]:
-            log.say(line)
 
         budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
         budget.apply(plan.gpu_reserved_peak_bytes)
@@ -231,19 +235,29 @@ def prepare(settings: Settings) -> Iterator[Session]:
         model, weights = build(question, plan, tokenizer, device, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)
         session = Session(model, data, rehearsal, log, budget, recovery, identity)
-        _fill(session, weights, checkpoints)
+        _fill(session, weights, checkpoints, resuming=saved is not None)
         yield session
 
 
-def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) -> None:
-    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. Sets `session.progress`."""
+def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log: RunLog) -> None:
+    """Prints the plan, and then sentences on the data and the export. log.txt always gets the plan's table."""
+    log.say(in_words(plan), in_words(replace(plan, settings=replace(plan.settings, verbose=True))))
+    for line in [*data.description.splitlines(), *_computed_share(data.train, plan), *rehearsal.remarks]:
+        log.say(line)
+
+
+def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
+    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. Sets `session.progress`.
+    `resuming`: whether a checkpoint was expected to be undamaged, so that the plan was not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
-    for sentence in opening_remarks(settings.init, model.config, model.tokenizer, model.step.store.device):
-        log.say(sentence)
     loaded = load_newest(
         checkpoints, model.step.store, session.refuse_another_run, log.say, required=settings.resume != "auto"
     )
     if loaded is None:
+        if resuming:
+            _say_before_the_first_step(model.plan, session.data, session.rehearsal, log)
+        for sentence in opening_remarks(settings.init, model.config, model.tokenizer, model.step.store.device):
+            log.say(sentence)
         write_weights(model, weights or initial_weights(settings, model.config, model.decoder, log.say))
         session.progress = Progress(0, course_of(identity))
         if (session.folder / "report.json").exists():
@@ -255,7 +269,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path]) ->
     session.recovery.resume(state["recoveries"])
     course = course_of(identity, state)
     session.progress = Progress(state["step"], course, state["eval_first"], state["skipped"], resumed=True)
-    log.say(f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done")
+    said = f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done"
+    log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
         say_longer(course, state, log.say)
 

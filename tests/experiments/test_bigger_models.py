@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
-from experiments.bigger_models import measure, on_card, plans, recipe, shapes, table, train_gptj, train_t5
+from experiments.bigger_models import measure, on_card, plans, recipe, shapes, table, today, train_gptj, train_t5
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness import whole_runs
 from experiments.harness.tables import written
 from lowmem.errors import InputError, LowmemError
+from lowmem.run.cli import parse_plan
 from lowmem.units import GIB
 
 TINY = {"n_embd": 32, "n_head": 2, "rotary_dim": 8, "vocab_size": 257, "n_positions": 128, "n_layer": 3}
@@ -225,3 +226,33 @@ def test_what_is_not_on_the_card_is_left_out(tmp_path):
 def test_the_readme_says_what_the_committed_rows_say():
     rows = table.committed_rows()
     assert written(table.README, table.BEGIN) == table.section(rows)
+
+
+# --- will it fit?
+
+
+def test_every_cell_has_a_committed_row_and_a_row_says_how_it_was_made():
+    rows = {row["name"]: row for row in today.committed_rows()}
+    assert rows.keys() == {case.name for case in today.CASES}
+    for row in rows.values():
+        assert row["commit"] and row["versions"]["torch"] and row["machine"] and row["command"].startswith("python -m")
+        assert row["plan_command"].startswith(f"python -m lowmem.plan --model {row['model']} ")
+        assert row["error"] or row["predicted"]["ram_peak_bytes"] <= plans.parse_size(row["ram_limit"])
+    cells = today.table(list(rows.values())).splitlines()
+    assert len(cells) == 2 + len(today.MODELS) and all("| |" not in line for line in cells[2:])
+
+
+def test_a_case_is_planned_as_its_command_says_and_a_refusal_is_a_row(tmp_path, monkeypatch, capsys):
+    case = today.Case("GPT-2-Large", today.Machine("a small one", "rtx3060", "1GiB"))
+    words = case.command.split()[3:]
+    typed, _ = parse_plan(words, {"prog": "plan"})
+    assert typed == case.settings()
+
+    def refuse(settings):
+        raise InputError("it does not fit")
+
+    monkeypatch.setattr(today.lowmem, "plan", refuse)
+    refused = today.planned(case)
+    assert refused["error"] == "it does not fit" and refused["planning_seconds"] >= 0
+    assert "| no |" in today.table([refused | {"name": today.CASES[0].name}]).splitlines()[2]
+    assert today.main(["--only", "nothing of this name"]) == 2 and "no case" in capsys.readouterr().err

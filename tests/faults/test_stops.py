@@ -106,7 +106,8 @@ def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwi
 
     result = subprocess.run(command, capture_output=True, **offline)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"going on from .*: \d+ of 30 steps are done", result.stderr)
+    first = result.stderr.splitlines()[0]
+    assert re.search(r"^going on from .*: \d+ of 30 steps are done; Fits: .* RAM, the \d+ steps left", first)
     assert train(tmp_path / "whole", "--steps", "30") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "out")
 

@@ -48,7 +48,7 @@ def test_the_seconds_and_the_tokens_are_those_of_the_data_and_the_rest_is_that_o
     seconds = {"step_seconds": plan.step_seconds, "waiting_seconds": plan.waiting_seconds}
     assert dataclasses.replace(timed, typical_tokens=None, **seconds) == plan
     assert timed.to_dict()["typical_tokens_per_step"] == sum(lengths)
-    assert f"a step with the data's {sum(lengths):,} tokens takes about" in " ".join(timed.describe().split())
+    assert f" s with the data's {sum(lengths):,} tokens on " in " ".join(timed.describe().split())
     assert timed_with(plan, CONFIG, [1024] * 16).step_seconds == pytest.approx(plan.step_seconds, rel=1e-3)
 
 

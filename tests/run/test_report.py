@@ -91,6 +91,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "gradients": "streamed",
         "plan_only": True,
         "preview": 2,
+        "verbose": True,
         "demo": True,
     },
     **{
@@ -125,6 +126,7 @@ FREE = {
         "gradients",
         "plan_only",
         "preview",
+        "verbose",
     ),
     *("split", "max_samples", "prompt_field", "completion_field", "messages_field"),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),

@@ -1,0 +1,194 @@
+"""Will it fit? Plans today's models on the cards that people own: seconds per step, hours per million tokens and RAM.
+
+    python -m experiments.bigger_models.today [--only NAME ...] [--jobs N] [--out DIR]
+
+The models' configs are in lowmem/models/known_configs.json, so no network is needed. RAM is capped at what such a
+machine usually has. Optimizer states that exceed the cap are in a folder on a disk, which is assumed to read and write
+2 GiB/s. A row is written to today.jsonl as soon as its plan is made. A plan that has a row of the same sources is not
+made again.
+"""
+
+import argparse
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from transformers import logging as transformers_logging
+
+import lowmem
+from experiments.bigger_models.plans import KIND, RESULTS, line, values_of
+from experiments.harness import rows as row_file
+from experiments.harness.options import at_least, make_folder
+from experiments.harness.tables import markdown
+from lowmem.errors import InputError, LowmemError
+from lowmem.settings import Settings
+from lowmem.units import GIB, parse_size
+
+PROGRAM = "experiments.bigger_models.today"
+NAME = "today.jsonl"
+SEQ, BATCH = 1024, 16
+MODELS = {  # by the name in the table; from the smallest to the largest
+    "Qwen3 0.6B": "Qwen/Qwen3-0.6B",
+    "GPT-2-Large": "gpt2-large",
+    "Gemma 3 1B": "google/gemma-3-1b-pt",
+    "Llama 3.2 1B": "meta-llama/Llama-3.2-1B",
+    "GPT-2-XL": "gpt2-xl",
+    "Qwen3 1.7B": "Qwen/Qwen3-1.7B",
+    "SmolLM3 3B": "HuggingFaceTB/SmolLM3-3B",
+    "Llama 3.2 3B": "meta-llama/Llama-3.2-3B",
+    "Gemma 3 4B (text)": "gemma-3-4b-text",
+    "Qwen3 4B": "Qwen/Qwen3-4B",
+    "Qwen3 8B": "Qwen/Qwen3-8B",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Holds a card's name in the table and in lowmem, and the cap of RAM that is assumed beside it."""
+
+    title: str
+    card: str
+    ram_limit: str
+
+
+MACHINES = (
+    Machine("RTX 4060, 8 GB", "rtx4060", "32GiB"),
+    Machine("RTX 3060, 12 GB", "rtx3060", "32GiB"),
+    Machine("RTX 4060 Ti, 16 GB", "rtx4060ti-16gb", "64GiB"),
+    Machine("RTX 3090, 24 GB", "rtx3090", "64GiB"),
+    Machine("RTX 5090, 32 GB", "rtx5090", "64GiB"),
+    Machine("T4, 16 GB", "t4", "29GiB"),  # a free notebook of Kaggle
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Holds one cell of the table."""
+
+    title: str
+    machine: Machine
+
+    @property
+    def name(self) -> str:
+        return f"{self.title}, {self.machine.title}, {self.machine.ram_limit} of RAM"
+
+    def settings(self) -> Settings:
+        """Returns the settings of the plan: those of `command`."""
+        return Settings(
+            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH, gpu=self.machine.card, plan_only=True,
+            gpu_limit_bytes=None, ram_limit_bytes=parse_size(self.machine.ram_limit), states_folder="states",
+        )  # fmt: skip
+
+    @property
+    def command(self) -> str:
+        """Returns the command that prints this plan."""
+        machine = self.machine
+        return (
+            f"python -m lowmem.plan --model {MODELS[self.title]} --seq {SEQ} --batch {BATCH} --gpu {machine.card} "
+            f"--ram-limit {machine.ram_limit} --states-folder states"
+        )
+
+
+CASES = tuple(Case(title, machine) for title in MODELS for machine in MACHINES)
+
+
+def planned(case: Case) -> dict:
+    """Returns the values of a case's row. `planning_seconds` are those of the processor."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    began, values = time.process_time(), {"error": None}
+    try:
+        values |= values_of(lowmem.plan(case.settings()))
+    except LowmemError as error:
+        values["error"] = str(error)
+    return values | {"planning_seconds": time.process_time() - began}
+
+
+def table(rows: list[dict]) -> str:
+    """Returns the table of *Will it fit?* in Markdown, from rows of today.jsonl."""
+    found = {row["name"]: row for row in rows}
+    lines = []
+    for title in MODELS:
+        cells = [_cell(found.get(Case(title, machine).name)) for machine in MACHINES]
+        lines.append([title, *cells])
+    header = ["", *(f"{machine.title}; {machine.ram_limit.removesuffix('GiB')} GiB RAM" for machine in MACHINES)]
+    return markdown(header, lines)
+
+
+def heading() -> str:
+    """Returns the sentences above the table, which say how to read it."""
+    return (
+        f"Predicted, with nothing run on a GPU yet: {BATCH} x {SEQ:,} tokens per step, exact AdamW, every parameter. "
+        "A cell has the seconds per step, the hours per million tokens, and the RAM in use in GiB. The head of the "
+        "table has the cap of RAM that is assumed. *disk*: RAM has no room for these GiB of optimizer states, which "
+        "are on a disk that is assumed to read and write 2 GiB/s (`--states-folder`)."
+    )
+
+
+def committed_rows() -> list[dict]:
+    """Returns the newest row of each name."""
+    return list({row["name"]: row for row in row_file.read(RESULTS / NAME)}.values())
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    if row["error"]:
+        return "no"
+    hours = 1e6 / row["tokens_per_second"] / 3600
+    on_disk = row["disk"].get("states", 0)
+    said = f"{row['predicted']['step_seconds']:.3g} s, {hours:.2g} h, {row['predicted']['ram_peak_bytes'] / GIB:.0f}"
+    return said + (f" + disk {on_disk / GIB:.0f}" if on_disk else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    chosen = [case for case in CASES if any(text in case.name for text in options.only)]
+    try:
+        if not chosen:
+            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name")
+        make_folder(options.out)
+    except InputError as error:
+        print(f"today: {error}", file=sys.stderr)
+        return error.exit_code
+    path = options.out / NAME
+    common = row_file.made_by(PROGRAM, arguments) | {
+        "sources": row_file.digest("lowmem/**/*.py", "lowmem/**/*.json", "lowmem/**/*.csv", f"{_own_path()}")
+    }
+    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+    left = [case for case in reversed(chosen) if case.name not in done]  # large models take longest
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        cases = {pool.submit(planned, case): case for case in left}
+        for future in as_completed(cases):
+            case = cases[future]
+            row = {
+                "kind": KIND, "name": case.name, "model": MODELS[case.title], "card": case.machine.card, "seq": SEQ,
+                "batch": BATCH, "ram_limit": case.machine.ram_limit, "plan_command": case.command,
+            }  # fmt: skip
+            row |= future.result() | common
+            row_file.append(path, row)
+            print(line(row), flush=True)
+    return 0
+
+
+def _own_path() -> Path:
+    return Path(__file__).resolve().relative_to(row_file.ROOT)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
+    parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"folder of {NAME} (results/)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

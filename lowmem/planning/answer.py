@@ -1,0 +1,115 @@
+"""Says a plan in a few lines for people: whether it fits, what it takes, and what would be faster.
+
+    Fits: 10.9 of 11.0 GiB GPU, 15.8 of 16.0 GiB RAM, about 40 s a step on rtx3060, 3 h 20 min for 300 steps, 58 GiB of
+    disk
+    Faster: 36 s a step with --ram-limit 17GiB
+
+The table with all figures is `Plan.describe`.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lowmem.core.layout import Fate
+from lowmem.errors import PlanError
+from lowmem.limits import CONTEXT_BYTES
+from lowmem.settings import Settings
+from lowmem.units import GIB, format_option, format_seconds, format_size
+
+if TYPE_CHECKING:
+    from lowmem.planning.plan import Plan
+
+_MILLION = 1_000_000
+_WORTH_RAISING = 1.1  # A cap is remarked on if the card has this many times as much.
+
+
+def answer(plan: "Plan", done: int = 0) -> list[str]:
+    """Returns the plan in sentences. `done`: steps that an earlier start of the run has made; then there is one
+    sentence, about the others."""
+    fits = f"Fits: {', '.join(_figures(plan, done))}"
+    if done:
+        return [fits]
+    unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
+    return [fits, *(f"Faster: {way}" for way in _faster(plan)), *unsure]
+
+
+def refused(settings: Settings, error: PlanError) -> dict:
+    """Returns the content of plan.json for a plan that was refused: its figures are null. `ways_out` has the options
+    that make it fit, with the bytes that it takes then."""
+    unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
+    return {
+        "fits": False,
+        "model": settings.model,
+        "tokens_per_step": settings.batch * settings.seq,
+        "limits": {"gpu_bytes": settings.gpu_limit_bytes, "ram_bytes": settings.ram_limit_bytes},
+        **unknown,
+        "refusal": str(error),
+        "ways_out": error.ways_out,
+    }
+
+
+def wrapped(lines: list[str]) -> str:
+    """Joins the lines. Breaks them between words if stdout is a terminal."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        fill = partial(textwrap.fill, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines = [fill(line, width) for line in lines]
+    return "\n".join(lines)
+
+
+def _figures(plan: "Plan", done: int) -> Iterator[str]:
+    settings = plan.settings
+    if plan.gpu_reserved_peak_bytes is not None:
+        yield f"{_of(plan.gpu_reserved_peak_bytes, plan.gpu_limit_bytes)} GPU"
+    yield f"{_of(plan.ram_bytes, settings.ram_limit_bytes)} RAM"
+    yield from _time(plan, done)
+    disk = f"{format_size(sum(plan.disk.values()) - plan.disk_state_bytes)} of disk"
+    if plan.disk_state_bytes:
+        disk += f" and {format_size(plan.disk_state_bytes)} in {settings.states_folder}"
+    yield disk
+
+
+def _of(size_bytes: int, limit_bytes: int | None) -> str:
+    """Returns `10.9 of 11.0 GiB`, or the size alone if there is no limit."""
+    if limit_bytes is None:
+        return format_size(size_bytes)
+    size, limit = format_size(size_bytes), format_size(limit_bytes)
+    return f"{size.removesuffix(limit[limit.index(' ') :])} of {limit}"
+
+
+def _time(plan: "Plan", done: int) -> Iterator[str]:
+    left = None if plan.steps is None else plan.steps - done
+    steps = None if left is None else f"the {left:,} steps left" if done else f"{left:,} steps"
+    if plan.step_seconds is None:
+        if steps is not None:
+            yield f"{steps} (their time is not predicted on the CPU)"
+        return
+    yield f"about {format_seconds(plan.step_seconds)} a step on {plan.card.name}"
+    if steps is not None:
+        yield f"{format_seconds(left * plan.step_seconds)} for {steps}"
+    else:
+        tokens = plan.typical_tokens or plan.settings.batch * plan.settings.seq
+        yield f"{format_seconds(_MILLION / tokens * plan.step_seconds)} for a million tokens"
+
+
+def _faster(plan: "Plan") -> Iterator[str]:
+    """Yields the known ways to a faster step."""
+    settings, limit = plan.settings, plan.settings.ram_limit_bytes
+    if plan.seconds_with_more_ram is not None:
+        yield f"{format_seconds(plan.seconds_with_more_ram)} a step with --ram-limit {format_option(limit + GIB)}"
+    if plan.faster_with_ram is not None:
+        ram_bytes, seconds = plan.faster_with_ram
+        raised = limit is not None and ram_bytes > limit
+        with_ram = f"--ram-limit {format_option(ram_bytes)}" if raised else f"{format_size(ram_bytes)} of RAM"
+        instead = f", instead of {settings.states_folder}" if plan.disk_state_bytes else ""
+        yield f"{format_seconds(seconds)} a step with {with_ram}{instead}"
+    if plan.card is None or plan.gpu_limit_bytes is None:
+        return
+    usable, layout = plan.card.memory_bytes - CONTEXT_BYTES, plan.layout
+    slower = layout.recomputes(plan.blocks) or layout.states_on_gpu < plan.units or layout.fate is not Fate.HELD
+    if slower and usable > _WORTH_RAISING * plan.gpu_limit_bytes:
+        yield f"with a higher --gpu-limit; {plan.card.name} has {format_size(usable)}"

@@ -1,0 +1,124 @@
+"""Finds ways to train what does not fit: more RAM, states on a disk, 8-bit moments, shorter sequences.
+
+The layouts that take least are simulated for each way. The search tries the same layouts first, so that a way that is
+named is planned when it is given. No way is searched for speed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.layout import Layout
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.planning.choices import ways
+from lowmem.planning.fastest import frugal_layouts, least_ram
+from lowmem.planning.search import Room, within
+from lowmem.planning.simulated_step import Target
+from lowmem.planning.simulations import Simulations
+from lowmem.settings import Settings
+from lowmem.units import format_option, format_size
+
+_SHORTEST = 32  # tokens of the shortest sequences that are tried
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Holds options that make the task fit, and what it takes then. `changes`: the options that do not concern RAM.
+    `ram_limit`: the cap of RAM to be given, None if the given one is enough."""
+
+    changes: str
+    ram_bytes: int
+    ram_limit: int | None = None
+    disk_bytes: int = 0
+
+    @property
+    def options(self) -> str:
+        ram = "" if self.ram_limit is None else f"--ram-limit {format_option(self.ram_limit)}"
+        return f"{self.changes} {ram}".strip()
+
+    def to_dict(self) -> dict:
+        """Returns an entry of `ways_out` in plan.json."""
+        return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
+
+    def __str__(self) -> str:
+        disk = f" ({format_size(self.disk_bytes)} of a fast disk)" if self.disk_bytes else ""
+        inexact = " (approximate moments)" if "8bit" in self.changes else ""
+        return f"{self.options}{disk}{inexact}"
+
+
+def in_a_sentence(found: list[WayOut]) -> str:
+    """Returns a sentence that names the ways, "" if there are none."""
+    return f" It fits with {', or with '.join(map(str, found))}." if found else ""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Looks for ways out on a GPU. `room`: what the caps leave. `ram_bytes`: from the bytes of numbers that are in RAM
+    to those of the whole process, in the phase that takes most."""
+
+    settings: Settings
+    simulations: Simulations
+    decoder: Callable[[], Decoder]
+    target: Target
+    room: Room
+    ram_bytes: Callable[[Simulations, int], int]
+
+    def found(self) -> list[WayOut]:
+        """Returns the ways that keep the cap of GPU memory."""
+        exact = least_ram(ways(self.settings, self.simulations), self.simulations, self.room.gpu)
+        if exact is None:
+            found = [self._shorter(self._smallest_on_gpu(), None)]
+        else:
+            peak = self.simulations.allocated_bytes(exact.layout)
+            found = [self._shorter(exact.layout, peak)]
+            if self.room.ram is not None:
+                found = [
+                    self._way("", self.simulations, exact.layout, peak),
+                    self._on_disk(exact.layout, peak),
+                    self._in_8_bits(exact.layout, peak),
+                    *found,
+                ]
+        return [way for way in found if way is not None]
+
+    def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
+        """Returns the way with this layout, None if it does not fit into GPU memory. `peak`: bytes that a layout may
+        allocate there, because one that fits allocates as much; None to run the model of the allocator."""
+        allocated = simulations.allocated_bytes(layout)
+        if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
+            return None
+        recording = simulations.record(layout)
+        ram_bytes = self.ram_bytes(simulations, recording.streamed_bytes)
+        ram_limit = None if within(recording.streamed_bytes, self.room.ram) else ram_bytes
+        return WayOut(changes, ram_bytes, ram_limit, sum(recording.disk_bytes))
+
+    def _on_disk(self, layout: Layout, peak: int) -> WayOut | None:
+        settings, units = self.settings, self.simulations.units
+        if settings.states_folder is not None or settings.states == "resident" or layout.states_on_gpu == units:
+            return None
+        on_disk = replace(layout, states_on_disk=units)
+        return self._way("--states-folder DIR", self.simulations, on_disk, peak)
+
+    def _in_8_bits(self, layout: Layout, peak: int) -> WayOut | None:
+        if self.settings.optimizer != "adamw":
+            return None
+        case = replace(self.simulations.base, optimizer=OPTIMIZERS["adamw8bit"])
+        return self._way("--optimizer adamw8bit", Simulations(self.decoder, case, self.target), layout, peak)
+
+    def _smallest_on_gpu(self) -> Layout:
+        layouts = frugal_layouts(ways(self.settings, self.simulations), self.simulations)
+        return min(layouts, key=self.simulations.allocated_bytes)
+
+    def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
+        """Returns the way with the longest sequences that fit without more RAM, of --seq halved again and again."""
+        lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
+        if not lengths or self.settings.target_tokens is not None:
+            return None
+        if self._with_seq(lengths[-1], layout, peak) is None:
+            return None
+        return next(way for seq in lengths if (way := self._with_seq(seq, layout, peak)) is not None)
+
+    def _with_seq(self, seq: int, layout: Layout, peak: int | None) -> WayOut | None:
+        simulations = Simulations(self.decoder, replace(self.simulations.base, seq=seq), self.target)
+        if not within(simulations.record(layout).streamed_bytes, self.room.ram):
+            return None
+        return self._way(f"--seq {seq}", simulations, layout, peak)
