@@ -48,10 +48,12 @@ class Ending:
             or settings != json.loads(json.dumps(asdict(session.settings)))
         ):  # fmt: skip
             return False
-        constant = "" if session.settings.schedule == "constant" else " and --schedule constant"
+        longer = "more --steps" if session.settings.schedule == "constant" else "more --steps and --schedule constant"
+        if progress.done < session.steps:
+            longer = "a higher --patience"
         session.log.say(
             f"already finished: {progress.done} steps are done, and {session.folder}/model has the result. To train "
-            f"longer, give more --steps{constant}; for another run, another --out; to start over, --resume never"
+            f"longer, give {longer}; for another run, another --out; to start over, --resume never"
         )
         return True
 

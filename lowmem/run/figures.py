@@ -109,6 +109,11 @@ def running_median(values: list[float]) -> list[float]:
     return [statistics.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
 
 
+def highest(peaks: dict[str, int | None], rows: list[dict]) -> dict[str, int | None]:
+    """Returns the higher of each of `peaks` and the same peak in `rows`, which may be of an earlier process."""
+    return {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
+
+
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
     """Returns a tuple for GPU memory, if there is a GPU, and one for RAM: "GPU" or "RAM", predicted bytes by name,
     measured peak, cap. `plan`: content of plan.json. `measured`: peaks by their names in report.json."""
@@ -134,7 +139,7 @@ def _held_out(loss: dict) -> str:
         return f"{loss['eval_last']:.4f}"
     best, last = loss["eval_best"], loss["eval_last"]
     lowest = "" if best is None or best == last else f"; lowest {best:.4f} after step {loss['eval_best_step']}"
-    return _change(loss["eval_first"], loss["eval_last"], "before training", "at the end") + lowest
+    return _change(loss["eval_first"], loss["eval_last"], "before training", "in the last evaluation") + lowest
 
 
 def _memory(plan: dict, measured: dict, peak: str, cap: str) -> str:

@@ -1,7 +1,7 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-A terminal has the bar, and above it a line for each evaluation, save and sample, which stays. log.txt and output that
-is piped have the same lines, and a line for about every fortieth of the steps instead of the bar.
+A terminal shows the bar. Above it, each evaluation, save and sample has a line that stays. Instead of the bar, log.txt
+and piped output have a line for some 40 of the steps.
 
 metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
 resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # importing transformers takes four seconds
     from lowmem.core.step import StepResult
     from lowmem.limits import Peaks
 
-_LINES = 50  # that the steps of a run print at most, unless --log-every says otherwise
+_MOST_LINES = 50  # of steps, unless --log-every says otherwise
 _ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
 _NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 
@@ -212,8 +212,9 @@ class RunLog:
 
 
 def _round_interval(steps: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that divides `steps` into at most _LINES parts."""
-    return next(every for every in (10**n * first for n in count() for first in (1, 2, 5)) if steps <= _LINES * every)
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that divides `steps` into at most _MOST_LINES."""
+    intervals = (first * 10**power for power in count() for first in (1, 2, 5))
+    return next(every for every in intervals if steps <= _MOST_LINES * every)
 
 
 def _rate_and_norm(row: dict, between: str) -> str:

@@ -12,7 +12,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from lowmem.errors import InputError
-from lowmem.run.figures import MEDIAN_OVER, is_report_of, losses, memory_kinds, running_median, summary, total_steps
+from lowmem.run.figures import (
+    MEDIAN_OVER,
+    highest,
+    is_report_of,
+    losses,
+    memory_kinds,
+    running_median,
+    summary,
+    total_steps,
+)
 from lowmem.run.log import read_json, read_metrics, replace_file
 from lowmem.run_folder import is_run
 from lowmem.settings import FIELD_NAMES, Settings, option_name
@@ -77,7 +86,7 @@ def _report_so_far(plan: dict, rows: list[dict]) -> dict:
     depends_on = plan.get("depends_on", {})
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
-    measured = {peak: max((row[peak] or 0 for row in rows), default=0) or None for peak in _PEAKS}
+    measured = highest(dict.fromkeys(_PEAKS), rows)
     return {
         "plan": plan,
         "measured": measured | {"step_seconds": rows[-1]["step_ms"] / 1000 if rows else None},

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from lowmem.config_switches import remarks
 from lowmem.data.tokenizer import is_byte_level
-from lowmem.run.figures import losses
+from lowmem.run.figures import highest, losses
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
@@ -39,7 +39,7 @@ def build_report(
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
     return {
         "plan": plan,
-        "measured": peaks
+        "measured": highest(peaks, rows)
         | {"step_seconds": seconds, "sequences_per_second": sequences_per_step / seconds if seconds else None},
         "loss": losses(rows, eval_first, exported_step),
         "steps": len(rows),

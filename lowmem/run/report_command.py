@@ -21,8 +21,13 @@ def main(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         folders = [Path(run).expanduser() for run in options.runs]
-        alone = folders[0] if len(folders) == 1 else Path()
-        path = Path(options.out).expanduser() if options.out else alone / "report.html"
+        path = folders[0] if len(folders) == 1 else Path()
+        if options.out is not None:
+            path = Path(options.out).expanduser()
+            if not path.parent.is_dir():
+                raise InputError(f"--out {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            path /= "report.html"
         try:
             write_page(folders, path)
         except OSError as error:

@@ -4,9 +4,9 @@ A tracker never ends training. Whatever happens (not logged in, unreachable, its
 says so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31
 waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
-Values that belong together are in one chart (_TOGETHER): the losses, and each measured figure with its prediction and
-its cap. TensorBoard has a layout for this, its tab Custom Scalars. wandb's package for layouts needs its server, so the
-same charts are logged to wandb as charts/*, after each evaluation and after the last step.
+Some charts show several values (_TOGETHER): both losses, and each measured figure with its prediction and its cap.
+TensorBoard has them in its tab Custom Scalars. wandb's package for layouts (wandb-workspaces) needs wandb's server, so
+wandb gets them as charts of its own, under charts/, after each evaluation and after the last step.
 
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from.
 
@@ -41,7 +41,7 @@ _TOGETHER = {  # charts with several values, by section: their titles, and patte
     "memory": {"GPU memory in GiB": ["memory/gpu_.*"], "RAM in GiB": ["memory/ram_.*"]},
     "perf": {"ms per step": ["perf/step_ms.*"], "tokens per second": ["perf/.*tokens_per_second"]},
 }
-_POINTS_TOGETHER = 500  # of a line in such a chart, which wandb gets anew each time
+_POINTS_TOGETHER = 500  # of a line in such a chart: wandb gets the whole chart each time
 
 
 class Trackers:
@@ -200,7 +200,7 @@ class _TensorBoard:
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
     def together(self, charts: dict, step: int) -> None:
-        """Does nothing, because the layout makes these charts of the single values."""
+        """Does nothing: the layout makes these charts from the values of `row`."""
 
     def sample(self, samples: list[dict]) -> None:
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown
@@ -257,7 +257,7 @@ class _Wandb:
         if self._run.offline:
             inside = os.path.relpath(self._run.sync_dir)
             place = shlex.quote(self._run.sync_dir if inside.startswith("..") else inside)
-            self.where, self.afterwards = f"offline, in {place}", f"to upload this run: wandb sync {place}"
+            self.where, self.afterwards = f"offline, in {place}", f"to upload this run:\n  wandb sync {place}"
         else:
             self.where = self._run.url
         self._run.define_metric("train/global_step")

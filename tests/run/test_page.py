@@ -133,7 +133,7 @@ def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
         ([], "required: RUN"),
         (["nowhere"], "nowhere is no run folder"),
         (["RUN", "."], ". is no run folder"),
-        (["RUN", "--out", "nowhere/page.html"], "No such file or directory"),
+        (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"),
         (["DAMAGED"], "its files cannot be shown"),
         (["RUN", "--outt", "x"], "--outt"),
     ],
