@@ -218,7 +218,7 @@ def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):
     class Properties:
-        name, total_memory, multi_processor_count = "NVIDIA RTX A4500", 20 * GIB, 56
+        name, total_memory, multi_processor_count = "NVIDIA A10M", 20 * GIB, 56
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
@@ -227,7 +227,7 @@ def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_l
     assert card_for(Settings()).name == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: Properties.name)
     card = card_for(Settings())
-    assert card.name == "NVIDIA RTX A4500 (taken for rtx3080ti-laptop)"
+    assert card.name == "NVIDIA A10M (taken for a4500)"
     assert (card.multiprocessors, card.memory_bytes) == (56, 20 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4060 Ti")
     assert (card_for(Settings()).name, card_for(Settings()).memory_bytes) == ("rtx4060ti-16gb", 20 * GIB)
