@@ -1,12 +1,14 @@
-"""python -m lowmem train|plan|demo [options]; where it is installed, lowmem
+"""python -m lowmem train|plan|demo|report [options]; where it is installed, lowmem
 
 train    any model: the options of train_gpt2_large.py, --model among them
 plan     what it would take: the options of `python -m lowmem.plan`
 demo     a small model on the source files of Python's standard library
+report   a page about one run or several: report RUN [RUN ...] [--out FILE]
 """
 
 import sys
 
+from lowmem.run.terminal import say
 from lowmem.settings import Settings
 
 
@@ -19,6 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
         from lowmem.run.plan_command import main as plan
 
         return plan(options)
+    if command == "report":
+        from lowmem.run.report_command import main as report
+
+        return report(options)
     if command in ("train", "demo"):
         from lowmem.run.main import main as train
 
@@ -30,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     said = f"{command!r} is no command" if command else "no command is given"
-    print(f"lowmem: {said}; the commands are train, plan and demo (lowmem --help).", file=sys.stderr)
+    say(f"lowmem: {said}; the commands are train, plan, demo and report (lowmem --help).")
     return 2
 
 

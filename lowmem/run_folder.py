@@ -22,7 +22,7 @@ from lowmem.paths import shown
 
 FILES = (
     *("settings.json", "plan.json", "report.json", "metrics.jsonl", "samples.jsonl", "log.txt", "wandb-run-id"),
-    *("loss.png", "memory.png"),
+    *("loss.png", "memory.png", "report.html"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
 _REPLACED = ("data", "model")  # a new one replaces the old one by a rename

@@ -166,10 +166,13 @@ class Settings:
     keep_best: bool = _option(False, "also keep the checkpoint with the lowest held-out loss, and export that one")
     patience: int | None = _option(
         None, "end after so many evaluations in a row without a lower held-out loss", "N", "never")
-    log_every: int = _option(1, "steps between printed lines; metrics.jsonl has every step")
+    log_every: int | None = _option(
+        None, "steps between the lines in log.txt and in piped output; metrics.jsonl has every step",
+        shown="some 40 lines in all")
     export_dtype: Literal["fp32", "bf16", "fp16"] = _option(
         "fp32", "of the exported model's weights; checkpoints are always exact")
-    sample_prompt: str | None = _option(None, "text to continue before the first step and at the end", shown="none")
+    sample_prompt: Specs | None = _option(
+        None, "text to continue before the first step and at the end; several times for several texts", "S", "none")
     sample_every: int | None = _option(None, "steps between further samples", "N", "none in between")
     report_to: str | None = _option(
         None, "trackers next to metrics.jsonl, separated by commas", "none|tensorboard|wandb|all",

@@ -162,6 +162,7 @@ QUICK_CASES = {
     "experiments/test_tensor_parallel.py::test_a_row_that_was_measured_is_in_its_table": 0,
     "experiments/test_tensor_parallel.py::test_any_number_of_ranks_drops_the_same": 0,
     "experiments/test_tensor_parallel.py::test_ranks_train_as_one_process": 1,
+    "run/test_page.py::test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click": 0,
     "mutations/test_mutations.py::test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place": 0,
     "test_same_weights.py::test_a_tree_with_another_line_ends_with_exit_code_1": 0,
 }

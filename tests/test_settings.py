@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lowmem.errors import InputError
 from lowmem.fields import option_name
-from lowmem.run.cli import parse_arguments
+from lowmem.run.cli import TRAIN, parse_arguments
 from lowmem.run.options import ALIASES, FLAGS, NAMES, REFUSED, SPECIAL_ALIASES, SYNONYMS, TITLES
 from lowmem.settings import DEMO, FIELD_NAMES, TRACKERS, Settings
 from lowmem.units import GIB, MIB
@@ -66,6 +66,15 @@ def test_help_shows_every_option_with_the_scripts_default_and_no_alias(capsys):
         assert shown in text
     for hidden in ("--max-steps", "--max_steps", "--learning-rate", "--weight_decay", "--bf16", "--batch-size"):
         assert hidden not in text
+
+
+def test_help_breaks_no_word_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit):
+        parse("--help")
+    words = set(capsys.readouterr().out.replace("(default:", "").split())
+    for text in (TRAIN["epilog"], *(item.metadata["help"] for item in dataclasses.fields(Settings))):
+        assert set(text.split()) <= words
 
 
 OPTION_VALUES = [

@@ -40,23 +40,25 @@ _REPLACED = {  # options of a lower layer that an option of a higher layer repla
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Raises InputError for a command line that it cannot parse."""
+
     def error(self, message: str):
         message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
         raise InputError(f"{message}.")
 
 
-class _Help(argparse.HelpFormatter):
+class Help(argparse.HelpFormatter):
     """Formats help as wide as the terminal, up to a readable width. Does not split names such as python-stdlib."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns, 110) - 2)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+        return "\n".join(self._split_lines(" ".join(text.split()), width))
 
 
 class _Record(argparse.Action):
@@ -156,7 +158,7 @@ def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, objec
 
 
 def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.ArgumentParser:
-    parser = _Parser(**program, formatter_class=_Help, allow_abbrev=False)
+    parser = CommandParser(**program, formatter_class=Help, allow_abbrev=False)
     for item in fields(Settings):
         if item.name in TITLES:
             section = parser.add_argument_group(TITLES[item.name])

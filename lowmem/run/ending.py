@@ -2,6 +2,7 @@
 The weights are kept in any case."""
 
 import importlib.util
+import json
 import shlex
 import sys
 import traceback
@@ -19,11 +20,13 @@ from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
 from lowmem.run.evaluation import Sampler
+from lowmem.run.figures import best_evaluation, is_report_of, summary
 from lowmem.run.folder import checkpoint_of, find_checkpoints
-from lowmem.run.log import write_json
+from lowmem.run.log import read_json, read_metrics, write_json
+from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
-from lowmem.run.report import best_evaluation, build_report, device_name
+from lowmem.run.report import build_report, device_name
 
 
 class Ending:
@@ -33,6 +36,26 @@ class Ending:
         self.failed: list[str] = []
         self._exported = False  # whether the weights are in model/
         self._session = session
+
+    def was_finished(self) -> bool:
+        """Returns True, and says how to go on, if the same command has finished this training run before."""
+        session, progress = self._session, self._session.progress
+        report, settings = (read_json(session.folder / name) for name in ("report.json", "settings.json"))
+        rows = read_metrics(session.folder / "metrics.jsonl")
+        if (
+            not progress.resumed or not (session.folder / "model").is_dir() or "failed" in report
+            or not is_report_of(report, rows) or progress.done != rows[-1]["step"]
+            or settings != json.loads(json.dumps(asdict(session.settings)))
+        ):  # fmt: skip
+            return False
+        longer = "more --steps" if session.settings.schedule == "constant" else "more --steps and --schedule constant"
+        if progress.done < session.steps:
+            longer = "a higher --patience"
+        session.log.say(
+            f"already finished: {progress.done} steps are done, and {session.folder}/model has the result. To train "
+            f"longer, give {longer}; for another run, another --out; to start over, --resume never"
+        )
+        return True
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -48,9 +71,10 @@ class Ending:
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
     def finish(self, done: int, sampler: Sampler) -> None:
-        """Writes model/, report.json, loss.png and memory.png into the folder of the training run, and logs a summary.
-        `done`: number of steps done. Raises LowmemError if a part of the end failed."""
+        """Writes model/, report.json, report.html and the pictures into the folder of the training run, and logs a
+        summary. `done`: number of steps done. Raises LowmemError if a part of the end failed."""
         session, log, plan = self._session, self._session.log, self._session.model.plan
+        log.end_bar()
         exported = self._take_best(done)
         with self.part("the last sample"):
             sampler.take(done, last=True)
@@ -65,6 +89,8 @@ class Ending:
         with self.part("report.json"):
             report = self._report(exported)
             write_json(session.folder / "report.json", report)
+        with self.part("report.html"):
+            write_page([session.folder], session.folder / "report.html")
         with self.part("showing the pictures to the trackers"):
             log.pictures(self._draw(plan.to_dict()))
         with self.part("the summary"):
@@ -135,7 +161,7 @@ class Ending:
         report["out_of_memory"] = session.recovery.measures
         if self.failed:
             report["failed"] = self.failed
-        return report
+        return {"summary": summary(report, session.log.rows, asdict(session.settings))} | report
 
     def _draw(self, plan: dict) -> list[Path]:
         """Draws loss.png and memory.png, and returns those that could be drawn. A missing matplotlib is not counted as
@@ -163,8 +189,8 @@ class Ending:
             )
         trained = "" if loss["last"] is None else f": loss {loss['first']:.4f} -> {loss['last']:.4f}"
         if loss["eval_last"] is not None:
-            trained += f"; held-out {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
-        log.say(f"trained{trained}" if self.failed else f"done{trained}; see {folder}/report.json and {folder}/model")
+            trained += f"; held-out loss {loss['eval_first']:.4f} -> {loss['eval_last']:.4f}"
+        log.say(f"trained{trained}" if self.failed else f"done{trained}; see {folder}/report.html and {folder}/model")
 
     def _note(self, sentence: str, details: str = "") -> None:
         """Logs and stores a sentence about a failure. `details` go to log.txt only."""

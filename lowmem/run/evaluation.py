@@ -10,9 +10,10 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.step import StepAbandoned, TrainingStep
 from lowmem.data.batches import Batches
 from lowmem.errors import first_line
+from lowmem.fields import each
 from lowmem.models.build import decoder_start
+from lowmem.run.figures import best_evaluation
 from lowmem.run.prepare import Session
-from lowmem.run.report import best_evaluation
 from lowmem.run.signals import StopRequest
 
 SAMPLE_TOKENS = 64
@@ -68,12 +69,14 @@ class Sampler:
         return every is not None and done % every == 0
 
     def take(self, done: int, last: bool = False) -> None:
-        session, prompt = self._session, self._session.settings.sample_prompt
-        if prompt is None:
+        session, prompts = self._session, each(self._session.settings.sample_prompt)
+        if not prompts:
             return
         session.step.flush()
         with session.budget.phase("evaluate"):
-            session.log.sample(done, sample(session.model.decoder, session.rehearsal.tokenizer, prompt), last)
+            for prompt in prompts:
+                text = sample(session.model.decoder, session.rehearsal.tokenizer, prompt)
+                session.log.sample(done, text, last, prompt)
         if session.step.store.device.type == "cuda":
             torch.cuda.empty_cache()  # so that steps allocate where they did before
 

@@ -1,5 +1,8 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
+A terminal shows the bar. Above it, each evaluation, save and sample has a line that stays. Instead of the bar, log.txt
+and piped output have a line for some 40 of the steps.
+
 metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
 resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
 is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock. All
@@ -15,12 +18,12 @@ import sys
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lowmem.limits import Peaks
 from lowmem.run.terminal import for_terminal, output
 from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
@@ -29,9 +32,11 @@ from lowmem.units import format_size
 if TYPE_CHECKING:  # importing transformers takes four seconds
     from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
+    from lowmem.limits import Peaks
 
+_MOST_LINES = 50  # of steps, unless --log-every says otherwise
 _ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
-_NULL_IS_NAN = ("loss", "grad_norm", "eval_loss")
+_NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -47,13 +52,22 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+def read_json(path: Path) -> dict:
+    """Returns the object in a JSON file of a training run; an empty dict if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_json(path: Path, content: dict) -> None:
     """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
-    _replace(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    replace_file(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def step_row(
-    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: Peaks
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: "Peaks"
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
     go through the model, prompts and padding included."""
@@ -88,17 +102,19 @@ class RunLog:
         content of plan.json. `held_out`: the held-out losses before the first step, with the keys of a row."""
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
-        _replace(path, "".join(map(_line, self.rows)))
-        self._samples = [row for row in read_metrics(self._folder / "samples.jsonl") if row["step"] <= first_step]
+        replace_file(path, "".join(map(_line, self.rows)))
+        samples = read_metrics(self._folder / "samples.jsonl") if first_step else []
+        self._samples = [row for row in samples if row["step"] <= first_step]
         self._file, self._text = _Lines(path), _Lines(self._folder / "log.txt")
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
+        self._every = self._settings.log_every or _round_interval(last_step)
         self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
-            total=last_step, initial=first_step, unit="step", file=sys.stderr, disable=not sys.stderr.isatty(),
-            dynamic_ncols=True, bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt}{postfix}",
+            total=last_step, initial=first_step, file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True,
+            bar_format="{desc}", desc=f"{first_step}/{last_step}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
         if held_out:
@@ -123,24 +139,40 @@ class RunLog:
         self._tokens += row["tokens"]
         first_of_run = not self._step_ms
         self._step_ms.append(row["step_ms"])
+        shown = first_of_run or row["step"] % self._every == 0 or row["step"] == self._last_step
+        line = self._summary(row) if shown else None
+        if line is not None:
+            self._text.write(f"{line}\n")
         with output():
-            if not self._bar.disable:  # the time left comes first, because 80 columns truncate the bar
-                self._bar.set_postfix_str(f"{self._left(row)}  {self._summary(row)}", refresh=False)
+            if not self._bar.disable:
+                self._bar.set_description_str(self._short_summary(row), refresh=False)
                 self._bar.update()
-            elif first_of_run or row["step"] % self._settings.log_every == 0 or row["step"] == self._last_step:
-                line = f"step {row['step']}/{self._last_step}  {self._summary(row)}  {self._left(row)}"
+            elif line is not None:
                 print(line, file=sys.stderr, flush=True)
+        if "eval_loss" in row:
+            self.say(f"step {row['step']}: {_held_out(row)}")
         self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
+        if "eval_loss" in row or row["step"] == self._last_step:
+            self._trackers.together(self.rows, self._planned)
 
-    def sample(self, step: int, text: str, last: bool) -> None:
-        """Shows and records the text that the model wrote after `step` steps. The last sample is shown next to the
-        first."""
-        before = [row["text"] for row in self._samples if last and row["step"] == 0]
-        self.say("\n".join([*(f"before training, {text}" for text in before), text]))
-        row = {"step": step, "text": text}
-        self._samples = [*(kept for kept in self._samples if kept["step"] < step), row]
-        _replace(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+    def sample(self, step: int, text: str, last: bool, prompt: str = "") -> None:
+        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. The last sample is shown
+        below the first one of this prompt."""
+        row = {"step": step, "prompt": prompt, "text": text}
+        others = [kept for kept in self._samples if kept["step"] < step or kept.get("prompt", "") != prompt]
+        first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
+        for shown in (*first, row):
+            when = f"step {shown['step']}" if shown["step"] else "before training"
+            self.say(f"{when}, {shown['text']}")
+        self._samples = [*others, row]
+        replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
         self._trackers.sample(self._samples)
+
+    def end_bar(self) -> None:
+        """Ends the progress bar, which stays on the terminal as it is. Later sentences are printed below it."""
+        if self._bar is not None:
+            with output():
+                self._bar.close()
 
     def pictures(self, paths: list[Path]) -> None:
         """Gives the pictures of the training run to the trackers."""
@@ -150,31 +182,49 @@ class RunLog:
         """Closes the progress bar, the trackers and the files. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
-        if self._bar is not None:
-            with output():
-                self._bar.close()
+        self.end_bar()
         try:
             self._trackers.close()
         finally:
             self._file.close()
             self._text.close()
 
+    def _short_summary(self, row: dict) -> str:
+        """Returns the text of the progress bar, which fits into 80 columns."""
+        share = f"{row['step']}/{self._last_step} {row['step'] / self._last_step:.0%}"
+        speed = f"{_number(row['tokens_per_second'])} tok/s {self._left(row)}"
+        return f"{share} loss {row['loss']:.2f} {_rate_and_norm(row, ' ')} {speed}"
+
     def _summary(self, row: dict) -> str:
-        parts = [f"loss {row['loss']:.4f}"]
-        if "eval_loss" in row:
-            parts.append(_held_out(row))
+        """Returns the line of a step in log.txt and in output that is piped."""
+        parts = [f"step {row['step']}/{self._last_step}", f"loss {row['loss']:.4f}", _rate_and_norm(row, "  ")]
         parts.append(_speed(row["tokens_per_second"], row["computed_tokens_per_second"]))
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
             if row[key] is not None:
                 predicted = self._predicted.get(key)
                 of_plan = f" ({100 * row[key] / predicted:.0f}% of the plan)" if predicted else ""
                 parts.append(f"{name} {format_size(row[key])}{of_plan}")
-        return "  ".join(parts)
+        return "  ".join([*parts, self._left(row)])
 
     def _left(self, row: dict) -> str:
-        seconds_left = round(statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"]))
-        hours, rest = divmod(seconds_left, 3600)
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
+        seconds_left = statistics.median(self._step_ms) / 1000 * (self._last_step - row["step"])
+        return f"{tqdm.format_interval(round(seconds_left)).removeprefix('0')} left"
+
+
+def _round_interval(steps: int) -> int:
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that divides `steps` into at most _MOST_LINES."""
+    intervals = (first * 10**power for power in count() for first in (1, 2, 5))
+    return next(every for every in intervals if steps <= _MOST_LINES * every)
+
+
+def _rate_and_norm(row: dict, between: str) -> str:
+    """Formats learning rate and gradient norm, in three digits: `lr 9.87e-4 norm 0.512`."""
+    mantissa, exponent = f"{row['learning_rate']:.2e}".split("e")
+    return f"lr {float(mantissa):g}e{int(exponent)}{between}norm {row['grad_norm']:.3g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _held_out(row: dict) -> str:
@@ -183,14 +233,14 @@ def _held_out(row: dict) -> str:
     if len(set(short.values())) < len(short):
         short = {name: name for name in losses}
     each = ", ".join(f"{short[name]} {loss:.4f}" for name, loss in losses.items())
-    return f"held-out {row['eval_loss']:.4f}" + (f" ({each})" if each else "")
+    return f"held-out loss {row['eval_loss']:.4f}" + (f" ({each})" if each else "")
 
 
 def _speed(trained: float, computed: float) -> str:
     """Formats tokens per second. Adds the computed tokens if prompts and padding, which have no labels, are more than
     1%."""
-    of_computed = f" trained of {computed:,.0f}" if computed - trained > 0.01 * computed else ""
-    return f"{trained:,.0f}{of_computed} tokens/s"
+    of_computed = f" trained of {_number(computed)}" if computed - trained > 0.01 * computed else ""
+    return f"{_number(trained)}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:
@@ -240,7 +290,8 @@ def _finite(content):
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Replaces the file `path` by `text`, whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

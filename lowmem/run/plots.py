@@ -6,7 +6,6 @@ matplotlibrc changes a picture. A picture that cannot be drawn does not end trai
 
 import math
 import os
-import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lowmem.errors import first_line
+from lowmem.run.figures import MEDIAN_OVER, memory_kinds, running_median
 from lowmem.units import GIB, format_size
 
-_MEDIAN_OVER = 25  # steps; drawn if there are four times as many
 _MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes no line
 
 
@@ -57,16 +56,15 @@ def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> 
     before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     finite = [row for row in rows if math.isfinite(row["loss"])]
-    long = len(finite) >= 4 * _MEDIAN_OVER
+    long = len(finite) >= 4 * MEDIAN_OVER
     axes.plot(
         [row["step"] for row in rows], [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
         color="C0", alpha=0.3 if long else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
         markersize=4, label="training",
     )  # fmt: skip
     if long:
-        half, losses = _MEDIAN_OVER // 2, [row["loss"] for row in finite]
-        smooth = [statistics.median(losses[max(i - half, 0) : i + half + 1]) for i in range(len(losses))]
-        label = f"training, median of {_MEDIAN_OVER} steps"
+        smooth = running_median([row["loss"] for row in finite])
+        label = f"training, median of {MEDIAN_OVER} steps"
         axes.plot([row["step"] for row in finite], smooth, color="C0", linewidth=1.5, label=label)
     broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
     if broken:
@@ -97,16 +95,11 @@ def draw_memory(
     allocated bytes, reserved bytes). Second, GPU and RAM peaks, predicted (stacked by name) and measured, with the cap.
     Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`: limits.Peaks as a dict, None
     before training."""
-    reached = measured or {"gpu_reserved_peak_bytes": None, "ram_peak_bytes": None}
-    limits, reserved = plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
-    kinds = [("RAM", plan["ram_breakdown"], reached["ram_peak_bytes"], limits["ram_bytes"])]
-    if reserved is not None:
-        parts = plan["breakdown"] | {"reserved, not allocated": reserved - sum(plan["breakdown"].values())}
-        kinds.insert(0, ("GPU", parts, reached["gpu_reserved_peak_bytes"], limits["gpu_bytes"]))
+    kinds, limits = memory_kinds(plan, measured), plan["limits"]
     heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)
     if timeline:
-        _draw_timeline(panels[0], timeline, reached["gpu_reserved_peak_bytes"], limits["gpu_bytes"])
+        _draw_timeline(panels[0], timeline, (measured or {}).get("gpu_reserved_peak_bytes"), limits["gpu_bytes"])
     axes = panels[-2]
     _draw_peaks(axes, kinds)
     _draw_phases(panels[-1], plan["ram_phases"], ram_phases or {}, limits["ram_bytes"])

@@ -7,9 +7,10 @@ from dataclasses import asdict
 
 from lowmem.errors import Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
+from lowmem.run.figures import best_evaluation
+from lowmem.run.folder import checkpoint_of
 from lowmem.run.prepare import Session
 from lowmem.run.recovery import OutOfRoom
-from lowmem.run.report import best_evaluation
 from lowmem.run.signals import StopRequest
 from lowmem.units import interval_seconds
 
@@ -35,6 +36,7 @@ class Saver:
         try:
             if self._saved != done:
                 self._write(done)
+                self._session.log.say(f"step {done}: saved in {checkpoint_of(self._session.folder, done)}")
             self._saved = done
         except NotSaved as error:
             if must or (self._stop.requested and not ended):

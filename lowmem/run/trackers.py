@@ -4,6 +4,10 @@ A tracker never ends training. Whatever happens (not logged in, unreachable, its
 says so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31
 waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
+Some charts show several values (_TOGETHER): both losses, and each measured figure with its prediction and its cap.
+TensorBoard has them in its tab Custom Scalars. wandb's package for layouts (wandb-workspaces) needs wandb's server, so
+wandb gets them as charts of its own, under charts/, after each evaluation and after the last step.
+
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from.
 
 wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which the RAM cap
@@ -13,6 +17,8 @@ computed again appear again, under their `train/global_step`.
 
 import math
 import os
+import re
+import shlex
 import sys
 import textwrap
 import threading
@@ -30,11 +36,12 @@ _LIMIT_SECONDS = 30  # of one call
 _WANDB_OWN_LIMIT_SECONDS = 20  # wandb's own limit, so that it usually ends first and says why
 _WANDB_TEARDOWN_SECONDS = 10
 _SAMPLES = "samples"  # the tag of samples
-_TOGETHER = {  # TensorBoard's charts with several values, as patterns of their names
-    "loss": {"loss": ["Multiline", ["train/loss", "eval/loss"]]},
-    "memory": {"GPU (GiB)": ["Multiline", ["memory/gpu_.*"]], "RAM (GiB)": ["Multiline", ["memory/ram_.*"]]},
-    "perf": {"ms per step": ["Multiline", ["perf/step_ms.*"]], "tokens/s": ["Multiline", ["perf/.*tokens_per_second"]]},
+_TOGETHER = {  # charts with several values, by section: their titles, and patterns of the values' names
+    "loss": {"training and held-out loss": ["train/loss", "eval/loss.*"]},
+    "memory": {"GPU memory in GiB": ["memory/gpu_.*"], "RAM in GiB": ["memory/ram_.*"]},
+    "perf": {"ms per step": ["perf/step_ms.*"], "tokens per second": ["perf/.*tokens_per_second"]},
 }
+_POINTS_TOGETHER = 500  # of a line in such a chart: wandb gets the whole chart each time
 
 
 class Trackers:
@@ -59,9 +66,16 @@ class Trackers:
         interruption, they are replaced when these steps are made again. `constants`: values that hold for the whole
         run, such as caps."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
+        for tracker in self._active:
+            self._say(f"{tracker.name}: {tracker.where}")
 
     def row(self, values: dict[str, float], step: int) -> None:
         self._each("failed", lambda tracker: tracker.row(values, step))
+
+    def together(self, rows: list[dict], constants: dict[str, float]) -> None:
+        """Shows the charts with several values. `rows`: of metrics.jsonl, the newest last. `constants`: values that are
+        shown at each step."""
+        self._each("failed", lambda tracker: tracker.together(lines_together(rows, constants), rows[-1]["step"]))
 
     def sample(self, samples: list[dict]) -> None:
         """Shows a new sample. `samples`: rows of samples.jsonl, the new one last."""
@@ -72,6 +86,9 @@ class Trackers:
 
     def close(self) -> None:
         self._each("did not finish", lambda tracker: tracker.finish())
+        for tracker in self._active:
+            if tracker.afterwards is not None:
+                self._say(f"{tracker.name}: {tracker.afterwards}")
         while self._active:
             self._active.pop().leave()
 
@@ -116,6 +133,23 @@ def evaluated(row: dict) -> dict[str, float]:
     return values | {f"eval/loss of {name}": loss for name, loss in row.get("eval_losses", {}).items()}
 
 
+def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out values that are not finite,
+    and most steps of a long run, but no evaluation. `rows`: of metrics.jsonl. `constants`: values of every step."""
+    every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
+    lines: dict[str, list[tuple[int, float]]] = {}
+    if rows and rows[0].get("eval_first") is not None:
+        lines["eval/loss"] = [(0, rows[0]["eval_first"])]
+    for row in (row for index, row in enumerate(rows) if index % every == 0 or "eval_loss" in row):
+        for name, value in (charts(row, 0) | constants).items():
+            if math.isfinite(value):
+                lines.setdefault(name, []).append((row["step"], value))
+    found = {}
+    for title, patterns in (item for section in _TOGETHER.values() for item in section.items()):
+        found[title] = {name: lines[name] for name in lines if any(re.fullmatch(text, name) for text in patterns)}
+    return {title: chart for title, chart in found.items() if chart}
+
+
 def planned(plan: dict) -> dict[str, float]:
     """Returns the predictions and caps of a plan (content of plan.json), to be drawn next to the measured values."""
     predicted, limits = plan["predicted"], plan["limits"]
@@ -139,7 +173,7 @@ def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> No
 class _TensorBoard:
     """Writes event files that `tensorboard --logdir <out>` reads."""
 
-    name = "tensorboard"
+    name, afterwards = "tensorboard", None
 
     def __init__(self, folder: Path):
         try:
@@ -148,17 +182,25 @@ class _TensorBoard:
             said = f"--report-to tensorboard needs that package ({first_line(error)}): pip install tensorboard"
             raise InputError(said) from None
         self._open = partial(SummaryWriter, str(folder / "tensorboard"))
+        self.where = f"tensorboard --logdir {shlex.quote(str(folder))} shows this run"
         threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
         # The evaluation before the first step is kept for a resumed run, and purged for a new one.
         self._writer = self._open(purge_step=first_step + 1 if first_step else 0)
-        self._writer.add_custom_scalars(_TOGETHER)
+        layout = {
+            section: {title: ["Multiline", patterns] for title, patterns in titles.items()}
+            for section, titles in _TOGETHER.items()
+        }
+        self._writer.add_custom_scalars(layout)
 
     def row(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # so that a killed run's charts end where its rows do
+
+    def together(self, charts: dict, step: int) -> None:
+        """Does nothing: the layout makes these charts from the values of `row`."""
 
     def sample(self, samples: list[dict]) -> None:
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown
@@ -181,7 +223,7 @@ class _TensorBoard:
 class _Wandb:
     """Logs to Weights & Biases. The WANDB_* environment variables apply, unless an option was given."""
 
-    name = "wandb"
+    name, afterwards = "wandb", None
 
     def __init__(self, folder: Path, run_name: str | None, mode: str):
         self._folder, self._run_name, self._mode = folder, run_name, mode
@@ -212,11 +254,29 @@ class _Wandb:
             ),
         )
         kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        if self._run.offline:
+            inside = os.path.relpath(self._run.sync_dir)
+            place = shlex.quote(self._run.sync_dir if inside.startswith("..") else inside)
+            self.where, self.afterwards = f"offline, in {place}", f"to upload this run:\n  wandb sync {place}"
+        else:
+            self.where = self._run.url
         self._run.define_metric("train/global_step")
         self._run.define_metric("*", step_metric="train/global_step")
 
     def row(self, values: dict[str, float], step: int) -> None:
         self._run.log({"train/global_step": step} | values)
+
+    def together(self, charts: dict, step: int) -> None:
+        import wandb
+
+        drawn = {}
+        for title, lines in charts.items():
+            columns = [list(zip(*points, strict=True)) for points in lines.values()]
+            steps, values = [column[0] for column in columns], [column[1] for column in columns]
+            drawn[f"charts/{title}"] = wandb.plot.line_series(
+                steps, values, list(lines), title, "optimizer step", split_table=True
+            )
+        self.row(drawn, step)
 
     def sample(self, samples: list[dict]) -> None:
         import wandb

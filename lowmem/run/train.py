@@ -9,11 +9,11 @@ from lowmem.core.step import StepAbandoned, StepResult
 from lowmem.errors import LowmemError, some_of
 from lowmem.run.ending import Ending
 from lowmem.run.evaluation import Evaluator, Sampler
+from lowmem.run.figures import best_evaluation
 from lowmem.run.log import step_row, write_json
 from lowmem.run.plan_command import show_plan
 from lowmem.run.prepare import Session, page_locked, prepare
 from lowmem.run.preview import show_preview
-from lowmem.run.report import best_evaluation
 from lowmem.run.saver import Saver
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
@@ -39,6 +39,8 @@ def train(session: Session, stop: StopRequest) -> None:
     step, progress, log, steps = session.step, session.progress, session.log, session.steps
     evaluator, sampler = Evaluator(session, stop), Sampler(session)
     saver, ending = Saver(session, stop), Ending(session)
+    if ending.was_finished():
+        return
     _begin(session, evaluator, sampler)
     done, seconds = progress.done, session.model.plan.step_seconds
     ended = done == steps or evaluator.out_of_patience()
@@ -64,6 +66,8 @@ def train(session: Session, stop: StopRequest) -> None:
         seconds = time.perf_counter() - started
         epoch = done / session.data.train.steps_per_epoch
         row = step_row(done, epoch, batch, rate, seconds, result, session.budget.peaks())
+        if done == 1 and progress.eval_first is not None:
+            row["eval_first"] = progress.eval_first
         with saver.saved_if_memory_runs_out(done):
             try:
                 if evaluating:

@@ -152,7 +152,7 @@ def test_a_plan_for_a_card_that_is_not_here():
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "the commands are train, plan and demo"),
+        ([], 2, "the commands are train, plan, demo and report"),
         (["trian"], 2, "'trian' is no command"),
         (["train", "--stpes", "3"], 2, "lowmem: Unknown option --stpes"),
         (["plan", "--model", "gpt2", "--gpu", "no card"], 2, "lowmem.plan: "),

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 import lowmem.run.evaluation
 from lowmem.errors import InputError
-from lowmem.run.report import best_evaluation
+from lowmem.run.figures import best_evaluation
 from lowmem.settings import Settings
 from runs import last_line, loss_rows, stored, weights
 
@@ -135,7 +135,7 @@ def test_samples_change_no_bit_and_are_kept_over_a_stop(train, tmp_path, capsys)
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     said = capsys.readouterr().err
-    assert said.count(f"before training, {rows[0]['text']}".splitlines()[0]) == 2  # beside the last one of each run
+    assert said.count(f"before training, {rows[0]['text']}".splitlines()[0]) == 3  # and above the last one of each run
 
 
 def test_a_model_s_own_way_to_generate_is_kept(train, finished, tmp_path):

@@ -35,13 +35,14 @@ FAULTS = {
     "README": (description, "_on_ties", "README.md could not be written", "README.md"),
     "report": (lowmem.run.ending, "build_report", "report.json", None),
     "report.json": (lowmem.run.ending, "write_json", "report.json", None),
+    "report.html": (lowmem.run.ending, "write_page", "report.html", None),
     "loss.png": (lowmem.run.ending, "draw_loss", "loss.png", None),
     "memory.png": (lowmem.run.ending, "draw_memory", "memory.png", None),
     "a tracker's pictures": (Trackers, "pictures", "the trackers", None),
     "the summary": (lowmem.run.ending.Ending, "_summarize", "the summary", None),
     "a tracker's end": (Trackers, "close", "closing the log and the trackers", None),
 }
-MADE_AT_THE_END = ("report.json", "loss.png", "memory.png")
+MADE_AT_THE_END = ("report.json", "report.html", "loss.png", "memory.png")
 OPTIONS = ["--sample-prompt", "one 1", "--schedule", "constant"]
 
 
@@ -108,6 +109,19 @@ def test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest(
         assert train(trained, *OPTIONS) == 0  # the same command does the end again
         assert_same_run(trained, expected)
         assert "failed" not in stored(trained / "report.json")
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_how_to_go_on(train, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(out, *OPTIONS) == 0
+    before = content(out)
+    assert train(out, *OPTIONS) == 0
+    sentence = last_line(capsys)
+    assert f"already finished: 3 steps are done, and {out}/model has the result" in sentence
+    assert all(way in sentence for way in ("more --steps;", "another --out", "--resume never"))
+    assert content(out) == before
+    assert train(out, *OPTIONS, "--export-dtype", "bf16") == 0  # another command, and another end
+    assert "already finished" not in last_line(capsys) and weights(out) != before["model/model.safetensors"]
 
 
 def test_the_export_needs_nothing_of_the_folder_that_the_model_came_from(

@@ -183,10 +183,23 @@ def test_a_line_names_loss_speed_peaks_and_time_left(tmp_path, capsys):
     log = started(tmp_path, last_step=3601)
     log.step(row(1, gpu_reserved_peak_bytes=11 * GIB, eval_loss=4.25))
     log.close()
-    line = (
-        "step 1/3601  loss 4.9000  held-out 4.2500  2,000 tokens/s  GPU 11.0 GiB  RAM 3.00 GiB (60% of the plan)  1:00"
-    )
-    assert capsys.readouterr().err == f"{line}:00 left\n"
+    line = "step 1/3601  loss 4.9000  lr 1e-3  norm 0.5  2,000 tokens/s  GPU 11.0 GiB  RAM 3.00 GiB (60% of the plan)"
+    said = f"{line}  1:00:00 left\nstep 1: held-out loss 4.2500\n"
+    assert capsys.readouterr().err == (tmp_path / "log.txt").read_text() == said
+
+
+@pytest.mark.parametrize(("steps", "lines"), [(40, 40), (150, 31), (10_000, 51)])
+def test_piped_output_thins_out_and_keeps_every_evaluation_and_sample(tmp_path, capsys, steps, lines):
+    log = started(tmp_path, last_step=steps)
+    for step in range(1, steps + 1):
+        log.step(row(step, eval_loss=3.0) if step == 33 else row(step))
+        if step == 34:
+            log.sample(step, "sample: a text", last=False)
+    log.close()
+    said = capsys.readouterr().err
+    assert said == (tmp_path / "log.txt").read_text()
+    assert len(re.findall(r"^step \d+/", said, re.MULTILINE)) == lines
+    assert "\nstep 33: held-out loss 3.0000\n" in said and "\nstep 34, sample: a text\n" in said
 
 
 @pytest.mark.parametrize(
@@ -208,31 +221,51 @@ def test_a_row_counts_labels_as_trained_and_every_position_as_computed():
 
 def test_time_left_is_counted_by_the_median_step_of_this_run(tmp_path, capsys):
     """Not by the slow first step, nor by the steps of the run before, as if all 100 had been done since the start."""
-    log = started(tmp_path, first_step=100, last_step=113)
+    log = started(tmp_path, first_step=100, last_step=113, log_every=1)
     for step, milliseconds in ((101, 60_000.0), (102, 1000.0), (103, 1000.0)):
         log.step(row(step, step_ms=milliseconds))
     log.close()
-    assert capsys.readouterr().err.splitlines()[-1].endswith(" 0:00:10 left")
+    assert capsys.readouterr().err.splitlines()[-1].endswith(" 0:10 left")
 
 
-def test_on_a_terminal_there_is_one_bar_and_sentences_stand_on_lines_of_their_own(tmp_path, monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    log = started(tmp_path, last_step=2)
-    log.step(row(1))
-    log.say("a sentence")
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """What a person sees: a carriage return overwrites its line."""
+        return [re.sub(r".*\r", "", line).rstrip() for line in re.sub(r"\r *(?=\r|$)", "", self.getvalue()).split("\n")]
+
+
+def test_a_terminal_keeps_evaluations_and_samples_above_one_bar_that_stays_before_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    log = started(tmp_path, last_step=2, eval_first=6.0)
+    log.step(row(1, eval_loss=4.0, loss=2.654, learning_rate=9.874e-4))
+    log.sample(1, "sample: a text", last=False)
+    assert "1/2 50% loss 2.65 lr 9.87e-4 norm 0.5 2,000 tok/s 0:01 left" in sys.stderr.getvalue()
     log.step(row(2))
+    log.end_bar()
+    log.say("done")
     log.close()
-    assert "\ra sentence\n" in terminal.getvalue() or "\na sentence\n" in terminal.getvalue()
-    assert "2/2" in terminal.getvalue() and "loss 4.8000" in terminal.getvalue()
-    assert "step 1/" not in terminal.getvalue()
+    assert [line for line in sys.stderr.screen() if line] == [
+        *("before training: held-out loss 6.0000", "step 1: held-out loss 4.0000", "step 1, sample: a text"),
+        *("2/2 100% loss 4.80 lr 1e-3 norm 0.5 2,000 tok/s 0:00 left", "done"),
+    ]
+    assert "step 2/2  loss 4.8000  lr 1e-3" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_bar_of_a_long_run_fits_into_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    log = started(tmp_path, first_step=99_998, last_step=100_000)
+    large = {"loss": 10.654, "learning_rate": 9.87e-10, "grad_norm": 123.4, "tokens_per_second": 123_456.0}
+    log.step(row(99_999, step_ms=2e8, **large))
+    log.close()
+    (bar,) = (line for line in sys.stderr.screen() if "99999" in line)
+    assert bar == "99999/100000 100% loss 10.65 lr 9.87e-10 norm 123 123,456 tok/s 55:33:20 left"
+    assert len(bar) <= 80
 
 
 def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        isatty = lambda self: True  # noqa: E731
-
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys, "stderr", Terminal())
     log, sentence = started(tmp_path), "a sentence of more than forty columns, which a terminal would cut"

@@ -45,6 +45,12 @@ def test_a_steps_time_is_the_median_without_the_first_which_also_warms_up():
     assert measured["sequences_per_second"] == pytest.approx(8 / 0.25)
 
 
+def test_a_peak_is_that_of_all_processes_of_the_run():
+    rows = [row(1, 500.0, ram_peak_bytes=7, gpu_reserved_peak_bytes=None), row(2, 500.0, ram_peak_bytes=4)]
+    measured = report(rows)["measured"]
+    assert (measured["ram_peak_bytes"], measured["gpu_reserved_peak_bytes"]) == (7, None)
+
+
 def test_one_step_alone_is_its_own_time():
     assert report([row(1, 500.0)])["measured"]["step_seconds"] == pytest.approx(0.5)
 

@@ -62,6 +62,7 @@ def test_a_run_leaves_every_file_that_the_contract_names(finished):
     names = {str(path.relative_to(finished)) for path in finished.rglob("*")}
     assert names >= {
         *("settings.json", "plan.json", "metrics.jsonl", "report.json", "log.txt", "loss.png", "memory.png"),
+        "report.html",
         *(
             "checkpoints/step-00000003",
             "checkpoints/step-00000003/manifest.json",
@@ -94,13 +95,14 @@ def test_metrics_has_a_row_per_step_with_the_contracts_keys(finished):
     rows = read_metrics(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row.keys() - {"eval_loss"} == ROW
+        assert row.keys() - {"eval_first", "eval_loss"} == ROW
         assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("loss", "grad_norm", *CLOCK))
         assert row["tokens"] == 4 * 32
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / (row["step_ms"] / 1000))
         assert row["computed_tokens_per_second"] == row["tokens_per_second"]  # packed: every position has a label
         assert row["gpu_allocated_peak_bytes"] is row["gpu_reserved_peak_bytes"] is None
     assert ["eval_loss" in row for row in rows] == [False, False, True]
+    assert rows[0]["eval_first"] == stored(finished / "report.json")["loss"]["eval_first"]
     assert rows[2]["epoch"] == pytest.approx(3 * rows[0]["epoch"])
     # a warm-up of 3% of 3 steps is one; the cosine then starts at its top
     assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3, 1e-3, 5e-4])
@@ -109,8 +111,12 @@ def test_metrics_has_a_row_per_step_with_the_contracts_keys(finished):
 def test_report_json_has_the_contracts_keys_and_what_was_measured(finished):
     report, rows = stored(finished / "report.json"), read_metrics(finished / "metrics.jsonl")
     assert report.keys() == {
-        *("plan", "measured", "loss", "steps", "device", "versions"), *("out_of_memory", "ram_phases")
+        *("plan", "measured", "loss", "steps", "device", "versions"), *("out_of_memory", "ram_phases", "summary")
     }  # fmt: skip
+    assert list(report)[0] == "summary" and list(report["summary"]) == [
+        *("model", "device", "duration", "steps", "tokens", "training loss", "held-out loss", "GPU memory", "RAM"),
+        "versions",
+    ]
     assert report["out_of_memory"] == []
     assert report["plan"] == stored(finished / "plan.json")
     measured = report["measured"]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import socket
 import struct
 import subprocess
@@ -27,6 +28,8 @@ from lowmem.run.plots import draw_loss
 from lowmem.settings import Settings
 from lowmem.units import GIB
 from runs import ROOT, assert_same_run, last_line
+
+CHARTS = ("training and held-out loss", "RAM in GiB", "ms per step", "tokens per second")
 
 
 def run_with_wandb(
@@ -83,8 +86,12 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
     pytest.importorskip("wandb")
     folder = tmp_path / "fine-tune"
     result = run_with_wandb(folder, "offline", {})
-    assert result.returncode == 0 and "wandb" not in result.stderr
+    assert result.returncode == 0
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    place = path.parent
+    said = [line for line in result.stderr.splitlines() if "wandb" in line]
+    assert said == [f"wandb: offline, in {place}", "wandb: to upload this run:", f"  wandb sync {place}"]
+    assert all(line in (folder / "log.txt").read_text() for line in said)
     records = wandb_records(path)
 
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
@@ -99,6 +106,7 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
 
     history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
     ours = [{name: value for name, value in logged.items() if not name.startswith("_")} for logged in history]
+    together = ours.pop()
     first = {
         "train/global_step": 1,
         "train/epoch": 0.1,
@@ -120,10 +128,20 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
     assert ours[3] == first | changed | {"eval/loss": 2.0, "eval/perplexity": math.exp(2.0)}
     assert len(ours) == 4
 
+    assert together.pop("train/global_step") == 3
+    tables = {}
+    for title in CHARTS:
+        shown = together[f"Custom Chart Tables/charts/{title}_table/path"]
+        tables[title] = json.loads((path.parent / "files" / shown).read_text())["data"]
+    losses = [[step, "train/loss", 5 - step / 10] for step in (1, 2, 3)]
+    assert tables["training and held-out loss"] == [*losses, [3, "eval/loss", 2.0]]
+    names = {f"memory/ram_{name}_gib" for name in ("peak", "predicted", "cap")}
+    assert {name for _, name, _ in tables["RAM in GiB"]} == names
+
 
 def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> bool:
-    """Every row was kept and one sentence on wandb said, with no traceback."""
-    said = [line for line in result.stderr.splitlines() if "wandb" in line]
+    """Every row was kept and one sentence on wandb's failure said, with no traceback."""
+    said = re.findall(r"^wandb (?!sync).*", result.stderr, re.MULTILINE)
     return (
         result.returncode == 0
         and len(read_metrics(folder / "metrics.jsonl")) == 3
@@ -196,6 +214,8 @@ class Guest(types.ModuleType):
         self.setup = lambda settings: None
         self.login = lambda **how: True
         self.id = "an-id"
+        self.offline, self.sync_dir, self.url = True, "a folder/offline-run", "https://wandb.example/a/run"
+        self.plot = types.SimpleNamespace(line_series=lambda *given, split_table: given)
         self.begun, self.logged, self.broken, self.ended, self.torn_down = [], [], False, 0, 0
 
     def init(self, **arguments):
@@ -222,6 +242,45 @@ def guest(monkeypatch):
     module = Guest()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
+
+
+def test_where_a_run_is_and_how_to_upload_it_is_said(tmp_path, capsys, guest):
+    started(tmp_path, wandb="offline", report_to="tensorboard" if find_spec("tensorboard") else None).close()
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "wandb" in line] == [
+        *("wandb: offline, in 'a folder/offline-run'", "wandb: to upload this run:"),
+        "  wandb sync 'a folder/offline-run'",
+    ]
+    if find_spec("tensorboard"):
+        assert f"tensorboard: tensorboard --logdir {tmp_path} shows this run" in said
+    guest.offline = False
+    started(tmp_path, wandb="online").close()
+    assert capsys.readouterr().err == "wandb: https://wandb.example/a/run\n"
+
+
+def test_values_that_belong_together_are_in_one_chart(tmp_path, guest):
+    rows = [row(step) for step in range(1, 1300)]
+    rows[0] |= {"eval_first": 6.0, "grad_norm": math.nan, "loss": math.nan}
+    rows[6] |= {"eval_losses": {"a": 1.0, "b": 3.0}, "eval_loss": 2.0}
+    on_gpu = PLAN["predicted"] | {"gpu_allocated_peak_bytes": 9 * GIB, "gpu_reserved_peak_bytes": 10 * GIB}
+    shown = trackers.lines_together(rows, trackers.planned(PLAN | {"predicted": on_gpu}))
+    losses = shown["training and held-out loss"]
+    assert (losses["eval/loss"], losses["eval/loss of b"]) == ([(0, 6.0), (7, 2.0)], [(7, 3.0)])
+    assert 400 < len(losses["train/loss"]) <= 501 and losses["train/loss"][0] == (4, rows[3]["loss"])
+    assert shown["GPU memory in GiB"].keys() == {
+        "memory/gpu_allocated_predicted_gib", "memory/gpu_reserved_predicted_gib", "memory/gpu_cap_gib"
+    }  # fmt: skip
+    assert shown["RAM in GiB"].keys() == {"memory/ram_peak_gib", "memory/ram_predicted_gib", "memory/ram_cap_gib"}
+    assert shown["ms per step"].keys() == {"perf/step_ms", "perf/step_ms_predicted"}
+
+    log = started(tmp_path, wandb="offline", last_step=2)
+    log.step(row(1))
+    log.step(row(2))
+    log.close()
+    (drawn,) = [logged for logged in guest.logged if any(name.startswith("charts/") for name in logged)]
+    assert drawn["charts/training and held-out loss"] == (
+        [(1, 2)], [(4.9, 4.8)], ["train/loss"], "training and held-out loss", "optimizer step",
+    )  # fmt: skip
 
 
 def test_a_typed_mode_holds_over_the_environment_which_holds_over_disabled(tmp_path, monkeypatch, guest):
@@ -264,7 +323,7 @@ def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkey
     log.close()
     guest.init = lambda **arguments: sys.exit(3)
     started(tmp_path, wandb="offline").close()
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb ")]
     assert [line.split(";")[0] for line in said] == [
         "wandb failed (no answer in 0.1 s)",
         "wandb could not start (SystemExit: 3)",
@@ -280,7 +339,7 @@ def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, ca
     log.step(row(3))
     log.close()
     assert len(guest.logged) == 1 and guest.ended == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb ")]
     assert said == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
@@ -312,7 +371,7 @@ def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder
     ids = []
     for first_step in (0, 1, 0):
         result = run_with_wandb(tmp_path, "offline", {}, first_step=first_step)
-        assert result.returncode == 0 and "wandb" not in result.stderr
+        assert result.returncode == 0 and "wandb sync" in result.stderr
         newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
         (run,) = [record.run for record in wandb_records(newest) if record.WhichOneof("record_type") == "run"]
         assert (tmp_path / "wandb-run-id").read_text() == f"{run.run_id}\n"
@@ -341,7 +400,7 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
         "log.pictures([picture])\n"
     )
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=shown)
-    assert result.returncode == 0 and "wandb" not in result.stderr, result.stderr
+    assert result.returncode == 0 and "wandb sync" in result.stderr, result.stderr
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     records = wandb_records(path)
     history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
@@ -426,7 +485,15 @@ def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path):
     assert (text.step, text.tensor_proto.string_val[0].decode()) == (2, "    sample: *not* Markdown\n      <b>")
     (picture,) = events.Images("pictures/loss")
     assert (picture.step, picture.width, picture.height) == (2, 960, 540)
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    layout = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2").Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    together = {
+        title: {name for name in scalars(events) if any(re.fullmatch(tag, name) for tag in tags)}
+        for title, tags in charts.items()
+    }
+    assert together["training and held-out loss"] == {"train/loss", "eval/loss"}
+    assert together["RAM in GiB"] == {"memory/ram_peak_gib", "memory/ram_predicted_gib", "memory/ram_cap_gib"}
 
 
 def test_a_run_that_goes_on_purges_what_it_computes_again_and_a_new_one_everything(tmp_path):

@@ -1,0 +1,151 @@
+"""Makes the figures of a training run that people read: its losses, its memory, and a summary in ten lines.
+
+Everything here is made of the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json
+and report.json. No package is imported, so `python -m lowmem report` starts at once.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from lowmem.units import format_size
+
+MEDIAN_OVER = 25  # steps of a smoothed loss; a run that is four times as long gets one
+
+
+@dataclass(frozen=True)
+class Best:
+    """Holds the evaluation with the lowest held-out loss: its step (0: before the first), and the number of later
+    evaluations."""
+
+    step: int
+    loss: float
+    since: int
+
+    def __str__(self) -> str:
+        return f"{self.loss:.4f} after step {self.step}"
+
+
+def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
+    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: of metrics.jsonl.
+    `eval_first`: the loss before the first step."""
+    losses = [(0, math.nan if eval_first is None else eval_first)]
+    losses += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    index = min(range(len(losses)), key=lambda index: math.inf if math.isnan(losses[index][1]) else losses[index][1])
+    return Best(*losses[index], len(losses) - 1 - index)
+
+
+def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
+    """Returns the key `loss` of report.json. `exported_step`: the step whose weights are in model/, None for the last.
+    The key `diverged` says whether the held-out loss of these weights is higher than before training."""
+    evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    last = list(evaluated.values())[-1] if evaluated else eval_first
+    exported = evaluated.get(exported_step, last)
+    best = best_evaluation(rows, eval_first)
+    return {
+        "first": rows[0]["loss"] if rows else None,
+        "last": rows[-1]["loss"] if rows else None,
+        "eval_first": eval_first,
+        "eval_last": last,
+        "eval_best": best.loss,
+        "eval_best_step": best.step,
+        "eval_exported": exported,
+        "exported_step": exported_step if exported_step is not None or not rows else rows[-1]["step"],
+        "diverged": bool(evaluated) and eval_first is not None and not exported <= eval_first,
+    }
+
+
+def is_report_of(report: dict, rows: list[dict]) -> bool:
+    """Returns True if `report`, the content of a report.json, was made from `rows` and not from an earlier run."""
+    return bool(rows) and (report.get("steps"), report.get("loss", {}).get("last")) == (len(rows), rows[-1]["loss"])
+
+
+def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
+    """Returns ten lines that say what a training run did, {name: text}. `report`: content of report.json. `settings`:
+    content of settings.json."""
+    plan, choice = report["plan"], report["plan"].get("choice", {})
+    tokens, seconds = sum(row["tokens"] for row in rows), sum(row["step_ms"] for row in rows) / 1000
+    each, planned = report["measured"]["step_seconds"], plan["predicted"]["step_seconds"]
+    about = "" if each is None else f"; a step took {each:.3g} s"
+    versions = report["versions"]
+    return {
+        "model": f"{plan.get('model')}, {plan.get('parameters', 0):,} parameters, all trained by "
+        f"{choice.get('optimizer')} in {choice.get('precision')}",
+        "device": report["device"],
+        "duration": f"{duration(seconds)} in steps{about}" + ("" if planned is None else f", planned {planned:.3g} s"),
+        "steps": f"{len(rows):,} of {total_steps(settings, rows):,}"
+        + (f", {rows[-1]['epoch']:.3g} epochs" if rows else ""),
+        "tokens": f"{tokens:,} trained" + (f", {tokens / seconds:,.0f} a second" if seconds else ""),
+        "training loss": _change(report["loss"]["first"], report["loss"]["last"], "in the first step", "in the last"),
+        "held-out loss": _held_out(report["loss"]),
+        "GPU memory": _memory(plan, report["measured"], "gpu_reserved_peak_bytes", "gpu_bytes"),
+        "RAM": _memory(plan, report["measured"], "ram_peak_bytes", "ram_bytes"),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in versions if name != "platform"),
+    }
+
+
+def total_steps(settings: dict, rows: list[dict]) -> int:
+    """Returns how many steps the training run is to have. Without --steps it follows from the epochs of its rows."""
+    if settings.get("steps") or not rows:
+        return settings.get("steps") or 0
+    epochs = settings.get("epochs") or 1.0
+    return max(round(epochs * rows[-1]["step"] / rows[-1]["epoch"]), rows[-1]["step"])
+
+
+def duration(seconds: float) -> str:
+    """Formats a time for people in at most two units: `47 s`, `3 min 12 s`, `3 h 20 min`, `2 d 5 h`."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    for size, unit, small_size, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        parts, rest = divmod(round(seconds / small_size), size // small_size)
+        if parts:
+            return f"{parts} {unit} {rest} {small}" if rest else f"{parts} {unit}"
+    return "1 min"
+
+
+def running_median(values: list[float]) -> list[float]:
+    """Returns for each value the median of the MEDIAN_OVER values around it."""
+    half = MEDIAN_OVER // 2
+    return [statistics.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+
+
+def highest(peaks: dict[str, int | None], rows: list[dict]) -> dict[str, int | None]:
+    """Returns the higher of each of `peaks` and the same peak in `rows`, which may be of an earlier process."""
+    return {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
+
+
+def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
+    """Returns a tuple for GPU memory, if there is a GPU, and one for RAM: "GPU" or "RAM", predicted bytes by name,
+    measured peak, cap. `plan`: content of plan.json. `measured`: peaks by their names in report.json."""
+    measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
+    kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
+    if reserved is not None:
+        parts = plan["breakdown"] | {"reserved, not allocated": reserved - sum(plan["breakdown"].values())}
+        kinds.insert(0, ("GPU", parts, measured.get("gpu_reserved_peak_bytes"), limits["gpu_bytes"]))
+    return kinds
+
+
+def _change(first: float | None, last: float | None, when_first: str, when_last: str) -> str:
+    if first is None or last is None:
+        return "none"
+    share = f" ({last / first - 1:+.0%})" if math.isfinite(first + last) and first > 0 else ""
+    return f"{first:.4f} {when_first}, {last:.4f} {when_last}{share}"
+
+
+def _held_out(loss: dict) -> str:
+    if loss["eval_last"] is None:
+        return "nothing was held out"
+    if loss["eval_first"] is None:
+        return f"{loss['eval_last']:.4f}"
+    best, last = loss["eval_best"], loss["eval_last"]
+    lowest = "" if best is None or best == last else f"; lowest {best:.4f} after step {loss['eval_best_step']}"
+    return _change(loss["eval_first"], loss["eval_last"], "before training", "in the last evaluation") + lowest
+
+
+def _memory(plan: dict, measured: dict, peak: str, cap: str) -> str:
+    if measured[peak] is None:
+        return "not used"
+    predicted, limit = plan["predicted"][peak], plan["limits"][cap]
+    planned = "" if predicted is None else f", planned {format_size(predicted)}"
+    capped = "no cap" if limit is None else f"cap {format_size(limit)}"
+    return f"{format_size(measured[peak])} at most{planned}, {capped}"

@@ -1,0 +1,183 @@
+"""Makes report.html: one page about a training run, or about several, which a browser shows without a network.
+
+The page is page.html with one placeholder, which is replaced by the runs' data as JSON. Everything is read from files
+of the run folders, so a run may be finished, stopped or still going on. A string of a run cannot end the script element
+that holds the JSON, because every `<` is escaped; the page's script only ever writes text, never HTML.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from lowmem.errors import InputError
+from lowmem.run.figures import (
+    MEDIAN_OVER,
+    highest,
+    is_report_of,
+    losses,
+    memory_kinds,
+    running_median,
+    summary,
+    total_steps,
+)
+from lowmem.run.log import read_json, read_metrics, replace_file
+from lowmem.run_folder import is_run
+from lowmem.settings import FIELD_NAMES, Settings, option_name
+from lowmem.units import GIB, format_size
+
+MOST_POINTS = 2000  # of a curve; a longer run has every second, third, ... step in its page
+_PLACEHOLDER = "null /* the data of the runs */"
+_PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes")
+
+
+def write_page(folders: Sequence[Path], path: Path) -> None:
+    """Writes a page about the training runs in `folders` to `path`. Raises InputError if a folder is no run."""
+    for folder in folders:
+        if not is_run(folder):
+            raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
+    replace_file(path, make_page([run_data(*named) for named in zip(folders, _short_names(folders), strict=True)]))
+
+
+def make_page(runs: list[dict]) -> str:
+    """Returns the page's HTML. `runs`: results of `run_data`."""
+    data = json.dumps(_rounded({"runs": runs, "median_over": MEDIAN_OVER}), allow_nan=False)
+    template = files("lowmem.run").joinpath("page.html").read_text(encoding="utf-8")
+    return template.replace(_PLACEHOLDER, data.replace("<", r"\u003c"))
+
+
+def run_data(folder: Path, name: str) -> dict:
+    """Returns everything that the page shows of the training run in `folder`, under the name `name`. Raises InputError
+    if the files there are not those of a run of this version."""
+    try:
+        return {"name": name} | _run_data(folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder}: its files cannot be shown ({type(error).__name__}: {error})") from None
+
+
+def _run_data(folder: Path) -> dict:
+    plan, settings = read_json(folder / "plan.json"), read_json(folder / "settings.json")
+    rows, report = read_metrics(folder / "metrics.jsonl"), read_json(folder / "report.json")
+    finished = is_report_of(report, rows)
+    if not finished:
+        report = _report_so_far(plan, rows)
+    return {
+        "finished": finished,
+        "steps": len(rows),
+        "planned_steps": total_steps(settings, rows),
+        "summary": report.get("summary") or summary(report, rows, settings),
+        "remarks": _remarks(report),
+        "columns": _columns(rows),
+        "held_out": _held_out(rows, report["loss"]["eval_first"]),
+        "step_seconds_planned": plan["predicted"]["step_seconds"],
+        "memory": [
+            {"kind": kind, "parts": parts, "measured": measured, "cap": cap}
+            for kind, parts, measured, cap in memory_kinds(plan, report["measured"])
+        ],
+        "phases": _phases(plan, report),
+        "samples": _samples(read_metrics(folder / "samples.jsonl")),
+        "settings": _settings(settings),
+    }
+
+
+def _report_so_far(plan: dict, rows: list[dict]) -> dict:
+    """Returns the parts of report.json that are known before a training run has ended."""
+    depends_on = plan.get("depends_on", {})
+    eval_first = rows[0].get("eval_first") if rows else None
+    device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
+    measured = highest(dict.fromkeys(_PEAKS), rows)
+    return {
+        "plan": plan,
+        "measured": measured | {"step_seconds": rows[-1]["step_ms"] / 1000 if rows else None},
+        "loss": losses(rows, eval_first),
+        "device": device,
+        "versions": {name: depends_on[name] for name in ("torch", "transformers") if name in depends_on},
+    }
+
+
+def _remarks(report: dict) -> list[str]:
+    """Returns sentences on what went wrong in the training run."""
+    remarks = [f"At the end of the run: {failure}." for failure in report.get("failed", [])]
+    if report["loss"]["diverged"]:
+        remarks.insert(0, "This run made the model worse: its held-out loss is higher than before training.")
+    if measures := report.get("out_of_memory"):
+        steps = ", ".join(str(step) for step in sorted({measure["step"] for measure in measures}))
+        remarks.append(f"GPU memory ran out in step {steps}; the run went on with less (out_of_memory in report.json).")
+    return remarks
+
+
+def _columns(rows: list[dict]) -> dict[str, list]:
+    """Returns the curves over steps, by name. A long run is thinned out; its smoothed loss is made of all steps."""
+    kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
+    columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
+    columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
+    columns["step_seconds"] = [row["step_ms"] / 1000 for row in kept]
+    for name in _PEAKS[1:]:
+        columns[name] = [None if row[name] is None else row[name] / GIB for row in kept]
+    finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
+    if len(finite) >= 4 * MEDIAN_OVER:
+        smooth = dict(zip(finite, running_median(list(finite.values())), strict=True))
+        columns["smooth_loss"] = [smooth.get(row["step"]) for row in kept]
+    return columns
+
+
+def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
+    """Returns [step, loss] of each evaluation: of all texts, and of each if there are several."""
+    found = {"held-out": [] if eval_first is None else [[0, eval_first]]}
+    for row in rows:
+        if "eval_loss" in row:
+            found["held-out"].append([row["step"], row["eval_loss"]])
+            for name, loss in row.get("eval_losses", {}).items():
+                found.setdefault(f"held-out, {Path(name).name or name}", []).append([row["step"], loss])
+    return {name: points for name, points in found.items() if points}
+
+
+def _phases(plan: dict, report: dict) -> list[list]:
+    """Returns [phase of the run, planned bytes of RAM, measured bytes of RAM], in the order of the phases."""
+    planned = plan.get("ram_phases", {})
+    measured = {phase: sizes["measured"] for phase, sizes in report.get("ram_phases", {}).items()}
+    return [[phase, planned.get(phase), measured.get(phase)] for phase in {**planned, **measured}]
+
+
+def _samples(rows: list[dict]) -> list[dict]:
+    """Returns the samples by prompt, each prompt's in the order of the steps."""
+    prompts: dict[str, list] = {}
+    for row in sorted(rows, key=lambda row: row["step"]):
+        prompt, text = row.get("prompt", ""), row["text"].removeprefix("sample: ")
+        prompts.setdefault(prompt, []).append([row["step"], text.removeprefix(prompt)])
+    return [{"prompt": prompt, "texts": texts} for prompt, texts in prompts.items()]
+
+
+def _settings(settings: dict) -> list[list]:
+    """Returns [option, value as text, whether it is not the default] of all settings."""
+    defaults = json.loads(json.dumps({name: getattr(Settings, name) for name in FIELD_NAMES}))
+    known = [name for name in FIELD_NAMES if name in settings]
+    return [[option_name(name), _shown(name, settings[name]), settings[name] != defaults[name]] for name in known]
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """Returns the folders' last names, or their paths if two have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _rounded(content):
+    """Returns `content` with numbers of six digits, and None for a number that is not finite."""
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_rounded(value) for value in content]
+    if isinstance(content, float):
+        return float(f"{content:.6g}") if math.isfinite(content) else None
+    return content

@@ -1,0 +1,40 @@
+"""Runs `python -m lowmem report`: makes a page about one training run, or about several over one another."""
+
+from pathlib import Path
+
+from lowmem.errors import InputError, LowmemError
+from lowmem.run.cli import CommandParser, Help
+from lowmem.run.page import write_page
+from lowmem.run.terminal import output, say
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the page and prints its path. Returns the exit code. `arguments`: those after `report`."""
+    parser = CommandParser(
+        prog="python -m lowmem report", usage="%(prog)s RUN [RUN ...] [--out FILE]", allow_abbrev=False,
+        formatter_class=Help, description="Makes one HTML page about training runs, with curves, memory, samples and "
+        "settings. A run may be finished, stopped or still going on. The page needs no network.",
+    )  # fmt: skip
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (--out of training)")
+    where = "where to write the page (default: report.html in the run's folder; here, if there are several)"
+    parser.add_argument("--out", metavar="FILE", help=where)
+    try:
+        options = parser.parse_args(arguments)
+        folders = [Path(run).expanduser() for run in options.runs]
+        path = folders[0] if len(folders) == 1 else Path()
+        if options.out is not None:
+            path = Path(options.out).expanduser()
+            if not path.parent.is_dir():
+                raise InputError(f"--out {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            path /= "report.html"
+        try:
+            write_page(folders, path)
+        except OSError as error:
+            raise InputError(f"{error.filename or path}: {error.strerror}") from None
+    except LowmemError as error:
+        say(f"lowmem report: {error}")
+        return error.exit_code
+    with output():
+        print(path, flush=True)
+    return 0
