@@ -26,7 +26,8 @@ from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tok
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line, some_of
-from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
+from lowmem.models.gguf_cache import SUFFIX
+from lowmem.models.recognize import check_fields, config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
 from lowmem.text_files import read_json
@@ -98,9 +99,9 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, or a hub name. GPT-2's known shapes need no config.json;
-    with `init` "pretrained", an existing one must agree with them. Raises InputError for an unknown name, a broken
-    file, or a model that needs code from the hub."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file, or a hub name. GPT-2's known shapes
+    need no config.json; with `init` "pretrained", an existing one must agree with them. Raises InputError for an
+    unknown name, a broken file, or a model that needs code from the hub."""
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -126,7 +127,7 @@ def load_config(model: str, init: str) -> PretrainedConfig:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    fields = config_fields(path)
+    fields = _gguf_fields(path) if path.suffix == SUFFIX else config_fields(path)
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
@@ -143,6 +144,14 @@ def _read_config(path: Path) -> PretrainedConfig:
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
     set_padding(config, str(path))
     return config
+
+
+def _gguf_fields(path: Path) -> dict:
+    from lowmem.models.gguf_conversion import read_config_fields  # and with it the package gguf, which is optional
+
+    fields = read_config_fields(path)
+    check_fields(path, fields)
+    return fields
 
 
 def own_generation_config(
