@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from lowmem.errors import InputError, LowmemError
@@ -18,6 +19,7 @@ from lowmem.text_files import refuse_pointer
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
+_PACKAGES = ("gguf", "accelerate")  # that transformers reads these files with
 
 
 def is_gguf(model: str) -> bool:
@@ -26,9 +28,12 @@ def is_gguf(model: str) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises InputError if the file `path` does not begin like a GGUF file."""
+    """Raises InputError if the file `path` does not begin like a GGUF file, or a package that reads it is missing."""
     if not refuse_pointer(path).startswith(_MAGIC):
         raise InputError(f"{path} is not a GGUF file, since it does not begin with the letters GGUF; download it again")
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        needed = " and ".join(missing)
+        raise InputError(f"{path} is a GGUF file, which is read with {needed}; pip install {' '.join(missing)}")
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
