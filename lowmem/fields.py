@@ -24,7 +24,7 @@ _RANGES = (  # fields, the values that they may have, and the words of a refusal
     ("seq", lambda value: value >= 2, "is too short: a sequence needs 2 tokens, to predict one from the other"),
     ("lr epochs adam_epsilon", lambda value: value > 0, "must be more than 0"),
     ("epochs", lambda value: value <= MOST_EPOCHS, f"is too large: it must be at most {MOST_EPOCHS:,}"),
-    ("weight_decay clip_norm warmup_steps", lambda value: value >= 0, "must not be negative"),
+    ("weight_decay clip_norm warmup_steps sample_temperature", lambda value: value >= 0, "must not be negative"),
     ("adam_beta1 adam_beta2", lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
     ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
     ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),

@@ -173,7 +173,9 @@ class Settings:
     export_dtype: Literal["fp32", "bf16", "fp16"] = _option(
         "fp32", "of the exported model's weights; checkpoints are always exact")
     sample_prompt: Specs | None = _option(
-        None, "text to continue before the first step and at the end; several times for several texts", "S", "none")
+        None, "text to continue before the first step and at the end, or, with data of conversations, a question to "
+        "answer; several times for several", "S", "none")
+    sample_temperature: float = _option(0.0, "0 takes the likeliest token; higher values draw more freely")
     sample_every: int | None = _option(None, "steps between further samples", "N", "none in between")
     report_to: str | None = _option(
         None, "trackers next to metrics.jsonl, separated by commas", "none|tensorboard|wandb|all",

@@ -84,6 +84,10 @@ class ChatTemplate:
                 f"mend the row, or use --chat-template FILE with one that takes it"
             ) from error
 
+    def question(self, text: str) -> str:
+        """Returns the text that the model continues with its answer to the user's `text`."""
+        return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
+
     def check(self, conversation: Conversation, text: str) -> None:
         """Checks `text`, the rendered conversation. Raises InputError if UTF-8 cannot encode it. Also raises InputError
         if tool calls or their results are missing, since many templates ignore them."""

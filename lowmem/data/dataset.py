@@ -37,6 +37,7 @@ class Data:
     description: str  # lines for the log
     keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
     close: Callable[[], None]  # removes them if they were not kept
+    chat: bool = False  # all texts that are trained on are conversations
 
 
 def load_data(
@@ -73,6 +74,7 @@ def load_data(
             _describe(sources, cut, train, tokenizer),
             keep=functools.partial(preparation.keep, parts, tokenizer),
             close=preparation.close,
+            chat=all(rows.documents.chat for rows in train.parts),
         )
     except BaseException:
         preparation.close()

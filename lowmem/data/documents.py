@@ -48,6 +48,7 @@ class Documents:
     files: tuple[str, ...]
     description: str  # of the format
     notes: tuple[str, ...] = ()
+    chat: bool = False  # conversations, rendered with the chat template
 
     @property
     def packed(self) -> bool:
@@ -242,6 +243,7 @@ class _Writer:
             tuple(self.files),
             self.format.description,
             tuple(notes),
+            self.format.chat,
         )
 
     def _flush(self) -> None:

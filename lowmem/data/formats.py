@@ -40,6 +40,7 @@ class Format:
     on too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
+    chat = False  # rows are rendered with the chat template
     more: tuple[str, ...] = SYSTEM_COLUMNS  # columns that are used if a row has them
     summary = ""
     notes: list[str] | tuple = ()
@@ -134,6 +135,7 @@ class _Conversations(Format):
     """Renders messages with the chat template. A tokenizer without a template gets the default one, which is then
     exported with the model."""
 
+    chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")
 
     def __init__(self, *arguments):

@@ -28,7 +28,8 @@ from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tok
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line, some_of
-from lowmem.models.recognize import config_fields, needs_code, no_config, not_found
+from lowmem.models.gguf_cache import SUFFIX
+from lowmem.models.recognize import check_fields, config_fields, needs_code, no_config, not_found
 from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
 from lowmem.text_files import read_json
@@ -103,7 +104,7 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, or a hub name. Known shapes (GPT-2's, KNOWN_CONFIGS) need
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. Known shapes (GPT-2's, KNOWN_CONFIGS) need
     no config.json; with `init` "pretrained", the hub's config.json is preferred, and GPT-2's must agree. Raises
     InputError for an unknown name, a broken file, or a model that needs code from the hub."""
     name, path = model.removeprefix(_OWNER), Path(model)
@@ -141,7 +142,7 @@ def _known_config(name: str) -> PretrainedConfig | None:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    fields = config_fields(path)
+    fields = _gguf_fields(path) if path.suffix == SUFFIX else config_fields(path)
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
@@ -158,6 +159,14 @@ def _read_config(path: Path) -> PretrainedConfig:
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
     set_padding(config, str(path))
     return config
+
+
+def _gguf_fields(path: Path) -> dict:
+    from lowmem.models.gguf_conversion import read_config_fields  # and with it the package gguf, which is optional
+
+    fields = read_config_fields(path)
+    check_fields(path, fields)
+    return fields
 
 
 def own_generation_config(

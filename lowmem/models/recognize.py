@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from lowmem.errors import InputError
 from lowmem.families import ENCODER_DECODERS, ENCODERS
+from lowmem.models.gguf_cache import SUFFIX, check_gguf, is_gguf
 from lowmem.models.weight_files import weight_files
 from lowmem.text_files import read_json
 
@@ -19,16 +20,12 @@ _READ = ("*.json", "*.txt", "*.jinja", "*.model", "*.safetensors")  # files of a
 _SENSES = ("vision_config", "audio_config")  # a model that has one reads more than text
 
 # Files that are given in the place of a folder, by the ends of their names.
-_GGUF = (
-    "is a GGUF file, whose weights are made for llama.cpp and mostly quantised; give the folder or hub name of the "
-    "model that it was made from"
-)
 _NANOGPT = (
     "is a checkpoint of nanoGPT or alike, with names and shapes of its own; write its weights as transformers' "
     "GPT2LMHeadModel (its matrices are transposed there) with save_pretrained, and give that folder"
 )
 _FILES = {
-    (".gguf", ".ggml"): _GGUF,
+    (".ggml",): "is a file for an old llama.cpp; give the model as a GGUF file, or in the format of Hugging Face",
     (".safetensors", ".bin", ".h5", ".msgpack"): "has only weights; give the folder that holds it, with the "
     "model's config.json and tokenizer files",
     ("ckpt.pt",): _NANOGPT,
@@ -44,7 +41,7 @@ _FOLDERS = {
 _WITHOUT_CONFIG = {
     "modules.json": "is a sentence-transformers model, which makes vectors of texts and predicts no next token; give "
     "a language model",
-    "*.gguf": f"holds no config.json; the .gguf {_GGUF}",
+    "*.gguf": "holds no config.json but a GGUF file; give that file, --model DIR/NAME.gguf",
     "ckpt.pt": f"holds no config.json; its ckpt.pt {_NANOGPT}",
     "*.safetensors": "holds weights and no config.json; copy config.json and the tokenizer's files there, from the "
     "model that the weights were trained from",
@@ -57,7 +54,7 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
     ("tf_model*.h5", "*.ckpt.index"): _IN_TRANSFORMERS_4.format("TensorFlow", "tf"),
     ("flax_model*.msgpack",): _IN_TRANSFORMERS_4.format("Flax", "flax"),
     ("*.onnx", "onnx/*.onnx"): "holds weights for ONNX only; give the model that it was exported from",
-    ("*.gguf",): f"holds a .gguf file, which {_GGUF}",
+    ("*.gguf",): "holds no weights but a GGUF file; give that file, --model DIR/NAME.gguf",
     ("consolidated*",): "holds weights under Meta's or Mistral's own names (consolidated...); give the copy of the "
     "model in the format of transformers, or convert it with the convert_*_weights_to_hf.py of its family there",
     ("zero_to_fp32.py", "global_step*/*.pt"): "is a checkpoint of DeepSpeed in pieces; put them together with its "
@@ -84,7 +81,11 @@ def recognize(model: str, with_weights: bool) -> Recognized:
     for ends, kind in _FILES.items():
         if path.name.endswith(ends):
             raise InputError(f"{model} {kind if path.is_file() else 'is no file or folder here; check the path'}")
-    if path.is_file():
+    if is_gguf(model):
+        check_gguf(path)
+    elif path.name.endswith(SUFFIX):
+        raise InputError(f"{model} is no file here; check the path")
+    elif path.is_file():
         config_fields(path)
         if with_weights:
             raise InputError(f"{model} is a config without weights; give the model's folder, or --init random")
@@ -178,14 +179,25 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 def config_fields(path: Path) -> dict:
     """Returns the content of a config.json. Raises InputError if the file is no model's config, or if lowmem cannot
     train such a model."""
+    fields = _read_fields(path)
+    check_fields(path, fields)
+    return fields
+
+
+def _read_fields(path: Path) -> dict:
     try:
-        fields = read_json(path)
+        return read_json(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except InputError as error:
         if path.name == "config.json":
             raise
         raise InputError(f"{path} cannot be read as a config.json ({error})") from None
+
+
+def check_fields(path: Path, fields: dict) -> None:
+    """Raises InputError if `fields`, read from `path`, are no model's config, or if lowmem cannot train such a
+    model."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"
@@ -210,4 +222,3 @@ def config_fields(path: Path) -> dict:
             f"{path}: {named} is an encoder: each token attends to later tokens, so it is no causal language model; "
             "choose a decoder, such as gpt2, or T5"
         )
-    return fields

@@ -18,6 +18,7 @@ from lowmem.cudasim.gpus import card_named
 from lowmem.data.settings import DataSettings
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
+from lowmem.models.gguf_cache import converted, is_gguf
 from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.naming import with_run_folder
 from lowmem.run_folder import no_folder_to_resume, not_writable, why_not_writable
@@ -66,12 +67,14 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the model that the text `settings.model` stands for. `say` may get a remark about it.
-    Raises InputError if there is no such model."""
+    """Returns `settings` with the model that the text `settings.model` stands for. A GGUF file is converted, unless it
+    is only planned for. `say` may get a remark about it. Raises InputError if there is no such model."""
     with _paths_refused_in_a_sentence():
         found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if found.remark is not None:
         say(found.remark)
+    if is_gguf(found.model) and not settings.plan_only:
+        return replace(settings, model=converted(Path(found.model), say))
     return replace(settings, model=found.model)
 
 

@@ -1,15 +1,16 @@
 """Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.step import StepAbandoned, TrainingStep
 from lowmem.data.batches import Batches
-from lowmem.errors import first_line
+from lowmem.data.chat_templates import ChatTemplate
+from lowmem.errors import InputError, first_line
 from lowmem.fields import each
 from lowmem.models.build import decoder_start
 from lowmem.run.figures import best_evaluation
@@ -75,7 +76,10 @@ class Sampler:
         session.step.flush()
         with session.budget.phase("evaluate"):
             for prompt in prompts:
-                text = sample(session.model.decoder, session.rehearsal.tokenizer, prompt)
+                text = sample(
+                    session.model.decoder, session.rehearsal.tokenizer, prompt, chat=session.data.chat,
+                    temperature=session.settings.sample_temperature, seed=session.settings.seed,
+                )  # fmt: skip
                 session.log.sample(done, text, last, prompt)
         if session.step.store.device.type == "cuda":
             torch.cuda.empty_cache()  # so that steps allocate where they did before
@@ -95,9 +99,17 @@ def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) ->
 
 
 @torch.no_grad()
-def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
-    """Returns the model's greedy continuation of `prompt`, or a sentence that says why there is none."""
-    tokenized = tokenizer(prompt, return_tensors="pt").to(decoder.head_weight.device)
+def sample(
+    decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0
+) -> str:
+    """Returns `prompt` and the model's continuation of it, or a sentence that says why there is none. With `chat`, the
+    continuation is the answer to the user's `prompt`. `temperature`: 0 takes the likeliest token; otherwise tokens are
+    drawn from `seed`, and other random numbers stay as they were."""
+    try:
+        asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
+    except InputError as error:
+        return f"no sample: {error}"
+    tokenized = tokenizer(asked, return_tensors="pt", add_special_tokens=not chat).to(decoder.head_weight.device)
     inputs = {name: tokenized[name] for name in ("input_ids", "attention_mask") if name in tokenized}
     end = tokenizer.eos_token_id
     tokens = inputs["input_ids"][0].tolist()
@@ -114,15 +126,31 @@ def sample(decoder: Decoder, tokenizer, prompt: str) -> str:
     decoder.model.eval()
     try:
         new_tokens = min(SAMPLE_TOKENS, positions - prompt_tokens)
-        written = decoder.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=end)
+        with _drawn_from(seed, decoder.head_weight.device):
+            written = decoder.model.generate(
+                **inputs, max_new_tokens=new_tokens, pad_token_id=end,
+                **{"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False},
+            )  # fmt: skip
     except torch.OutOfMemoryError as error:
         return f"no sample: out of memory ({first_line(error)})"
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # each model has its own `generate`
         return f"no sample: {first_line(error)}"
     # A decoder's end of text is shown; an encoder-decoder also writes padding.
-    text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
+    if chat and not decoder.needs_sources:
+        answer = tokenizer.decode(written[0][prompt_tokens:], skip_special_tokens=True).strip()
+        text = f"{prompt}\n{answer}" + " ..." * (len(written[0]) == prompt_tokens + new_tokens)
+    else:
+        text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
+
+
+@contextmanager
+def _drawn_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws random numbers in the block from `seed`. Those after it are the same as without the block."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:

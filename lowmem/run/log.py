@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lowmem.run.terminal import for_terminal, output
+from lowmem.run.terminal import beside, for_terminal, output
 from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
@@ -50,6 +50,15 @@ def read_metrics(path: Path) -> list[dict]:
                 break
             rows.append({key: math.nan if row[key] is None and key in _NULL_IS_NAN else row[key] for key in row})
     return rows
+
+
+def continuation(row: dict) -> str:
+    """Returns the text that the model wrote, without the prompt. `row`: of samples.jsonl."""
+    return row["text"].removeprefix("sample: ").removeprefix(row.get("prompt", ""))
+
+
+def _when(step: int) -> str:
+    return f"step {step}" if step else "before training"
 
 
 def read_json(path: Path) -> dict:
@@ -161,9 +170,13 @@ class RunLog:
         row = {"step": step, "prompt": prompt, "text": text}
         others = [kept for kept in self._samples if kept["step"] < step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
-        for shown in (*first, row):
-            when = f"step {shown['step']}" if shown["step"] else "before training"
-            self.say(f"{when}, {shown['text']}")
+        lines = [f"{_when(shown['step'])}, {shown['text']}" for shown in (*first, row)]
+        if first and sys.stderr is not None and sys.stderr.isatty():
+            columns = {_when(shown["step"]): continuation(shown) for shown in (*first, row)}
+            self.say(f"\n{prompt}\n{beside(columns)}", "\n".join(lines))
+        else:
+            for line in lines:
+                self.say(line)
         self._samples = [*others, row]
         replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
         self._trackers.sample(self._samples)

@@ -23,7 +23,7 @@ from lowmem.run.figures import (
     summary,
     total_steps,
 )
-from lowmem.run.log import read_json, read_metrics, replace_file
+from lowmem.run.log import continuation, read_json, read_metrics, replace_file
 from lowmem.run_folder import is_run
 from lowmem.settings import FIELD_NAMES, Settings
 from lowmem.units import GIB, format_size
@@ -145,8 +145,7 @@ def _samples(rows: list[dict]) -> list[dict]:
     """Returns the samples by prompt, each prompt's in the order of the steps."""
     prompts: dict[str, list] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
-        prompt, text = row.get("prompt", ""), row["text"].removeprefix("sample: ")
-        prompts.setdefault(prompt, []).append([row["step"], text.removeprefix(prompt)])
+        prompts.setdefault(row.get("prompt", ""), []).append([row["step"], continuation(row)])
     return [{"prompt": prompt, "texts": texts} for prompt, texts in prompts.items()]
 
 

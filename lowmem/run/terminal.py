@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 
 
 @contextmanager
@@ -40,6 +41,17 @@ def for_terminal(sentence: str) -> str:
         break_on_hyphens=False, replace_whitespace=False,
     )  # fmt: skip
     return "\n".join(map(fill, sentence.split("\n")))
+
+
+def beside(columns: dict[str, str]) -> str:
+    """Lays out texts side by side, as wide as the terminal. `columns`: {title: text}."""
+    width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
+    cells = []
+    for title, text in columns.items():
+        lines = [piece for line in text.strip().splitlines() for piece in textwrap.wrap(line, width)]
+        cells.append([title, "-" * width, *(lines or ["(only blanks)"])])
+    rows = zip_longest(*cells, fillvalue="")
+    return "\n".join("   ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
 
 def _send_output_nowhere() -> None:

