@@ -104,9 +104,12 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. Known shapes (GPT-2's, KNOWN_CONFIGS) need
-    no config.json; with `init` "pretrained", the hub's config.json is preferred, and GPT-2's must agree. Raises
-    InputError for an unknown name, a broken file, or a model that needs code from the hub."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name.
+
+    Known shapes (GPT-2's, KNOWN_CONFIGS) need no config.json. With `init` "pretrained" the hub's config.json is
+    preferred, and GPT-2's must agree. Raises InputError for an unknown name, a broken file, or a model that needs code
+    from the hub.
+    """
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
