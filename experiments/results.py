@@ -1,13 +1,14 @@
 """All tables and pictures that are made of committed rows, made again: `make results`.
 
-The root README's tables between its marks, and those of each experiment's README. A test fails when any of them and the
-rows disagree.
+The tables between the marks of README.md, docs/results.md and each experiment's README. A test fails when any of them
+and the rows disagree.
 """
 
 import sys
 from pathlib import Path
 
 from experiments.bigger_models import table as bigger_models
+from experiments.bigger_models import today
 from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import put
@@ -20,12 +21,17 @@ from experiments.tensor_parallel import table as tensor_parallel
 from experiments.unified_memory import table as unified_memory
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 BEGIN = "<!-- made by make results -->"
 
 
+def fits() -> str:
+    """Returns the root README's table of today's models and cards."""
+    return f"{today.heading()}\n\n{today.table(today.committed_rows())}"
+
+
 def sections() -> str:
-    """Returns the root README's tables."""
+    """Returns the tables of docs/results.md."""
     measured, planned = speed.committed_rows()
     ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
     return "\n\n".join(
@@ -37,20 +43,21 @@ def sections() -> str:
             "and backward with everything kept, without cap and update. The last column is a multiple of the stock "
             "`transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",
             speed.plans_table(planned),
-            "![Speed by tokens per step](experiments/gpu_acceptance/results/speed.png)",
+            "![Speed by tokens per step](../experiments/gpu_acceptance/results/speed.png)",
             "**Predicted against measured**",
             speed.memory_table(measured),
             "RAM of training runs on the CPU, GiB:",
             memory.ram_table(ram),
             "**How large a model**: predicted peaks, plain training and lowmem "
-            "([tables](experiments/memory_estimation/README.md))",
-            "![Predicted peaks against the size of the model](experiments/memory_estimation/results/sizes.png)",
+            "([tables](../experiments/memory_estimation/README.md))",
+            "![Predicted peaks against the size of the model](../experiments/memory_estimation/results/sizes.png)",
         )
     )
 
 
 def main() -> int:
-    put(README, BEGIN, sections())
+    put(README, BEGIN, fits())
+    put(RESULTS_PAGE, BEGIN, sections())
     bigger_models.main()
     code_generation.main()
     memory.main()

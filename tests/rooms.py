@@ -1,6 +1,6 @@
 """The rooms of the package, which imports go between them, and a picture of that.
 
-    python -m tests.rooms      # the picture, in Mermaid's words; README.md has it
+    python -m tests.rooms      # the picture, in Mermaid's words; docs/tree.md has it
 
 What each file imports is read from its syntax tree, so imports inside functions count and nothing is run. A room may
 import those that stand before it in ROOMS, and itself.

@@ -1,4 +1,4 @@
-"""Imports between rooms go one way, and the README's picture of them is the code's."""
+"""Imports between rooms go one way, and the tree page's picture of them is the code's."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_rooms_stand_on_few_floors():
 
 
 def test_the_picture_in_the_readme_is_the_code_s():
-    drawn = re.findall(r"```mermaid\n(.*?)\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    drawn = re.findall(r"```mermaid\n(.*?)\n```", (ROOT / "docs/tree.md").read_text(encoding="utf-8"), re.DOTALL)
     assert drawn == [picture(ROOT)], "python -m tests.rooms prints the picture"
 
 

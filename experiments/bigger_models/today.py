@@ -122,10 +122,9 @@ def table(rows: list[dict]) -> str:
 def heading() -> str:
     """Returns the sentences above the table, which say how to read it."""
     return (
-        f"Predicted, with nothing run on a GPU yet: {BATCH} x {SEQ:,} tokens per step, exact AdamW, every parameter. "
-        "A cell has the seconds per step, the hours per million tokens, and the RAM in use in GiB. The head of the "
-        "table has the cap of RAM that is assumed. *disk*: RAM has no room for these GiB of optimizer states, which "
-        "are on a disk that is assumed to read and write 2 GiB/s (`--states-folder`)."
+        f"Each cell has seconds per step of {BATCH} x {SEQ:,} tokens, hours per million tokens, and GiB of RAM in use. "
+        "*disk*: GiB of optimizer states for which RAM has no room; they are in `--states-folder`, on a disk that "
+        "moves 2 GiB/s. All predicted."
     )
 
 

@@ -214,8 +214,8 @@ def test_nothing_of_the_simulation_is_left_behind():
     assert model.first.weight.grad is not None
 
 
-def test_the_readmes_example_runs_as_it_stands():
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+def test_the_example_in_docs_runs_as_it_stands():
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text("utf-8"), re.DOTALL)
                if "cuda_peak" in code]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,8 @@ def denominator(name: str, eager: float | None, compiled: float | None = None) -
 
 
 def test_the_readmes_say_what_the_committed_rows_say():
-    assert written(results.README, results.BEGIN) == results.sections()
+    assert written(results.README, results.BEGIN) == results.fits()
+    assert written(results.RESULTS_PAGE, results.BEGIN) == results.sections()
 
 
 def test_without_rows_every_training_is_not_measured_yet():
@@ -92,7 +93,7 @@ def test_no_table_has_rows_of_a_dry_run_or_of_the_stand_in(tmp_path, monkeypatch
 
 
 def test_every_picture_that_the_readmes_show_is_there():
-    for readme in (results.README, *results.ROOT.glob("experiments/*/README.md")):
+    for readme in (results.README, results.RESULTS_PAGE, *results.ROOT.glob("experiments/*/README.md")):
         for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme.read_text(encoding="utf-8")):
             assert (readme.parent / picture).exists(), (readme, picture)
 

@@ -50,8 +50,8 @@ def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_r
     assert "InputError" in done.stderr and "?" in done.stderr
 
 
-def test_the_readme_s_loop_runs_as_it_stands(tmp_path):
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
