@@ -62,7 +62,7 @@ QUICK_CASES = {
     "run/test_scripts.py::test_where_tensors_lie_and_when_blocks_run_changes_no_bit": 1,
     "run/test_best.py::test_a_best_that_is_lost_leaves_the_last": 0,
     "run/test_best.py::test_where_no_step_was_better_than_the_start_the_best_of_the_steps_is_exported": 0,
-    "run/test_api.py::test_the_readme_s_loop_runs_as_it_stands": 0,
+    "run/test_api.py::test_the_loop_in_docs_runs_as_it_stands": 0,
     "run/test_ending.py::test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest": 2,
     "run/test_environment.py::test_the_environment_changes_nothing": 1,
     "run/test_environment.py::test_what_a_variable_does_to_an_import_is_said_before_anything_is_written": 2,
@@ -165,4 +165,5 @@ QUICK_CASES = {
     "run/test_page.py::test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click": 0,
     "mutations/test_mutations.py::test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place": 0,
     "test_same_weights.py::test_a_tree_with_another_line_ends_with_exit_code_1": 0,
+    "test_docs.py::test_a_command_runs": 0,
 }

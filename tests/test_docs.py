@@ -53,7 +53,8 @@ def parsed(command: str) -> None:
             assert [word for word in options if word.startswith("-")] in ([], ["--out"])
         case ["python", script, *options]:
             parse_arguments(options, SCRIPTS[script])
-        case [".venv-cuda/bin/python", "-m", "stand_in", *_, "--", script, *options] if "--" not in options:
+        case [".venv-cuda/bin/python", "-m", "stand_in", *rest]:
+            script, *options = rest[rest.index("--") + 1 :]
             parse_arguments(options, SCRIPTS[script])
         case _:
             raise ValueError(f"no parser is known for: {command}")
