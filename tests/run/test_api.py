@@ -169,5 +169,7 @@ def test_the_command_plans_and_trains(tmp_path):
                           cwd=ROOT, capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0 and done.stdout.startswith("Fits: ")
     options = ["--seq", "16", "--batch", "4", "--micro-batch", "4", "--steps", "1", "--device", "cpu"]
-    done = subprocess.run([*here, "demo", *options, "--out", str(tmp_path / "demo")], cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        [*here, "train", "--demo", *options, "--out", str(tmp_path / "demo")], cwd=ROOT, capture_output=True
+    )
     assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
