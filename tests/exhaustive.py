@@ -166,4 +166,5 @@ QUICK_CASES = {
     "mutations/test_mutations.py::test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place": 0,
     "test_same_weights.py::test_a_tree_with_another_line_ends_with_exit_code_1": 0,
     "test_docs.py::test_a_command_runs": 0,
+    "experiments/test_bench.py::test_threads_wait_as_asked_next_to_other_processes": 0,
 }

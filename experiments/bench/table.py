@@ -7,7 +7,9 @@ from experiments.harness.tables import markdown, put
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results" / "rows.jsonl", FOLDER / "README.md"
+THREADS = FOLDER / "results" / "threads.jsonl"
 BEGIN = "<!-- made by python -m experiments.bench.table -->"
+BEGIN_THREADS = "<!-- made by python -m experiments.bench.table, threads -->"
 WHAT = {
     "plan large": "plan GPT-2-Large for an rtx3060",
     "plan xl": "plan GPT-2-XL for an rtx3060",
@@ -32,6 +34,19 @@ def tables(rows: list[dict]) -> str:
         ratios = [_ratios(WHAT[case], compared[case]) for case in WHAT if case in compared]
         found.append(markdown(("after / before, by turns", "CPU", "wall", "before", "after"), ratios))
     return "\n\n".join(found)
+
+
+def threads_table(rows: list[dict]) -> str:
+    """Returns seconds of a step for each number of other processes and each count of rounds that a thread waits. Of
+    equal settings the newest row counts."""
+    found = {(row["busy"], row["spin"]): row["step_seconds"] for row in rows}
+    spins = list(dict.fromkeys(spin for _, spin in found))
+    lines = [
+        [str(busy), *(f"{found[busy, spin]:.3g}" if (busy, spin) in found else "" for spin in spins)]
+        for busy in sorted({busy for busy, _ in found})
+    ]
+    titles = {"lowmem": "chosen by lowmem", "300000": "300000, libgomp's own"}
+    return markdown(("other processes", *(titles.get(spin, spin) for spin in spins)), lines)
 
 
 def _cells(what: str, row: dict) -> list[str]:
@@ -64,3 +79,4 @@ def _machine(row: dict) -> str:
 
 if __name__ == "__main__":
     put(README, BEGIN, tables(row_file.read(RESULTS)))
+    put(README, BEGIN_THREADS, threads_table(row_file.read(THREADS)))

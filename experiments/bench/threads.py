@@ -16,10 +16,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.bench.table import THREADS
 from experiments.harness import rows as row_file
 
 PROGRAM = "experiments.bench.threads"
-RESULTS = Path(__file__).parent / "results" / "threads.jsonl"
 ROOT = Path(__file__).resolve().parents[2]
 SPIN_COUNTS = ("lowmem", "300000", "0", "10000")  # 300,000 is libgomp's own
 BUSY = (0, 2, 14)
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spin", nargs="+", default=SPIN_COUNTS, help="values of GOMP_SPINCOUNT; 'lowmem' chooses one")
     parser.add_argument("--steps", type=int, default=12, help="training steps in each process (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each setting (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="ROWS.jsonl")
+    parser.add_argument("--out", type=Path, default=THREADS, metavar="ROWS.jsonl")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

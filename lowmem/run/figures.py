@@ -7,6 +7,7 @@ and report.json. No package is imported, so `python -m lowmem report` starts at 
 import math
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowmem.units import format_size
 
@@ -68,8 +69,10 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
     each, planned = report["measured"]["step_seconds"], plan["predicted"]["step_seconds"]
     about = "" if each is None else f"; a step took {each:.3g} s"
     versions = report["versions"]
+    model = str(plan.get("model"))
+    name = Path(model).name if Path(model).is_absolute() else model  # a folder of the cache has a long path
     return {
-        "model": f"{plan.get('model')}, {plan.get('parameters', 0):,} parameters, all trained by "
+        "model": f"{name}, {plan.get('parameters', 0):,} parameters, all trained by "
         f"{choice.get('optimizer')} in {choice.get('precision')}",
         "device": report["device"],
         "duration": f"{duration(seconds)} in steps{about}" + ("" if planned is None else f", planned {planned:.3g} s"),

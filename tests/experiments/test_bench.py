@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.bench import cases, run, table
+from experiments.bench import cases, run, table, threads
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
 from experiments.harness.trees import unpacked
@@ -14,6 +14,23 @@ def test_the_readme_says_what_the_rows_say_and_no_case_lacks_one():
     rows = row_file.read(table.RESULTS)
     assert written(table.README, table.BEGIN) == table.tables(rows)
     assert {row["case"] for row in rows} == set(table.WHAT) == set(cases.CASES)
+
+
+def test_the_readme_says_what_the_rows_of_threads_say():
+    rows = row_file.read(table.THREADS)
+    assert written(table.README, table.BEGIN_THREADS) == table.threads_table(rows)
+    assert {(row["busy"], row["spin"]) for row in rows} == {
+        (busy, spin) for busy in threads.BUSY for spin in threads.SPIN_COUNTS
+    }
+
+
+def test_threads_wait_as_asked_next_to_other_processes(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.jsonl"
+    options = ["--busy", "1", "--spin", "0", "lowmem", "--steps", "3", "--rounds", "1"]
+    assert threads.main([*options, "--out", str(out)]) == 0
+    rows = row_file.read(out)
+    assert [(row["busy"], row["spin"], row["steps"]) for row in rows] == [(1, "0", 1), (1, "lowmem", 1)]
+    assert all(row["step_seconds"] > 0 for row in rows) and capsys.readouterr().out.count("1 other processes") == 2
 
 
 def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch, capsys):
