@@ -152,6 +152,7 @@ OPTION_VALUES = [
     ("--export-dtype bf16", "export_dtype", "bf16"),
     ("--sample-prompt def", "sample_prompt", "def"),
     ("--sample-every 5", "sample_every", 5),
+    ("--sample-temperature 0.5", "sample_temperature", 0.5),
     ("--keep-best", "keep_best", True),
     ("--patience 3", "patience", 3),
     ("--report-to tensorboard,wandb", "report_to", "tensorboard,wandb"),

@@ -109,7 +109,7 @@ CHANGED = {  # every setting, and a value that is not its default
         "eval_every": 5,
     },
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},
-    **{"keep_best": True, "patience": 3, "sample_every": 5, "report_to": "tensorboard"},
+    **{"keep_best": True, "patience": 3, "sample_every": 5, "sample_temperature": 0.5, "report_to": "tensorboard"},
 }
 # Settings that a resumed run may change: they change no bit, or the identity has them by another name (the data's
 # fingerprint, the number of steps, the planned precision and micro-batch).
@@ -134,7 +134,16 @@ FREE = {
     ),
     *("split", "max_samples", "prompt_field", "completion_field", "messages_field"),
     *("demo", "out", "run_name", "resume", "save_every", "keep_last", "eval_every", "eval_batches", "log_every"),
-    *("sample_prompt", "sample_every", "keep_best", "patience", "report_to", "wandb", "export_dtype"),
+    *(
+        "sample_prompt",
+        "sample_every",
+        "sample_temperature",
+        "keep_best",
+        "patience",
+        "report_to",
+        "wandb",
+        "export_dtype",
+    ),
     "chat_template",
 }
 
