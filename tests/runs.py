@@ -68,7 +68,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 NOT_PLANNED = (
     *("out", "data", "steps", "lr", "schedule", "save_every", "keep_last", "eval_every", "resume", "keep_best"),
-    *("patience", "sample_every", "sample_prompt"),
+    *("patience", "sample_every", "sample_prompt", "sample_temperature"),
 )
 _PLANS: dict[tuple, Plan] = {}
 

@@ -47,7 +47,13 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
         return str(folder)
     from filelock import FileLock
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}, so the fp32 copy of {path.name} cannot be stored; set HF_HOME to "
+            "another folder"
+        ) from None
     with FileLock(folder.parent / "lock"):
         if not folder.is_dir():
             _convert_aside(path, folder, say)

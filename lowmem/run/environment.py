@@ -5,6 +5,7 @@ import. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
 """
 
 import getpass
+import logging
 import os
 import re
 import sys
@@ -16,17 +17,30 @@ from contextlib import contextmanager
 
 from lowmem.errors import InputError, first_line
 
+_FALSE_ALARMS = {  # {logger: how its message begins}; each says something that is not so here
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than the specified maximum",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "bitsandbytes.cextension": "The installed version of bitsandbytes was compiled without GPU support",
+}
+
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
     """Makes sure that no warning in the block is raised as an error. If a filter does so, Python's default filters are
-    used."""
+    used. From then on, two log messages of other packages that mislead are dropped: texts longer than the tokenizer's
+    maximum are cut into rows here, and nothing here needs bitsandbytes' 4-bit products."""
+    for name in _FALSE_ALARMS:
+        logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
         if any(action == "error" for action, *_ in warnings.filters):
             warnings.simplefilter("default")
             for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
                 warnings.simplefilter("ignore", kind)
         yield
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_FALSE_ALARMS[record.name])
 
 
 @contextmanager

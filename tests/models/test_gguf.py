@@ -189,6 +189,12 @@ def test_another_file_of_that_name_and_a_missing_package_are_refused_at_once(tmp
         gguf_cache.converted(file, print)
 
 
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, file):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "/proc/nope")
+    with pytest.raises(InputError, match="set HF_HOME to another folder"):
+        gguf_cache.converted(file, print)
+
+
 def test_a_conversion_that_is_killed_leaves_no_folder(tmp_path, monkeypatch, file):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hub"))
     killer = tmp_path / "python"

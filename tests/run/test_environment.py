@@ -1,6 +1,7 @@
 """Environment variables and streams of other programs: a run ends well with the same bits, or names the variable."""
 
 import getpass
+import logging
 import os
 import shlex
 import subprocess
@@ -171,3 +172,28 @@ def test_waiting_threads_are_set_before_pytorch_and_not_over_the_users_choice():
         printed.append(result.stdout.split())
     assert printed[0] in (["None", "0"], ["None", "10000"])
     assert printed[1:] == [["None", "7"], ["active", "None"], ["None", "None"]]
+
+
+class _Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def test_two_misleading_messages_of_other_packages_are_dropped_and_no_others(bpe_tokenizer, monkeypatch):
+    """That of transformers by its own code; that of bitsandbytes comes on import, on processors with bf16 products."""
+    kept, names = _Kept(), ("transformers.tokenization_utils_base", "bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(bpe_tokenizer, "model_max_length", 4)
+    monkeypatch.setattr(bpe_tokenizer, "deprecation_warnings", {})
+    for name in names:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [kept])
+    with warnings_end_nothing():
+        assert len(bpe_tokenizer("one two three four five six")["input_ids"]) > 4
+        notice = "Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please make sure ..."
+        logging.getLogger(names[1]).warning(notice, "no module named kernels")
+        for name in names:
+            logging.getLogger(name).warning("something else: %s", name)
+    assert kept.said == [f"something else: {name}" for name in names]
