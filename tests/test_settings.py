@@ -842,3 +842,27 @@ def test_lowmem_plan_takes_every_option_that_changes_a_plan(name):
     needed = ["--states-folder", "/fast"] if value == "disk" else []
     settings, _ = parse_plan(["--model", "gpt2", *line.split(), *needed], {"prog": "plan"})
     assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_a_flag_that_is_off_chooses_nothing(flag, tmp_path):
+    assert parse(f"--{flag}", "False") == LARGE
+    (tmp_path / "config.yaml").write_text(f"{flag}: false\n")
+    assert parse("--config", str(tmp_path / "config.yaml")) == LARGE
+
+
+def test_all_options_of_another_trainer_are_explained_at_once():
+    with pytest.raises(InputError) as caught:
+        parse("--do_train", "--tf32", "True", "--nonsense", "x", "--lr", "1e-4")
+    said = str(caught.value).split("\n  ")
+    assert said[0] == "3 of the options cannot be used:" and len(said) == 4
+    assert said[1].startswith("--do_train is not an option here: ") and "nonsense" in said[3]
+
+
+def test_trackers_may_be_a_list_in_a_file(tmp_path):
+    (tmp_path / "config.yaml").write_text("report_to: [tensorboard, wandb]\n")
+    assert parse("--config", str(tmp_path / "config.yaml")).report_to == "tensorboard,wandb"
+
+
+def test_paged_optimizers_are_the_same_numbers():
+    assert parse("--optim", "paged_adamw_8bit").optimizer == "adamw8bit"

@@ -143,11 +143,22 @@ class Batch:
         return Batch(*(None if tensor is None else tensor[rows, :width] for tensor in tensors))
 
 
-def as_batch(batch: Batch | Mapping, decoder) -> Batch:
-    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder."""
-    if isinstance(batch, Batch):
-        return batch
-    return Batch.from_hf(batch, decoder_start(decoder.model.config))
+def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = None) -> Batch:
+    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. Raises InputError for token ids outside
+    the vocabulary, and for more or wider rows than `most`."""
+    if not isinstance(batch, Batch):
+        batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
+    ids, words = batch.input_ids, decoder.model.config.vocab_size
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < words:
+        raise InputError(
+            f"token ids are from 0 to {words - 1:,}; the batch has {int(ids.min())} and {int(ids.max()):,}"
+        )
+    if most is not None and (ids.shape[0] > most[0] or ids.shape[1] > most[1]):
+        raise InputError(
+            f"the batch has {ids.shape[0]} rows of {ids.shape[1]} tokens, and the plan is for at most {most[0]} of "
+            f"{most[1]}: set Settings(batch=, seq=)"
+        )
+    return batch
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:

@@ -47,6 +47,17 @@ class Hyperparameters:
     epsilon: float = 1e-8
 
 
+def checked_rate(rate) -> float:
+    """Returns the learning rate `rate` as a float. Raises InputError if it is no number from 0 on."""
+    try:
+        value = math.nan if isinstance(rate, str) else float(rate)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise InputError(f"learning_rate is {rate!r}: it must be a number from 0 on")
+    return value
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.

@@ -35,7 +35,7 @@ from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Hyperparameters
+from lowmem.core.optimizers import Hyperparameters, checked_rate
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
@@ -99,6 +99,7 @@ class TrainingStep:
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
+        self.most: tuple[int, int] | None = None  # rows of a batch and their width, for which the plan was made
         self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._set_layout(store.layout)
@@ -114,7 +115,7 @@ class TrainingStep:
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
         """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf).
         `step` seeds the dropout masks. Some updates may be made only in the next step, or by `flush`."""
-        batch = as_batch(batch, self._decoder)
+        batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
         self._discard_attempt()  # of a step that an error or Ctrl-C has ended

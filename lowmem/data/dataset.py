@@ -225,6 +225,6 @@ def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedT
             else "attention crosses document ends (--document-mask off)"
         )
     else:
-        kind, rest = "examples", "one per row"
+        kind, rest = "examples", "one example per row"
     said = f"{name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
     return "; ".join(filter(None, [said, documents.description, *documents.notes]))

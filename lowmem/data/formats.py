@@ -97,6 +97,8 @@ class _Prompts(Format):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.summary = f"{' + '.join(self._needed)}, {self._trained('completions')}"
+        if getattr(arguments[-1], "chat_template", None):
+            self.summary += "; they are joined without the model's chat template, which only messages use"
 
     def write(self, row: Record) -> Segments:
         asked, answered = self._needed

@@ -87,7 +87,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     training starts from the model's first weights.
 
     One model per process: the cap and deterministic kernels are settings of the whole process. A batch may have at most
-    `settings.batch` sequences; its token ids are not checked against the vocabulary. Warns (UserWarning) if fused
+    `settings.batch` sequences of `settings.seq` tokens. Warns (UserWarning) if fused
     kernels or page-locked memory are missing, which makes steps slower. Raises the errors of `train`.
     """
     devices.set_environment()
@@ -109,6 +109,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     else:
         write_weights(model, weights)
     model = page_locked(model, said.append)
+    model.step.most = settings.batch, settings.seq
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model

@@ -8,6 +8,7 @@ plan`` has the same options and two more.
 import argparse
 import json
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import Field, asdict, fields
@@ -19,14 +20,13 @@ from lowmem.errors import InputError
 from lowmem.fields import checked, each, option_name
 from lowmem.paths import read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
-from lowmem.run.options import FLAGS, NAMES, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
+from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
 from lowmem.run.terminal import say as say_on_stderr
 from lowmem.settings import DEMO, Settings
 from lowmem.text_files import parse_json, parse_yaml, read_text
 from lowmem.units import format_size
 
 TRAIN = {
-    "usage": "python %(prog)s [options]",
     "description": "Train every parameter of a language model under hard caps of GPU memory and RAM.",
     "epilog": "Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, or no room for the tokens, 4 a cap "
     "was exceeded or GPU memory ran out, 75 stopped by a signal with a checkpoint saved, 130 or 143 ended at once by "
@@ -71,6 +71,8 @@ class _Record(argparse.Action):
             value = parse(typed)
         except ValueError as error:
             raise InputError(f"{spelling}: {error}.") from None
+        if value is NOTHING:
+            return
         earlier, earlier_value = namespace.typed.get(field, (spelling, value))
         same_name = _dashed(earlier) == _dashed(spelling)
         if not same_name and earlier_value != value:
@@ -84,7 +86,9 @@ def parse_arguments(argv: list[str], defaults: Settings, say: Callable[[str], No
     """Returns the settings that a command line `argv` (without the program's name) and a script's `defaults` give.
     `say` gets a sentence if options of another trainer were multiplied to a batch. Raises InputError for options that
     cannot be understood or cannot run. ``--help`` prints and exits with 0."""
-    return _settings(_chosen(_build_parser(defaults, TRAIN), argv, say)[0], defaults)
+    prog = Path(sys.argv[0]).name
+    usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
+    return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv, say)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
@@ -114,10 +118,10 @@ def _chosen(
             raise InputError(f"{word[:-3]} needs a value.")
     known, unknown = parser.parse_known_args(_joined(argv), argparse.Namespace(typed={}, config=None))
     if unknown:
-        misspelt = next((word for word in unknown if word.startswith("-")), None)
-        if misspelt is None:
+        misspelt = list(dict.fromkeys(word.split("=")[0] for word in unknown if word.startswith("-")))
+        if not misspelt:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
-        raise InputError(_explain_unknown(misspelt.split("=")[0]))
+        raise InputError(_listed("the options", [_explain_unknown(name) for name in misspelt]))
     in_file = {} if known.config is None else _read_config(read_path_option("--config", known.config))
     lower, upper = ({field: value for field, (_, value) in layer.items()} for layer in (in_file, known.typed))
     spelled = {field: spelling for field, (spelling, _) in (in_file | known.typed).items()}
@@ -191,13 +195,18 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
         except InputError as error:
             problems.append(str(error))
             continue
-        if chosen.setdefault(field, (key, value))[1] != value:
+        if value is not NOTHING and chosen.setdefault(field, (key, value))[1] != value:
             problems.append(f"{key} is given twice, under two names, with different values.")
-    if len(problems) > 1:
-        raise InputError("\n  ".join((f"{path}: {len(problems)} of its settings cannot be used:", *problems)))
     if problems:
-        raise InputError(f"{path}: {problems[0]}")
+        raise InputError(f"{path}: {_listed('its settings', problems)}")
     return chosen
+
+
+def _listed(of: str, problems: list[str]) -> str:
+    """Returns the only problem, or a list of them."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join((f"{len(problems)} of {of} cannot be used:", *problems))
 
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
@@ -207,6 +216,8 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
     field, parse = NAMES[_dashed(key)]
     if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
         parse = str  # `checked` looks at its items
+    elif field == "report_to" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = ",".join(value) or "none"
     elif not isinstance(value, str | int | float | NoneType):
         kind = {list: "a list", dict: "a mapping"}.get(type(value), f"a {type(value).__name__}")
         raise InputError(f"{key}: {kind} is no value of {option_name(field)}.")
@@ -215,6 +226,8 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
             value = parse(value if isinstance(value, str) else json.dumps(value))
         except ValueError as error:
             raise InputError(f"{key}: {error}.") from None
+    if value is NOTHING:
+        return field, value
     return field, checked(field, _HINTS.get(field, int), value)
 
 

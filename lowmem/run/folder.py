@@ -129,7 +129,7 @@ def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> l
     used = {path.resolve() for path in found}
     unused = [path.name for path in checkpoints_in(root) if path.resolve() not in used]
     if unused:
-        say(f"not used, and replaced by the checkpoints of this run: {', '.join(unused)} in {root}")
+        say(f"not used, and replaced once this run saves: {', '.join(unused)} in {root}")
     return found
 
 

@@ -45,6 +45,8 @@ class LoadedModel:
     def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
         """Returns the loss in nats, the mean over all tokens of `batches` with a label. A batch is a Batch, or a dict
         as transformers' models take it (Batch.from_hf). Raises InputError if there is no batch."""
+        if isinstance(batches, Batch | Mapping):
+            raise InputError("evaluate takes several batches: give a list, [batch]")
         sums = [self.step.evaluate(batch) for batch in batches]
         if not sums:
             raise InputError("there is no batch to evaluate on")

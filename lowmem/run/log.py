@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lowmem.run.terminal import beside, for_terminal, output
+from lowmem.run.terminal import beside, for_terminal, has_room_for_a_bar, output
 from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
@@ -112,8 +112,9 @@ class RunLog:
         path = self._folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
         replace_file(path, "".join(map(_line, self.rows)))
-        samples = read_metrics(self._folder / "samples.jsonl") if first_step else []
-        self._samples = [row for row in samples if row["step"] <= first_step]
+        if first_step == 0:
+            (self._folder / "samples.jsonl").unlink(missing_ok=True)  # of an earlier run
+        self._samples = [row for row in read_metrics(self._folder / "samples.jsonl") if row["step"] <= first_step]
         self._file, self._text = _Lines(path), _Lines(self._folder / "log.txt")
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
@@ -122,7 +123,8 @@ class RunLog:
         self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
-            total=last_step, initial=first_step, file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True,
+            total=last_step, initial=first_step, file=sys.stderr, disable=not has_room_for_a_bar(),
+            dynamic_ncols=True,
             bar_format="{desc}", desc=f"{first_step}/{last_step}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))

@@ -20,6 +20,7 @@ from lowmem.settings import AUTO, Settings
 from lowmem.units import parse_interval, parse_size
 
 Parse = Callable[[str], object]  # from the typed text to the value; ValueError says what is wrong
+NOTHING = object()  # the value of a flag that is switched off: as if it were not given
 
 
 def integer(typed: str) -> int:
@@ -72,12 +73,11 @@ def one_of(names: Sequence[str], synonyms: dict[str, str]) -> Parse:
 
 
 def flag_for(value: str) -> Parse:
-    """Returns a parser for a flag such as ``--bf16``, which stands for `value` of another option."""
+    """Returns a parser for a flag such as ``--bf16``, which stands for `value` of another option. A flag that is off
+    chooses nothing."""
 
     def parse(typed: str) -> str:
-        if not switch(typed):
-            raise ValueError("it can only be switched on; leave it out instead")
-        return value
+        return value if switch(typed) else NOTHING
 
     return parse
 
@@ -141,6 +141,7 @@ SYNONYMS = {  # of values, in lower case with underscores, by field
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
         **{"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"},
+        **{"paged_adamw_8bit": "adamw8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"},  # the same numbers
     },
 }
 
@@ -232,6 +233,14 @@ _REASONS = {  # names that would mislead, and what to use instead
     "tokenizer-name tokenizer tokenizer-path": "the tokenizer is the model's own, from its folder or hub repository",
     "config-name dropout attention-dropout": "change the model's config.json, and give its folder as --model",
     "trust-remote-code": "code from the hub is never run; choose a model that is part of transformers",
+    "do-train do-eval do-predict": "a run trains, and evaluates if --eval-fraction or --eval-data holds text out",
+    "dataloader-num-workers dataloader-pin-memory num-workers": "tokens are read from files, without workers",
+    "group-by-length": "rows of like lengths share a micro-batch unless --pack says otherwise",
+    "attn-implementation use-flash-attention flash-attention": "PyTorch's fused attention computes if the model has it",
+    "tf32": "products in fp32 are exact; --precision is the dtype of the computation",
+    "neftune-noise-alpha label-smoothing label-smoothing-factor": "the plain loss is trained",
+    "push-to-hub hub-model-id": "upload the folder model/ of a run with hf upload",
+    "logging-dir": "trackers write into the run folder, --out",
     "revision model-revision": "fetch it with hf download NAME --revision REVISION --local-dir DIR, and give --model "
     "DIR",
 }

@@ -54,6 +54,7 @@ from lowmem.settings import Settings
 from lowmem.units import interval_seconds
 
 Say = Callable[[str], None]  # takes a sentence for the user
+_FEW_STEPS = 10  # A run with fewer, by its epochs, gets a warning.
 Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every parameter, or of runs of it
 
 
@@ -244,6 +245,11 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
     log.say(in_words(plan), in_words(replace(plan, settings=replace(plan.settings, verbose=True))))
     for line in [*data.description.splitlines(), *_computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
+    if plan.settings.steps is None and plan.steps < _FEW_STEPS:
+        rows, batch = f"{data.train.rows:,} {'row' if data.train.rows == 1 else 'rows'}", plan.settings.batch
+        log.say(
+            f"warning: {plan.steps} steps in all: an epoch has {rows}, a step {batch}; a smaller --batch makes more"
+        )
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:

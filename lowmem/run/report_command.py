@@ -6,6 +6,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import CommandParser, Help
 from lowmem.run.page import write_page
 from lowmem.run.terminal import output, say
+from lowmem.run_folder import is_run
 
 
 def main(arguments: list[str]) -> int:
@@ -21,6 +22,10 @@ def main(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         folders = [Path(run).expanduser() for run in options.runs]
+        for folder in folders if any(map(is_run, folders)) else ():
+            if len(folders) > 1 and not is_run(folder):
+                say(f"lowmem report: {folder} is no run folder, and is left out")
+        folders = [folder for folder in folders if is_run(folder)] or folders[:1]
         path = folders[0] if len(folders) == 1 else Path()
         if options.out is not None:
             path = Path(options.out).expanduser()

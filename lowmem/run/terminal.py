@@ -32,6 +32,16 @@ def escape_what_stdout_lacks() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def has_room_for_a_bar() -> bool:
+    """Returns True if stderr is a terminal that says how many lines it has."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).lines > 1
+    except (OSError, ValueError):  # not a file of the system, as in a notebook
+        return True
+
+
 def for_terminal(sentence: str) -> str:
     """Returns `sentence`, wrapped between words if stderr is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():

@@ -227,6 +227,8 @@ class _Wandb:
 
     def __init__(self, folder: Path, run_name: str | None, mode: str):
         self._folder, self._run_name, self._mode = folder, run_name, mode
+        with suppress(Exception):  # said in `start`
+            import wandb  # noqa: F401 - the plan, which is made next, counts the RAM that the process holds
 
     def start(self, first_step: int, constants: dict) -> None:
         import wandb

@@ -162,7 +162,7 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
     assert train(out, "--steps", "1") == 0
     assert train(out, "--resume", "never") == 0
     assert_same_run(finished, out)
-    assert "not used, and replaced by the checkpoints of this run: step-00000001" in (out / "log.txt").read_text()
+    assert "not used, and replaced once this run saves: step-00000001" in (out / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(

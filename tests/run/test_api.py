@@ -173,3 +173,22 @@ def test_the_command_plans_and_trains(tmp_path):
         [*here, "train", "--demo", *options, "--out", str(tmp_path / "demo")], cwd=ROOT, capture_output=True
     )
     assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
+
+
+def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
+    model = lowmem.load(replace(TINY, steps=None))
+    before = {name: tensor.clone() for name, tensor in model.decoder.model.state_dict().items()}
+    good = loop_batch(0)
+    for batch, rate, said in (
+        (good, "x", "learning_rate is 'x'"),
+        (good, float("nan"), "learning_rate is nan"),
+        ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows of 16 tokens"),
+        ({name: value.repeat(1, 2) for name, value in good.items()}, 1e-3, "4 rows of 32 tokens"),
+        ({name: value + 256 for name, value in good.items()}, 1e-3, "token ids are from 0 to"),
+    ):
+        with pytest.raises(lowmem.InputError, match=said):
+            model.step(batch, 0, rate)
+    with pytest.raises(lowmem.InputError, match=r"a list, \[batch\]"):
+        model.evaluate(good)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.decoder.model.state_dict().items())
+    assert model.step(good, 0, 1e-3).updated

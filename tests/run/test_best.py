@@ -136,6 +136,8 @@ def test_samples_change_no_bit_and_are_kept_over_a_stop(train, tmp_path, capsys)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     said = capsys.readouterr().err
     assert said.count(f"before training, {rows[0]['text']}".splitlines()[0]) == 3  # and above the last one of each run
+    assert train(out, "--resume", "never", "--steps", "1") == 0
+    assert not (out / "samples.jsonl").exists()  # they were another run's
 
 
 def test_a_model_s_own_way_to_generate_is_kept(train, finished, tmp_path):

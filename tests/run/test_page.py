@@ -132,7 +132,6 @@ def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
     [
         ([], "required: RUN"),
         (["nowhere"], "nowhere is no run folder"),
-        (["RUN", "."], ". is no run folder"),
         (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"),
         (["DAMAGED"], "its files cannot be shown"),
         (["RUN", "--outt", "x"], "--outt"),
@@ -197,3 +196,10 @@ def test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click(r
     assert before == after != zoomed and "200" in before.split() and "100" in zoomed.split()
     assert title == "run: lowmem" and "img" not in {tag for tag, _ in elements.found}
     assert sum(tag == "section" for tag, _ in elements.found) == 10
+
+
+def test_of_several_folders_those_that_are_no_runs_are_left_out(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "run", ".", "--out", "page.html"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "page.html\n" and said.err == "lowmem report: . is no run folder, and is left out\n"
