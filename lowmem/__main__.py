@@ -1,8 +1,8 @@
-"""python -m lowmem train|plan|demo|report [options]; where it is installed, lowmem
+"""lowmem train|plan|demo|report [options], or python -m lowmem ...
 
 train    any model: the options of train_gpt2_large.py, --model among them
 plan     what it would take: the options of `python -m lowmem.plan`
-demo     a pretrained model of 135M parameters learns to answer like a ship's captain, in some three minutes
+demo     a pretrained model learns to answer like a ship's captain, in 3 minutes
 report   a page about one run or several: report RUN [RUN ...] [--out FILE]
 """
 

@@ -32,7 +32,11 @@ def clone(tmp_path) -> Path:
 
 
 def run(*command, cwd: Path, **environment) -> str:
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

@@ -144,20 +144,21 @@ class Batch:
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = None) -> Batch:
-    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. Raises InputError for token ids outside
-    the vocabulary, and for more or wider rows than `most`."""
+    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. `most`: the rows of a batch and their
+    width in a user's own loop. Raises InputError for more, and then also for token ids outside the vocabulary."""
     if not isinstance(batch, Batch):
         batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
-    ids, words = batch.input_ids, decoder.model.config.vocab_size
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < words:
+    if most is None or not batch.input_ids.numel():
+        return batch
+    (rows, width), words = batch.input_ids.shape, decoder.model.config.vocab_size
+    if rows > most[0] or width > most[1]:
         raise InputError(
-            f"token ids are from 0 to {words - 1:,}; the batch has {int(ids.min())} and {int(ids.max()):,}"
+            f"the batch has {rows} rows of {width} tokens, and the plan is for at most {most[0]} of {most[1]}: set "
+            "Settings(batch=, seq=)"
         )
-    if most is not None and (ids.shape[0] > most[0] or ids.shape[1] > most[1]):
-        raise InputError(
-            f"the batch has {ids.shape[0]} rows of {ids.shape[1]} tokens, and the plan is for at most {most[0]} of "
-            f"{most[1]}: set Settings(batch=, seq=)"
-        )
+    lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
+    if not 0 <= lowest <= highest < words:
+        raise InputError(f"token ids are from 0 to {words - 1:,}; the batch has some from {lowest:,} to {highest:,}")
     return batch
 
 

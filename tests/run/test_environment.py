@@ -190,6 +190,8 @@ def test_two_misleading_messages_of_other_packages_are_dropped_and_no_others(bpe
     monkeypatch.setattr(bpe_tokenizer, "deprecation_warnings", {})
     for name in names:
         monkeypatch.setattr(logging.getLogger(name), "handlers", [kept])
+        monkeypatch.setattr(logging.getLogger(name), "_cache", {})
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
     with warnings_end_nothing():
         assert len(bpe_tokenizer("one two three four five six")["input_ids"]) > 4
         notice = "Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please make sure ..."
