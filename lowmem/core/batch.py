@@ -144,18 +144,18 @@ class Batch:
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = None) -> Batch:
-    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. `most`: the rows of a batch and their
-    width in a user's own loop. Raises InputError for more, and then also for token ids outside the vocabulary."""
+    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. `most`: how many rows a batch of
+    a user's own loop may have, and how wide. Raises InputError for more, and then also for token ids outside the
+    vocabulary."""
     if not isinstance(batch, Batch):
         batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
     if most is None or not batch.input_ids.numel():
         return batch
     (rows, width), words = batch.input_ids.shape, decoder.model.config.vocab_size
-    if rows > most[0] or width > most[1]:
-        raise InputError(
-            f"the batch has {rows} rows of {width} tokens, and the plan is for at most {most[0]} of {most[1]}: set "
-            "Settings(batch=, seq=)"
-        )
+    if rows > most[0]:
+        raise InputError(f"the batch has {rows} rows, and the plan is for at most {most[0]}: set Settings(batch=)")
+    if width > most[1]:
+        raise InputError(f"the batch is {width} tokens wide, and the plan is for at most {most[1]}: set Settings(seq=)")
     lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
     if not 0 <= lowest <= highest < words:
         raise InputError(f"token ids are from 0 to {words - 1:,}; the batch has some from {lowest:,} to {highest:,}")

@@ -275,7 +275,7 @@ class TrainingStep:
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
         """Returns the sum of the losses of a batch's tokens, and the number of tokens. Makes waiting updates first."""
-        batch = as_batch(batch, self._decoder)
+        batch = as_batch(batch, self._decoder, self.most and (math.inf, self.most[1]))
         self.flush()
         self._decoder.model.eval()
         return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens

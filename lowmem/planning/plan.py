@@ -8,6 +8,7 @@ table. The figures depend on the kind of card and on the versions of torch and t
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -138,7 +139,7 @@ class Plan:
         return wrapped(answer(self))
 
     def describe(self) -> str:
-        """Returns the plan as a table with all figures, in 80 columns; README.md explains the rows."""
+        """Returns the plan as a table with all figures, in 80 columns; docs/plan.md explains the rows."""
         settings = self.settings
         masters = " with fp32 master weights" if self.precision != "fp32" else ""
         trained = f"{self.model}: {self.parameters:,} parameters, all trained"
@@ -162,8 +163,10 @@ class Plan:
             size = format_size(self.disk_state_bytes)
             lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")
         lines += self._seconds_in_words()
-        broken = (textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
-        return "\n".join(line for parts in broken for line in parts)
+        fill = partial(
+            textwrap.fill, width=80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(map(fill, lines))
 
     def _layout_in_words(self) -> str:
         layout, settings, units, blocks = self.layout, self.settings, self.units, self.blocks

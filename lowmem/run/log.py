@@ -123,8 +123,7 @@ class RunLog:
         self._predicted, self._planned = plan["predicted"], planned(plan)
         self._step_ms: deque[float] = deque(maxlen=_ETA_OVER)
         self._bar = tqdm(
-            total=last_step, initial=first_step, file=sys.stderr, disable=not has_room_for_a_bar(),
-            dynamic_ncols=True,
+            total=last_step, initial=first_step, file=sys.stderr, disable=not has_room_for_a_bar(), dynamic_ncols=True,
             bar_format="{desc}", desc=f"{first_step}/{last_step}",
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))

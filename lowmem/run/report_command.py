@@ -22,10 +22,11 @@ def main(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         folders = [Path(run).expanduser() for run in options.runs]
-        for folder in folders if any(map(is_run, folders)) else ():
-            if len(folders) > 1 and not is_run(folder):
-                say(f"lowmem report: {folder} is no run folder, and is left out")
-        folders = [folder for folder in folders if is_run(folder)] or folders[:1]
+        if runs := [folder for folder in folders if is_run(folder)]:
+            for folder in folders:
+                if folder not in runs:
+                    say(f"lowmem report: {folder} is no run folder, and is left out")
+            folders = runs
         path = folders[0] if len(folders) == 1 else Path()
         if options.out is not None:
             path = Path(options.out).expanduser()

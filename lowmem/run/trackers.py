@@ -5,8 +5,8 @@ says so once, and training goes on without it. Every call runs in a thread with 
 waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
 Some charts show several values (_TOGETHER): both losses, and each measured figure with its prediction and its cap.
-TensorBoard has them in its tab Custom Scalars. wandb's package for layouts (wandb-workspaces) needs wandb's server, so
-wandb gets them as charts of its own, under charts/, after each evaluation and after the last step.
+TensorBoard shows them in its tab Custom Scalars. In wandb they are charts of their own, under charts/, drawn after each
+evaluation and after the last step: wandb's package for layouts (wandb-workspaces) needs wandb's server.
 
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from.
 

@@ -182,12 +182,15 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
     for batch, rate, said in (
         (good, "x", "learning_rate is 'x'"),
         (good, float("nan"), "learning_rate is nan"),
-        ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows of 16 tokens"),
-        ({name: value.repeat(1, 2) for name, value in good.items()}, 1e-3, "4 rows of 32 tokens"),
+        ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows, and the plan is for at most 4"),
+        ({name: value.repeat(1, 2) for name, value in good.items()}, 1e-3, "32 tokens wide"),
         ({name: value + 256 for name, value in good.items()}, 1e-3, "token ids are from 0 to"),
     ):
         with pytest.raises(lowmem.InputError, match=said):
             model.step(batch, 0, rate)
+    for change, said in ((lambda ids: ids.repeat(1, 2), "32 tokens wide"), (lambda ids: ids + 256, "token ids are")):
+        with pytest.raises(lowmem.InputError, match=said):
+            model.evaluate([{name: change(value) for name, value in good.items()}])
     with pytest.raises(lowmem.InputError, match=r"a list, \[batch\]"):
         model.evaluate(good)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.decoder.model.state_dict().items())
