@@ -105,7 +105,7 @@ class Batch:
     def _is_not_shifted(self) -> bool:
         """Returns True if each label is the token at its own position, and some label is not the token after it."""
         trained = self.labels != IGNORED_LABEL
-        if not torch.equal(self.labels[trained], self.input_ids[trained]):
+        if (trained & (self.labels != self.input_ids)).any():
             return False
         return bool((trained[:, :-1] & (self.labels[:, :-1] != self.input_ids[:, 1:])).any())
 
