@@ -104,12 +104,13 @@ def collect_garbage() -> None:
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by one matrix product
-    each. A thread allocates its workspace at its first product and keeps it (cuda_ops.py). Allocated first, the two
-    workspaces are next to each other, as in the plan."""
+    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
+    thread allocates its workspace at its first product and keeps it (cuda_ops.py). Allocated first, the workspaces are
+    next to each other, as in the plan."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
-        (matrix @ matrix).sum().backward()
+        product = matrix @ matrix
+        torch.addmm(matrix.detach()[0], product, matrix).sum().backward()  # with a bias: cuBLASLt has its own
 
 
 def finish_failed_backward(device: torch.device) -> None:

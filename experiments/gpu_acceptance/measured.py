@@ -103,6 +103,7 @@ def measure(
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
     """Returns the step as training makes it, on random weights."""
+    devices.take_workspaces(device)
     store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
     for part in store.parts:
         part.working.normal_(0, 0.02)

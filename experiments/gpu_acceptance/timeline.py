@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,18 +34,21 @@ from lowmem.units import GIB
 COMPUTE, IN, OUT = "compute", "copies in", "copies out"
 LANES = (COMPUTE, IN, OUT)
 UPDATES = ("_adamw", "_sgd", "_join_all", "_split_all")  # triton_kernels.py's
+NAME_CHARACTERS = 200  # of a kernel: templates' arguments take thousands
 PARTS = 1000  # of a stretch of time: what is told apart in a picture
 Stretch = tuple[float, float]  # from and to, in seconds
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `lanes`: sorted stretches that do not touch, by lane; `streamed_bytes`: copied each way."""
+    """One step. `lanes`: sorted stretches that do not touch, by lane; `streamed_bytes`: copied each way; `kernels`:
+    seconds and number of calls, by name."""
 
     title: str
     seconds: float
     streamed_bytes: int
     lanes: dict[str, list[Stretch]] = field(repr=False)
+    kernels: dict[str, tuple[float, int]] = field(repr=False, default_factory=dict)
 
     def figures(self) -> dict[str, float | int | None]:
         """Returns a row's fields. Seconds of copying count once if both directions are busy."""
@@ -76,8 +80,11 @@ def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: i
 def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
     """Makes a timeline from the profiler's events of one device: name(), start_ns(), duration_ns()."""
     lanes: dict[str, list[Stretch]] = {lane: [] for lane in LANES}
+    kernels: dict[str, tuple[float, int]] = {}
     for event in events:
         name, start = event.name(), event.start_ns()
+        seconds, calls = kernels.get(name, (0.0, 0))
+        kernels[name] = seconds + event.duration_ns() / 1e9, calls + 1
         if name.endswith(" Sync") or name == "Stream Wait Event":  # reported where that is switched on: no work
             continue
         if name in UPDATES:  # beside which a copy is not hidden
@@ -92,7 +99,7 @@ def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
         lane: joined([((start - begin) / 1e9, (end - begin) / 1e9) for start, end in stretches])
         for lane, stretches in lanes.items()
     }
-    return Timeline("recorded", (end - begin) / 1e9, streamed_bytes, in_seconds)
+    return Timeline("recorded", (end - begin) / 1e9, streamed_bytes, in_seconds, kernels)
 
 
 class _WatchedTransfers(SimulatedTransfers):
@@ -186,8 +193,9 @@ def _length(stretches: Iterable[Stretch]) -> float:
 
 
 def content(timeline: Timeline) -> dict:
-    """Returns the content of the file from which the picture is drawn. It has title, figures and `panels` for the whole
-    step and for the time of copying: [from, to] in seconds, and the busy share of each lane in each part."""
+    """Returns the content of the file from which the picture is drawn. It has title, figures, `kernels` (the longest
+    first, with seconds and number of calls) and `panels` for the whole step and for the time of copying: [from, to] in
+    seconds, and the busy share of each lane in each part."""
     copies = joined(timeline.lanes[IN] + timeline.lanes[OUT])
     windows = {"the whole step": (0.0, timeline.seconds)}
     if copies:
@@ -199,7 +207,8 @@ def content(timeline: Timeline) -> dict:
         }
         for name, window in windows.items()
     }
-    return {"title": timeline.title, "figures": timeline.figures(), "panels": panels}
+    kernels = sorted(([name[:NAME_CHARACTERS], *taken] for name, taken in timeline.kernels.items()), key=itemgetter(1))
+    return {"title": timeline.title, "figures": timeline.figures(), "kernels": kernels[::-1], "panels": panels}
 
 
 def draw(contents: Sequence[dict], title: str, path: Path) -> None:

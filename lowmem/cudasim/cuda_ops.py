@@ -201,16 +201,17 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
     return results
 
 
-def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> int:
-    """Returns the size of the workspace that a thread takes at its first matrix product, and keeps.
+def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
+    """Returns the sizes of the workspaces that a thread takes at its first matrix product, and keeps: that of cuBLAS,
+    and until 2.12 that of cuBLASLt, which only addmm with a bias vector takes, and so only forward.
 
     `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp
-    ("recent": see the module), with 2.13's declarations. Earlier releases are assumed to be like "old", in which
-    cuBLASLt (addmm with a bias vector) takes 1 MiB more. In "main" each product frees its workspace.
+    ("recent": see the module), with 2.13's declarations; an H200 with 2.11 took these bytes. In "main" each product
+    frees its workspace.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")
     large = capability[0] in (9, 10, 12) if shared_with_blaslt else capability == (9, 0)
     by_itself = 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
     blas = sum(int(kib) * KIB * int(count) for kib, count in pairs) if pairs else by_itself
-    return blas + (0 if shared_with_blaslt else MIB)
+    return (blas,) if shared_with_blaslt else (blas, MIB)

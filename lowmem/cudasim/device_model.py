@@ -21,8 +21,8 @@ class DeviceModel:
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
     copied_first: frozenset = frozenset()  # operations that allocate their temporaries first
-    products: frozenset = frozenset()  # matrix products; a thread's first one takes workspace_bytes
-    workspace_bytes: int = 0
+    products: frozenset = frozenset()  # matrix products; a thread's first one takes workspaces
+    workspace_bytes: tuple[int, ...] = ()  # in forward; backward takes only the first
     allocated: Callable = lambda func, args, kwargs, results: results  # those on the device, in order
     seconds: Callable = lambda *_: 0.0  # of an operation on the device
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch it, in forward and in backward

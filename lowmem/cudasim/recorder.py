@@ -305,9 +305,11 @@ class Recorder(TorchDispatchMode):
         self._operations.append((number, FREED, ""))
 
     def _take_workspace(self, thread: int) -> None:
-        if thread not in self._threads and self.machine.workspace_bytes:
+        sizes = self.machine.workspace_bytes if thread == FORWARD else self.machine.workspace_bytes[:1]
+        if thread not in self._threads and sizes:
             self._begin_chunk()
-            self._born(self.machine.workspace_bytes, "workspaces")
+            for size in sizes:
+                self._born(size, "workspaces")
             self._begin_chunk()
         self._threads.add(thread)
 

@@ -144,7 +144,7 @@ def workspaces(gpu: Gpu) -> Iterator[dict]:
     x = torch.ones(8, 8, device=device, requires_grad=True)
     bias = torch.ones(8, device=device)
     config = os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    said = workspace_bytes(gpu.capability, config, VERSION)
+    sizes = workspace_bytes(gpu.capability, config, VERSION)
     results = [torch.empty_like(x), torch.empty_like(x)]
     before = torch.cuda.memory_allocated(device)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def workspaces(gpu: Gpu) -> Iterator[dict]:
     torch.mm(x, x).sum().backward()
     x.grad = None
     backward = torch.cuda.memory_allocated(device) - before - forward
-    for name, taken in (("forward", forward), ("backward", backward)):
+    for name, taken, said in (("forward", forward, sum(sizes)), ("backward", backward, sizes[0])):
         yield {
             "kind": "workspace", "operator": f"first product {name}", "measured": [taken], "simulated": [said],
             "difference": "",

@@ -326,14 +326,14 @@ def test_gelu_layer_norm_and_products_are_left_alone():
 @pytest.mark.parametrize(
     ("capability", "config", "version", "expected"),
     [
-        (RTX3090, None, (2, 13), 8_519_680),
-        (RTX3090, ":4096:2:16:8", (2, 13), 8_519_680),
-        (RTX3090, ":4096:8", (2, 13), 32 * MIB),
-        (RTX3090, "nonsense", (2, 13), 8_519_680),
-        (H100, ":16:8", (2, 13), 128 * 1024),
-        *((capability, None, (2, 13), 32 * MIB) for capability in (H100, (10, 0), (12, 0))),
-        ((12, 0), None, (2, 11), 8_519_680 + MIB),  # and 1 MiB for cuBLASLt
-        (H100, None, (2, 11), 33 * MIB),
+        (RTX3090, None, (2, 13), (8_519_680,)),
+        (RTX3090, ":4096:2:16:8", (2, 13), (8_519_680,)),
+        (RTX3090, ":4096:8", (2, 13), (32 * MIB,)),
+        (RTX3090, "nonsense", (2, 13), (8_519_680,)),
+        (H100, ":16:8", (2, 13), (128 * 1024,)),
+        *((capability, None, (2, 13), (32 * MIB,)) for capability in (H100, (10, 0), (12, 0))),
+        ((12, 0), None, (2, 11), (8_519_680, MIB)),  # the second for cuBLASLt
+        (H100, None, (2, 11), (32 * MIB, MIB)),
     ],
 )
 def test_workspaces(capability, config, version, expected):

@@ -239,7 +239,7 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
 
 def test_every_thread_takes_a_workspace_once_and_keeps_it():
     machine = DeviceModel(
-        products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=MIB
+        products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=(MIB,)
     )
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
@@ -253,7 +253,7 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
-    machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=MIB)
+    machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=(MIB,))
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
     layout = Layout(micro_batch=2, group=2, states_on_gpu=99)
     case = StepCase(256, 4, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
