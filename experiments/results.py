@@ -39,6 +39,7 @@ def sections() -> str:
             "**On a GPU**, under 11 GiB (XL: and 16 GiB of RAM), against plain `transformers` forward and backward in "
             "bf16 autocast without a cap, at its best micro-batch up to 32",
             speed.speed_table(measured),
+            speed.checks_table(measured),
             "**Predicted by plans**, by sequences per step: the speed of a whole step as a share of its own forward "
             "and backward with everything kept, without cap and update. The last column is a multiple of the stock "
             "`transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",

@@ -46,5 +46,5 @@ and table.py makes tables and a picture of both.
 
 To add a section: a function(setting, **options) in a module here or in another experiment, and a Job in jobs.py.
 
-No GPU has run it yet; the repository's README.md says what is known without one.
+An H200 has run a part of it: docs/results.md has the tables, and names what failed.
 """

@@ -6,7 +6,7 @@ the two ways of being wrong: if the replay reserves what the card did, the trace
 allocator's model is off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU
 (backward has none: it runs on a thread of C++), from the simulation's regions there, and from nowhere on the CPU.
 
-The reading of a GPU's history has never met one: a test gives it entries as torch documents them.
+A test gives it entries as torch documents them.
 """
 
 import gc

@@ -3,6 +3,7 @@
     speed      a training step against plain transformers' forward and backward on the same card
     plans      what plans say: a step against its own forward and backward, by tokens per step (predicted.py)
     memory     peaks, predicted and measured, of lowmem and of plain training, model by model
+    checks     how many cases of each job held, and what the others did not
 
 Of several rows of one job and card the last good one counts. What no row is about is "not measured yet".
 """
@@ -130,18 +131,20 @@ def _share(row: dict) -> float:
 def memory_table(rows: list[dict]) -> str:
     """Makes the table of signed errors of predicted peaks on GPUs, model by model."""
     last = {(row["device"], row["name"]): row for row in rows if row["section"] == "memory"}
-    cases = [row for row in last.values() if "allocated_error" in row["values"]]
+    ran = [row for row in last.values() if "completes" in row["values"]]
+    cases = [row for row in ran if row["values"]["completes"]]
     if not cases:
         return f"Peaks on a GPU, predicted and measured: {NOT_MEASURED}."
     lines = [
         [
             row["device"], values["model"], values["method"], f"{values['batch']} x {values['seq']}",
             *(
-                f"{values[f'measured_{kind}_peak_bytes'] / GIB:.2f} ({values[f'{kind}_error']:+.1%})"
+                f"{values[f'measured_{kind}_peak_bytes'] / GIB:.2f} ({values[f'{kind}_error']:+.2%})"
+                if values["completes"] else "ran out of memory"
                 for kind in ("allocated", "reserved")
             ),
         ]
-        for row in cases
+        for row in ran
         for values in [row["values"]]
     ]  # fmt: skip
     said = []
@@ -150,6 +153,25 @@ def memory_table(rows: list[dict]) -> str:
         said.append(f"{method} {statistics.mean(errors):.2%}, the largest {max(errors):.2%}")
     header = ("card", "model", "training", "batch", "GiB allocated (error of the prediction)", "reserved (error)")
     return f"{markdown(header, lines)}\n\nMean absolute error of what is allocated: {'; '.join(said)}."
+
+
+def checks_table(rows: list[dict]) -> str:
+    """Makes the table of checks on GPUs: of each job how many cases ran, and which checks of which case failed."""
+    jobs: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        job, _, case = row["name"].partition(": ")
+        if case:
+            jobs.setdefault((row["device"], f"{row['section']}/{job}"), {})[case] = row
+    lines = []
+    for (device, job), cases in jobs.items():
+        failed = [
+            f"{case}: {'; '.join(name for name, held in row['checks'].items() if not held) or row['error']}"
+            for case, row in cases.items()
+            if not row["ok"]
+        ]
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in cases.values()))
+        lines.append([device, job, f"{len(cases) - len(failed)} of {len(cases)}", "<br>".join(failed), commits])
+    return markdown(("card", "job", "cases in which every check held", "the others: not so", "commits"), lines)
 
 
 def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:

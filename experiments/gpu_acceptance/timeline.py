@@ -9,7 +9,7 @@ a recording, and are not there in a simulation.
 A step has a hundred thousand kernels, so the file and the picture have, of the whole step and of the part in which
 states are copied, how much of each thousandth every lane is busy; the figures come from every event there is.
 
-The reading of a GPU's events has never met one: a test gives it events as PyTorch's profiler names them.
+A test gives it events as PyTorch's profiler names them.
 """
 
 from bisect import bisect_right
