@@ -52,7 +52,7 @@ def build() -> Path:
     libraries = FOLDER / made_of.hexdigest()[:16]
     if libraries.exists():
         return libraries
-    headers = _headers()
+    headers = _headers(_cuda_version(asking))
     modelled = set(re.findall(rf"\b{_PREFIX}(\w+)\s*\(", "".join(path.read_text() for path in sources)))
     modelled |= set(re.findall(r"^PRODUCT\((\w+)\)", (HERE / "card" / "kernels.c").read_text(), re.M))
     FOLDER.mkdir(exist_ok=True)
@@ -84,16 +84,25 @@ def _libraries_that_ask() -> list[Path]:
     found = [path for path in folder.glob("lib*.so") if re.match(r"lib(torch|c10|caffe2)", path.name)]
     bitsandbytes = importlib.util.find_spec("bitsandbytes")
     if bitsandbytes:
-        cuda = re.search(r"libcudart\.so\.(\d+)", _output("readelf", "-d", folder / "libtorch_cuda.so"))[1]
-        found += Path(bitsandbytes.origin).parent.glob(f"libbitsandbytes_cuda{cuda}*.so")
+        found += Path(bitsandbytes.origin).parent.glob(f"libbitsandbytes_cuda{_cuda_version(found)}*.so")
     return sorted(found)
 
 
-def _headers() -> Path:
+def _cuda_version(libraries: list[Path]) -> str:
+    """Returns the major version of CUDA that PyTorch's libraries are built for."""
+    library = next(path for path in libraries if path.name == "libtorch_cuda.so")
+    return re.search(r"libcudart\.so\.(\d+)", _output("readelf", "-d", library))[1]
+
+
+def _headers(cuda: str) -> Path:
+    """Returns the folder of CUDA's headers. In another major version the structures have other sizes."""
     triton = importlib.util.find_spec("triton")
     folder = Path(triton.origin).parent / "backends" / "nvidia" / "include" if triton else None
     if folder is None or not (folder / "cuda_runtime_api.h").exists():
         raise BuildError("the headers of CUDA come with Triton, which is not installed: pip install triton")
+    found = re.search(r"#define CUDA_VERSION (\d+)\d{3}", (folder / "cuda.h").read_text())[1]
+    if found != cuda:
+        raise BuildError(f"Triton's headers are of CUDA {found}, and PyTorch is built for {cuda}: take another Triton")
     return folder
 
 
