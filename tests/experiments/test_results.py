@@ -102,11 +102,26 @@ def test_errors_of_predicted_peaks_have_signs_and_a_mean():
     said = {f"measured_{kind}_peak_bytes": 2 * GIB for kind in ("allocated", "reserved")}
     rows = [
         row("memory", f"m: {error}", model="gpt2", method="lowmem", batch=64, seq=1024, allocated_error=error,
-            reserved_error=0.0, **said)
+            reserved_error=0.0, completes=True, **said)
         for error in (0.01, -0.03)
     ]  # fmt: skip
+    rows.append(row("memory", "m: opt", model="opt", method="lowmem", batch=64, seq=1024, completes=False))
     found = table.memory_table(rows)
-    assert "(+1.0%)" in found and "(-3.0%)" in found and "2.00%" in found
+    assert "(+1.00%)" in found and "(-3.00%)" in found and "2.00%" in found
+    assert found.count("ran out of memory") == 2
+
+
+def test_checks_that_failed_are_named_and_a_case_counts_once():
+    case = row("plans", "step: gpt2") | {
+        "ok": False,
+        "commit": "c0ffee",
+        "checks": {"completes": True, "within 3%": False},
+        "error": None,
+    }
+    other, again = case | {"name": "step: opt", "ok": True}, case | {"checks": {"within 3%": False, "completes": False}}
+    crashed = case | {"name": "step: llama", "checks": {}, "error": "the process ended"}
+    line = table.checks_table([case, other, crashed, again]).splitlines()[2]
+    assert "| 1 of 3 |" in line and "gpt2: within 3%; completes" in line and "llama: the process ended" in line
 
 
 def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
