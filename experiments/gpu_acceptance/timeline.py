@@ -83,10 +83,10 @@ def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
     kernels: dict[str, tuple[float, int]] = {}
     for event in events:
         name, start = event.name(), event.start_ns()
-        seconds, calls = kernels.get(name, (0.0, 0))
-        kernels[name] = seconds + event.duration_ns() / 1e9, calls + 1
         if name.endswith(" Sync") or name == "Stream Wait Event":  # reported where that is switched on: no work
             continue
+        seconds, calls = kernels.get(name, (0.0, 0))
+        kernels[name] = seconds + event.duration_ns() / 1e9, calls + 1
         if name in UPDATES:  # beside which a copy is not hidden
             continue
         lane = IN if name.startswith("Memcpy HtoD") else OUT if name.startswith("Memcpy DtoH") else COMPUTE

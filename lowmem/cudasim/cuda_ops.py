@@ -202,8 +202,8 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the sizes of the workspaces that a thread takes at its first matrix product, and keeps: that of cuBLAS,
-    and until 2.12 that of cuBLASLt, which only addmm with a bias vector takes, and so only forward.
+    """Returns the sizes of the workspaces that a thread takes at its first matrix product, and keeps. The first is that
+    of cuBLAS. Until 2.12 cuBLASLt has a second one, for addmm with a bias vector. Only forward has such products.
 
     `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp
     ("recent": see the module), with 2.13's declarations; an H200 with 2.11 took these bytes. In "main" each product

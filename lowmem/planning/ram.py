@@ -22,7 +22,8 @@ from lowmem.units import GIB, MIB
 
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
 CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host side and data, if no GPU is here.
-# Data, buffers and the kernels that CUDA loads at their first use, after planning: 500 MiB on an H200 with torch 2.11.
+# Data, buffers and the kernels that CUDA loads at their first use, after planning. On an H200 with torch 2.11
+# GPT-2-Large took 340 MiB, the demo 500.
 TRAINING_BYTES = 544 * MIB
 CPU_TRAINING_BYTES = 112 * MIB  # The same on the CPU, from runs of GPT-2 and GPT-2-Medium.
 PROCESS_VARIES_BYTES = 8 * MIB  # The next start of a program may hold more; about 1 MiB was seen.

@@ -1,9 +1,9 @@
-"""Runs every operator of lowmem/cudasim/temporaries.py on a card, and compares what it allocates with that table.
+"""Runs every operator of lowmem/cudasim/temporaries.py on a card, and compares its allocations with that table.
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
-prints a row of JSON for every case: the operator, its arguments, bytes of temporaries by PyTorch's caching allocator
-and by the table, and a sentence if a result differs from that on meta. Four kinds of cases:
+Each case prints a row of JSON. It has the operator, its arguments, and the bytes of its temporaries: those of PyTorch's
+caching allocator and those of the table. A sentence says if a result differs from that on meta. Four kinds of cases:
 
 - workspaces: taken and kept by a thread's first matrix product, in forward and in autograd's thread, under
   CUBLAS_WORKSPACE_CONFIG (`--workspaces`: nothing else).

@@ -422,6 +422,11 @@ def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
     assert figures["copies_in_seconds"] == pytest.approx(found.streamed_bytes / card.copy_bytes_per_second)
     contents = [timeline.content(found), timeline.content(timeline.timeline_of([Event("kernel", 0, 9)], 0))]
     assert [len(content["panels"]) for content in contents] == [2, 1]
+    twice = [Event("long", 0, 5_000), *(Event("short", start, 2_000) for start in (5_000, 7_000))]
+    more = timeline.timeline_of([*twice, Event("Stream Wait Event", 0, 90_000)], 0)  # a wait is no work
+    kernels = timeline.content(more)["kernels"]
+    assert [(name, calls) for name, _, calls in kernels] == [("long", 1), ("short", 2)]
+    assert kernels[1][1] == pytest.approx(4e-6)
     timeline.draw(contents, "two steps", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
