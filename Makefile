@@ -19,6 +19,8 @@ help:
 	@echo 'make transformers4   make .venv-transformers4, in which make test-all then reads exported models (transformers 4)'
 	@echo 'make test-cuda  run the tests of what only CUDA does, on that'
 	@echo 'make bench   time plans, steps, loading and saving on this machine (some ten minutes); nothing depends on it'
+	@echo 'make seeds   try each claim by its command in small: runs/seeds/index.html (a quarter of an hour)'
+	@echo 'make rows    make rows of plans again that are older than their sources (half an hour); then make results'
 	@echo 'make results tables and pictures of the READMEs from the rows that are there'
 	@echo 'make lint    check style and formatting'
 
@@ -102,6 +104,14 @@ transformers4: setup
 		echo "$(TRANSFORMERS_4)" > .venv-transformers4/installed.txt; \
 	fi
 
+# Rows of plans and schedules whose sources have changed since; which ones: .venv/bin/python -m experiments.rows --list
+rows: setup
+	$(RUN) -m experiments.rows
+
+# Each experiment's own command in small: a claim, its command, the number and the picture, on runs/seeds/index.html.
+seeds: setup
+	$(RUN) -m experiments.seeds
+
 # Tables and pictures of all READMEs, from the rows that are there; measures nothing.
 results: setup
 	$(RUN) -m experiments.results
@@ -113,7 +123,7 @@ results: setup
 	$(RUN) -m experiments.host_time.table
 	$(RUN) -m experiments.bench.table
 
-# Adds rows to experiments/bench/results and prints them; make bench BEFORE=COMMIT times that commit, too, by turns.
+# Adds rows to runs/bench and prints them; make bench BEFORE=COMMIT times that commit, too, by turns.
 BEFORE =
 bench: setup
 	$(RUN) -m experiments.bench.run $(if $(BEFORE),--before $(BEFORE))
@@ -122,4 +132,4 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-.PHONY: help packages setup demo test test-all stand-in test-cuda transformers4 results bench lint
+.PHONY: help packages setup demo test test-all stand-in test-cuda transformers4 rows seeds results bench lint

@@ -12,11 +12,14 @@ from experiments.bigger_models import today
 from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.tables import put
+from experiments.memory_estimation import pictures as memory_pictures
 from experiments.memory_estimation import table as memory
 from experiments.nested_tensors import table as nested_tensors
+from experiments.parallel_3d import table as parallel_3d
 from experiments.peers import table as peers
 from experiments.pipeline_parallel import table as pipeline_parallel
 from experiments.plan_accuracy import table as plan_accuracy
+from experiments.several_gpus import scaling
 from experiments.tensor_parallel import table as tensor_parallel
 from experiments.unified_memory import table as unified_memory
 
@@ -40,9 +43,9 @@ def sections() -> str:
             "bf16 autocast without a cap, at its best micro-batch up to 32",
             speed.speed_table(measured),
             speed.checks_table(measured),
-            "**Predicted by plans**, by sequences per step: the speed of a whole step as a share of its own forward "
-            "and backward with everything kept, without cap and update. The last column is a multiple of the stock "
-            "`transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",
+            "**Predicted by plans**, by sequences per step: a whole step's speed, as a share of its own forward and "
+            "backward. These keep everything, and have neither cap nor update. The last column is a multiple of the "
+            "stock `transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",
             speed.plans_table(planned),
             "![Speed by tokens per step](../experiments/gpu_acceptance/results/speed.png)",
             "**Predicted against measured**",
@@ -50,7 +53,7 @@ def sections() -> str:
             "RAM of training runs on the CPU, GiB:",
             memory.ram_table(ram),
             "**How large a model**: predicted peaks, plain training and lowmem "
-            "([tables](../experiments/memory_estimation/README.md))",
+            "([tables](../experiments/memory_estimation/tables.md))",
             "![Predicted peaks against the size of the model](../experiments/memory_estimation/results/sizes.png)",
         )
     )
@@ -63,14 +66,16 @@ def main() -> int:
     code_generation.main()
     memory.main()
     nested_tensors.main()
+    parallel_3d.main()
     peers.main()
     pipeline_parallel.main()
     plan_accuracy.main()
+    scaling.write_readme()
     tensor_parallel.main()
     unified_memory.main()
     rows = memory.committed_rows()
-    memory.draw(rows, memory.RESULTS / "memory.png")
-    memory.draw_sizes(rows, memory.RESULTS / "sizes.png")
+    memory_pictures.draw_batches(rows, memory.RESULTS / "memory.png")
+    memory_pictures.draw_sizes(rows, memory.RESULTS / "sizes.png")
     speed.draw_speed(*speed.committed_rows(), speed.RESULTS / "speed.png")
     return 0
 

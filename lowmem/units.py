@@ -1,4 +1,4 @@
-"""Parses and formats byte sizes and intervals. GiB and G are both 2**30, GB is 10**9."""
+"""Parses and formats byte sizes, intervals and counts. GiB and G are both 2**30, GB is 10**9."""
 
 import math
 import re
@@ -75,3 +75,8 @@ def format_seconds(seconds: float) -> str:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def counted(number: int, things: str) -> str:
+    """Returns "1 row" or "2,000 rows" for `things` "rows"."""
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"

@@ -20,6 +20,7 @@ import _thread
 import ctypes
 import itertools
 import sys
+import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -143,6 +144,9 @@ class _Draws:
 
     def __init__(self):
         self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
+        # All draws use the CPU's default generator. A thread of gloo that waits for a stream computes what is queued
+        # there, also while the main thread reserves a draw.
+        self._generator = threading.RLock()
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
         """Returns the state of the generator from which `func` is about to draw; None if it draws from a CPU's."""
@@ -163,7 +167,7 @@ class _Draws:
         generator, before = place
         state = self._state(before)
         stand_ins = tree_map(lambda leaf: torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with self._generator, _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.set_state(state)
             call(*stand_ins[0], **stand_ins[1])
             after = torch.default_generator.get_state()
@@ -172,7 +176,7 @@ class _Draws:
             self._states.popitem(last=False)
 
         def draw(call: Callable, args: tuple, kwargs: dict) -> Any:
-            with torch.random.fork_rng(devices=[]):
+            with self._generator, torch.random.fork_rng(devices=[]):
                 torch.default_generator.set_state(state)
                 return call(*args, **kwargs)
 

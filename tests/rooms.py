@@ -13,9 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOUNDATION, PROGRAMS = "foundation", "programs"  # the files that lie in lowmem/ itself, below and above the rooms
 PROGRAM_FILES = {"__init__", "__main__", "allocator", "plan"}
-ROOMS = (FOUNDATION, "core", "models", "data", "cudasim", "planning", "run", PROGRAMS)
+ROOMS = (FOUNDATION, "core", "models", "data", "distributed", "cudasim", "planning", "run", PROGRAMS)
 # Neighbours in that order that know nothing of each other all the same.
 STRANGERS = {("data", "models"), ("cudasim", "core"), ("cudasim", "models"), ("cudasim", "data"), ("planning", "data")}
+STRANGERS |= {("distributed", "models"), ("distributed", "data"), ("cudasim", "distributed")}
+STRANGERS |= {("planning", "distributed")}
+COMPOSED = {"parallel_3d": ["pipeline_parallel", "tensor_parallel"]}  # experiments that are made of others
 OPTIONAL_PACKAGES = {"wandb", "bitsandbytes", "datasets", "matplotlib", "pyarrow", "tensorboard"}
 
 
@@ -94,7 +97,8 @@ def violations(root: Path = ROOT) -> list[str]:
         own = path.relative_to(root / "experiments").parts[0].removesuffix(".py")
         for module in sorted(imported_modules(path, root)):
             parts = module.split(".")
-            others = path.parent.name != "experiments" and parts[1:2] not in ([], [own], ["harness"])
+            known = [own, "harness", *COMPOSED.get(own, [])]
+            others = path.parent.name != "experiments" and parts[1:2] not in ([], *([of] for of in known))
             if parts[0] in scripts or (parts[0] == "experiments" and others):
                 found.append(
                     f"{path.relative_to(root)} imports {module}: experiments import lowmem, the harness and themselves"

@@ -42,7 +42,8 @@ def commands() -> list[tuple[str, str, bool]]:
 
 def parsed(command: str) -> None:
     """Raises an error if the command's program or one of its options does not exist."""
-    match shlex.split(command):
+    words = shlex.split(command)
+    match words[words.index("torchrun") if "torchrun" in words else 0 :]:  # behind a variable
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
         case ["lowmem", "train", *options]:
@@ -51,6 +52,11 @@ def parsed(command: str) -> None:
             parse_plan(options, plan_command._PROGRAM)
         case ["lowmem", "report", *options]:
             assert [word for word in options if word.startswith("-")] in ([], ["--out"])
+        case ["torchrun", "--nproc-per-node", "2", "-m", "lowmem", "train", *options]:
+            parse_arguments(options, Settings())
+        case ["torchrun", *rest]:
+            script = next(word for word in rest if word.endswith(".py"))
+            parse_arguments(rest[rest.index(script) + 1 :], SCRIPTS[script])
         case ["python", script, *options]:
             parse_arguments(options, SCRIPTS[script])
         case [".venv-cuda/bin/python", "-m", "stand_in", *rest]:

@@ -64,6 +64,8 @@ def tree(folder, *more: str):
         ("experiments/peers/run.py", "from experiments.scaling.run import main"),
         ("experiments/peers/run.py", "from ..scaling import run"),
         ("experiments/peers/run.py", "import train_gpt2_xl"),
+        ("experiments/tensor_parallel/run.py", "from experiments.parallel_3d import mesh"),
+        ("experiments/parallel_3d/run.py", "from experiments.peers import run"),
         ("train_gpt2_xl.py", "from experiments.peers import run"),
     ],
 )
@@ -84,6 +86,7 @@ def test_an_import_that_points_the_wrong_way_is_found(tmp_path, file, code):
         ),
         ("lowmem/run/train.py", "def log():\n    import wandb\nfrom lowmem.data import dataset"),
         ("experiments/peers/run.py", "import lowmem.run\nfrom experiments.peers import table\nfrom . import run"),
+        ("experiments/parallel_3d/run.py", "from experiments.tensor_parallel import rules"),
         ("train_gpt2_xl.py", "from lowmem.run.train import main"),
     ],
 )

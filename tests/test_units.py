@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowmem.units import GIB, KIB, MIB, TIB, format_size, interval_seconds, parse_interval, parse_size
+from lowmem.units import GIB, KIB, MIB, TIB, counted, format_size, interval_seconds, parse_interval, parse_size
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,10 @@ def test_an_interval_is_steps_or_a_time(text, interval, seconds):
 def test_what_is_no_interval_is_refused(text):
     with pytest.raises(ValueError, match="neither a number of steps nor a time"):
         parse_interval(text)
+
+
+@pytest.mark.parametrize(
+    ("number", "things", "said"), [(1, "rows", "1 row"), (0, "rows", "0 rows"), (2000, "files", "2,000 files")]
+)
+def test_a_number_of_things_is_said_as_people_say_it(number, things, said):
+    assert counted(number, things) == said

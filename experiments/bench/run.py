@@ -19,6 +19,7 @@ from pathlib import Path
 from experiments.bench.cases import CASES, IN_PROCESS, PLANS, ROOT, planned, tokenized
 from experiments.bench.table import RESULTS, tables
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.harness.trees import unpacked
 
 PROGRAM = "experiments.bench.run"
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
     parser.add_argument("--before", metavar="COMMIT", help="time that commit, too, by turns with this tree")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="processes per case and tree (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="ROWS.jsonl")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1"}
     common = {"sources": row_file.sources(PROGRAM), "rounds": options.rounds} | row_file.made_by(PROGRAM, arguments)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from experiments.bench.table import THREADS
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 
 PROGRAM = "experiments.bench.threads"
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spin", nargs="+", default=SPIN_COUNTS, help="values of GOMP_SPINCOUNT; 'lowmem' chooses one")
     parser.add_argument("--steps", type=int, default=12, help="training steps in each process (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each setting (%(default)s)")
-    parser.add_argument("--out", type=Path, default=THREADS, metavar="ROWS.jsonl")
+    parser.add_argument("--out", type=Path, default=under_runs(THREADS), metavar="ROWS.jsonl")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

@@ -8,6 +8,9 @@ On the CPU: slices from random weights in fp32, trained by the recipes in separa
 most blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names; it
 must not be a RAM disk.
 
+`learns`: 20 steps of one batch by a slice of GPT-J whose vocabulary are bytes, at the recipe's rate, with a slice's
+warm-up and without: the loss has to fall with it.
+
 On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
 memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:
 losses and norms of gradients have to be the same.
@@ -26,9 +29,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lowmem
+from experiments.bigger_models.recipe import SLICE_WARMUP
 from experiments.bigger_models.shapes import SHAPES, Shape
+from experiments.bigger_models.train_gptj import SETTINGS
 from experiments.harness import rows as row_file
-from experiments.harness.options import make_folder
+from experiments.harness.comparison import divergence
+from experiments.harness.options import make_folder, under_runs
 from experiments.harness.whole_runs import check_room, ram_of, report_of
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.planning.plan import Plan
@@ -40,14 +46,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 NAME = "rows.jsonl"
 GPTJ, T5 = SHAPES["gpt-j-6b"], SHAPES["t5-11b"]
 RECIPES = {"gpt-j-6b": "train_gptj", "t5-11b": "train_t5"}
-TRAINED, ON_CARD = "trained", "card"
+TRAINED, LEARNED, ON_CARD = "trained", "learned", "card"
 STEPS = 2
 SEQ, BATCH = 128, 2  # on the CPU
 FEW_BLOCKS = {"gpt-j-6b": (2, 3), "t5-11b": (1, 2)}
+LEARNING_STEPS, LEARNING_SEQ, LEARNING_BLOCKS = 20, 16, 1
+WARMUPS = {"warm-up": SLICE_WARMUP, "none": 0}
 RAM_WITHIN = 0.03  # of its prediction
 RAM_LIMIT, DISK_LIMIT = "14GiB", "56GiB"
 PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes")
-ONCE = ["--steps", str(STEPS), "--save-every", "1000", "--keep-last", "1", "--eval-batches", "1", "--resume", "never"]
+ONCE = ["--save-every", "1000", "--keep-last", "1", "--eval-batches", "1", "--resume", "never"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,9 @@ class CardCase:
     computed: bool = False
 
 
+LEARNING = replace(  # all widths but the vocabulary's: its texts are bytes
+    GPTJ, fields=GPTJ.fields | {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
+)
 NARROW = replace(
     GPTJ, name="narrow",
     fields=GPTJ.fields
@@ -124,7 +135,8 @@ def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
         planned = lowmem.plan(slice_settings(config, ram_limit))
         check_room(folder, disk_bytes(planned), name)
         words = [
-            *("--blocks", str(blocks), "--seq", str(SEQ), "--batch", str(BATCH), "--device", "cpu", *ONCE),
+            *("--blocks", str(blocks), "--seq", str(SEQ), "--batch", str(BATCH), "--steps", str(STEPS)),
+            *("--device", "cpu", *ONCE),
             *("--ram-limit", ram_limit, "--export-dtype", "bf16", "--states", "disk"),
         ]
         words += ["--target-tokens", str(SEQ // 2)] if shape is T5 else []
@@ -145,8 +157,35 @@ def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
         "checks": {
             "RAM under its cap": found["ram_peak_bytes"] <= parse_size(ram_limit),
             "RAM within 3% of its prediction": abs(error) <= RAM_WITHIN,
+            "the training does not diverge": divergence([report["loss"]["first"], report["loss"]["last"]]) is None,
         },
         "run": shlex.join(["python", *program, "--states-folder", "DIR"]),
+    }
+
+
+def learned(warmup_steps: float) -> dict:
+    """Returns the values of a row of LEARNING, trained on one batch. LowmemError if the run fails."""
+    with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+        place = Path(folder)
+        words = [
+            *("-m", "lowmem", "train", "--model", str(LEARNING.write(place / "config", LEARNING_BLOCKS))),
+            *("--init", "random", "--seq", str(LEARNING_SEQ), "--batch", str(BATCH), "--device", "cpu", *ONCE),
+            *("--steps", str(LEARNING_STEPS), "--fixed-batch", "--lr", str(SETTINGS.lr)),
+            *("--warmup-steps", str(warmup_steps), "--export-dtype", "bf16"),
+        ]
+        report = report_of([sys.executable, *words], place / "run", "a slice that learns")
+        losses = [loss for loss, _ in rows_of(place / "run")]
+    return {
+        "shape": GPTJ.name,
+        "blocks": LEARNING_BLOCKS,
+        "parameters": report["plan"]["parameters"],
+        "seq": LEARNING_SEQ,
+        "batch": BATCH,
+        "lr": SETTINGS.lr,
+        "warmup_steps": warmup_steps,
+        "losses": losses,
+        "step_seconds": report["measured"]["step_seconds"],
+        "checks": {"the loss falls": losses[-1] < losses[0]} if warmup_steps else {},
     }
 
 
@@ -156,7 +195,7 @@ def on_card(case: CardCase) -> dict:
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         place = Path(folder)
         config = case.shape.write(place / "config", case.blocks)
-        common = ["--seq", str(case.seq), "--batch", str(case.batch), *ONCE, *case.options]
+        common = ["--seq", str(case.seq), "--batch", str(case.batch), "--steps", str(STEPS), *ONCE, *case.options]
         common += ["--states-folder", str(place / "states")] if "--ram-limit" in case.options else []
         if case.computed:
             program = ["-m", "lowmem", "train", "--model", str(config), "--init", "random", *common]
@@ -179,6 +218,7 @@ def on_card(case: CardCase) -> dict:
     }
     if case.computed:
         checks["losses and norms are those without a cap"] = losses == free
+        checks["the training does not diverge"] = divergence([loss for loss, _ in losses]) is None
     return {
         "card": card,
         "computed": case.computed,
@@ -215,6 +255,8 @@ def line(row: dict) -> str:
     """Returns a row for people."""
     failed = [name for name, holds in row["checks"].items() if not holds]
     verdict = f"FAILED ({', '.join(failed)})" if failed else "ok"
+    if row["kind"] == LEARNED:
+        return f"{row['name']}: loss {row['losses'][0]:.2f} to {row['losses'][-1]:.2f}  {verdict}"
     if row["kind"] == TRAINED:
         sizes = [row["predicted_ram_peak_bytes"], row["ram_peak_bytes"]]
     else:
@@ -267,7 +309,11 @@ def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict
         )
         for shape in (GPTJ, T5) for blocks in FEW_BLOCKS[shape.name]
     ]  # fmt: skip
-    return [*slices, ("slice: largest", TRAINED, largest)]
+    learning = [
+        (f"learns: {name}", LEARNED, lambda warmup=warmup: learned(warmup))
+        for name, warmup in WARMUPS.items()
+    ]  # fmt: skip
+    return [*slices, *learning, ("slice: largest", TRAINED, largest)]
 
 
 def _size(text: str) -> str:
@@ -286,7 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
     add("--ram-limit", type=_size, default=RAM_LIMIT, metavar="SIZE", help="of runs on the CPU (%(default)s)")
     add("--disk-limit", type=_size, default=DISK_LIMIT, metavar="SIZE", help="of the largest slice (%(default)s)")
-    add("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of rows.jsonl (results/)")
+    add("--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help="folder of rows (%(default)s)")
     return parser
 
 

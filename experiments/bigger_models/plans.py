@@ -1,11 +1,12 @@
 """What training the models would take: GPU memory, RAM, disk and time, planned on a machine without a GPU.
 
-    python -m experiments.bigger_models.plans [--only NAME ...] [--list] [--out DIR]
+    python -m experiments.bigger_models.plans [--all | --only NAME ...] [--list] [--out DIR]
 
-A case is a model under a cap of GPU memory and one of RAM, on a card; `--only` names parts of cases' names. Its row is
-written to rows.jsonl as soon as its plan is made, and what has a row of these sources already is not planned again, so
-the same command goes on. Under a cap of RAM, states may lie on a disk, which is taken to read and write 2 GiB/s
-together (--disk-rate's default).
+A case is a model under a cap of GPU memory and one of RAM, on a card. Without options a few are planned, in minutes;
+`--all` takes hours, and `--only` names parts of cases' names. The command says on stderr how long it takes, by the
+seconds that committed rows have. A row is written to rows.jsonl as soon as its plan is made, and what has a row of
+these sources already is not planned again, so the same command goes on. Under a cap of RAM, states may lie on a disk,
+which is taken to read and write 2 GiB/s together (--disk-rate's default).
 
 The smallest caps are those that a refusal under 16 MiB of GPU memory names. A case that is refused has the sentence in
 its row: `error`.
@@ -14,6 +15,7 @@ its row: `error`.
 import argparse
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +29,8 @@ from transformers import logging as transformers_logging
 import lowmem
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
-from experiments.harness.options import make_folder
+from experiments.harness.countdown import Countdown
+from experiments.harness.options import make_folder, under_runs
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.settings import Settings
@@ -101,6 +104,23 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(dict.fromkeys(_cases()))  # the ladder has some of the plans
+QUICK = tuple(
+    f"{shape}, 24GiB, any RAM, {LADDER_CARD}" for shape in ("gpt2", "gpt-j-6b", "llama-7b", "t5-11b")
+)  # names of cases
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """Returns the cases that the command's options name."""
+    if options.only:
+        return [case for case in CASES if any(text in case.name for text in options.only)]
+    return [case for case in CASES if options.all or case.name in QUICK]
+
+
+def expected_seconds(cases: list[Case]) -> dict[str, float]:
+    """Returns the seconds that each plan takes by the newest committed rows; the median of all for one without row."""
+    known = {row["name"]: row["planning_seconds"] for row in row_file.read(RESULTS / NAME) if row["kind"] == KIND}
+    usual = statistics.median(known.values()) if known else 0.0
+    return {case.name: known.get(case.name, usual) for case in cases}
 
 
 def planned(case: Case, folder: Path) -> dict:
@@ -146,9 +166,7 @@ def values_of(plan: Plan) -> dict:
 
 def sources() -> str:
     """Returns a digest of the code that makes these rows."""
-    return row_file.digest(
-        "lowmem/**/*.py", "experiments/bigger_models/shapes.py", "experiments/bigger_models/plans.py"
-    )
+    return row_file.plan_sources("experiments/bigger_models/shapes.py", "experiments/bigger_models/plans.py")
 
 
 def line(row: dict) -> str:
@@ -165,9 +183,9 @@ def line(row: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    chosen = [case for case in CASES if any(text in case.name for text in options.only)]
+    chosen = chosen_cases(options)
     if not chosen:
-        said = f"--only {' '.join(options.only)}: no case has that in its name; --list names them"
+        said = f"--only {' '.join(options.only)}: no case has that in its name; --all --list names them"
         print(f"plans: {said}", file=sys.stderr)
         return InputError.exit_code
     if options.list:
@@ -182,11 +200,12 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / NAME
     common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
     done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+    chosen = [case for case in chosen if case.name not in done]
+    countdown = Countdown(expected_seconds(chosen))
+    countdown.announce()
     for case in chosen:
-        if case.name in done:
-            continue
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
+        with countdown.case(case.name), tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
             values = planned(case, Path(folder) / case.shape)
         row = {
             "kind": KIND, "name": case.name, "shape": case.shape, "card": case.card, "seq": case.seq,
@@ -203,9 +222,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", metavar="NAME", help="parts of the names of cases, of all there are")
+    which.add_argument("--all", action="store_true", help="all cases, for hours, instead of a few")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and plan nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of rows.jsonl (results/)")
+    parser.add_argument(
+        "--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help="folder of rows.jsonl (%(default)s)"
+    )
     return parser
 
 

@@ -1,18 +1,18 @@
-"""The README's tables and its verdict, made from rows: `python -m experiments.bigger_models.table`."""
+"""The tables of tables.md and the README's verdict, from rows: `python -m experiments.bigger_models.table`."""
 
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from experiments.bigger_models.measure import CARD_CASES, ON_CARD, RAM_WITHIN, TRAINED
+from experiments.bigger_models.measure import CARD_CASES, LEARNED, ON_CARD, RAM_WITHIN, TRAINED
 from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, RESIDENT, SMALLEST
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put, runs_twice
-from lowmem.units import GIB
+from lowmem.units import GIB, counted
 
 FOLDER = Path(__file__).resolve().parent
-README = FOLDER / "README.md"
+README, TABLES = FOLDER / "README.md", FOLDER / "tables.md"
 KEPT = FOLDER / "results" / "rows.jsonl"
 BEGIN = "<!-- made by python -m experiments.bigger_models.table -->"
 ADAM_BYTES = 16  # per parameter, kept the usual way: fp32 weights, gradients, m and v
@@ -24,7 +24,8 @@ def committed_rows() -> list[dict]:
     return list({row["name"]: row for row in row_file.read(KEPT)}.values())
 
 
-def section(rows: list[dict]) -> str:
+def tables(rows: list[dict]) -> str:
+    """Returns all tables in Markdown."""
     planned = {row["name"]: row for row in rows if row["kind"] == KIND}
     parts = [
         "**Plans**, 64 x 1,024 tokens a step, GiB. *RAM* is the whole process's; *in it* are Adam's states with the "
@@ -39,10 +40,11 @@ def section(rows: list[dict]) -> str:
         _ladder(planned),
         "**Slices, trained on the CPU** with Adam's states on a disk, GiB of RAM; of T5 so many blocks of each kind",
         _slices([row for row in rows if row["kind"] == TRAINED]),
+        "**Do slices learn?** Steps of one batch, from random weights, all widths but the vocabulary's, which are "
+        "bytes; the loss at its first, its highest and its last step",
+        _learned([row for row in rows if row["kind"] == LEARNED]),
         "**Under a cap that the 16-bit weights alone exceed**, on the stand-in, GiB",
         _on_card([row for row in rows if row["kind"] == ON_CARD]),
-        "**Verdict**",
-        verdict(rows),
     ]
     return "\n\n".join(parts)
 
@@ -148,18 +150,34 @@ def _slices(rows: list[dict]) -> str:
         return "None was trained yet: `python -m experiments.bigger_models.measure` does."
     header = (
         "slice", "parameters", "cap", "predicted", "measured", "error", "bytes per parameter", "states on the disk",
-        "forward and backward", "s per step", "loss",
+        "forward and backward", "s per step",
     )  # fmt: skip
     lines = [
         [
-            f"{row.get('shape', 'gpt-j-6b')}, {row['blocks']} blocks", f"{row['parameters']:,}",
+            f"{row.get('shape', 'gpt-j-6b')}, {counted(row['blocks'], 'blocks')}", f"{row['parameters']:,}",
             _gib(row["ram_limit_bytes"]),
             *(f"{row[f'{kind}ram_peak_bytes'] / GIB:.2f}" for kind in ("predicted_", "")), f"{_error(row):+.1%}",
             f"{row['ram_peak_bytes'] / row['parameters']:.1f}", _gib(row["disk"]["states"]),
             "twice" if runs_twice(row["choice"]) else "once", f"{row['step_seconds']:.0f}",
-            " to ".join(f"{loss:.2f}" for loss in row["loss"]),
         ]
         for row in sorted(rows, key=lambda row: row["parameters"])
+    ]  # fmt: skip
+    return markdown(header, lines)
+
+
+def _learned(rows: list[dict]) -> str:
+    if not rows:
+        return "None was trained yet: `python -m experiments.bigger_models.measure --only learns` does."
+    header = ("slice", "parameters", "tokens", "steps", "rate", "warm-up, of all steps", "loss", "s per step")
+    lines = [
+        [
+            f"{row['shape']}, {counted(row['blocks'], 'blocks')}", f"{row['parameters']:,}",
+            f"{row['batch']} x {row['seq']}",
+            str(len(row["losses"])), f"{row['lr']:g}", f"{row['warmup_steps']:g}",
+            ", ".join(f"{loss:.2f}" for loss in (row["losses"][0], max(row["losses"]), row["losses"][-1])),
+            f"{row['step_seconds']:.0f}",
+        ]
+        for row in rows
     ]  # fmt: skip
     return markdown(header, lines)
 
@@ -229,6 +247,12 @@ def verdict(rows: list[dict]) -> str:
             f"Of {len(slices)} slices that were trained {within} took RAM within {RAM_WITHIN:.0%} of the prediction; "
             f"errors are {min(errors):+.1%} to {max(errors):+.1%}."
         )
+    sentences += [
+        f"A slice of {counted(row['blocks'], 'blocks')} with a warm-up learns one batch: {len(row['losses'])} steps "
+        f"take the loss from {row['losses'][0]:.2f} to {row['losses'][-1]:.2f}."
+        for row in rows
+        if row["kind"] == LEARNED and row["warmup_steps"]
+    ]
     largest = [row for row in slices if row.get("one_block_more_is_too_large_for")]
     sentences += [
         f"The largest, of {row['parameters']:,} parameters, was bounded by the machine's "
@@ -269,7 +293,8 @@ def _speeds(rows: list[dict]) -> str:
 
 
 def main() -> int:
-    put(README, BEGIN, section(committed_rows()))
+    put(README, BEGIN, verdict(committed_rows()))
+    put(TABLES, BEGIN, tables(committed_rows()))
     return 0
 
 

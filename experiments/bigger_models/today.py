@@ -22,7 +22,7 @@ from transformers import logging as transformers_logging
 import lowmem
 from experiments.bigger_models.plans import KIND, RESULTS, line, values_of
 from experiments.harness import rows as row_file
-from experiments.harness.options import at_least, make_folder
+from experiments.harness.options import at_least, make_folder, under_runs
 from experiments.harness.tables import markdown
 from lowmem.errors import InputError, LowmemError
 from lowmem.settings import Settings
@@ -156,9 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"today: {error}", file=sys.stderr)
         return error.exit_code
     path = options.out / NAME
-    common = row_file.made_by(PROGRAM, arguments) | {
-        "sources": row_file.digest("lowmem/**/*.py", "lowmem/**/*.json", "lowmem/**/*.csv", f"{_own_path()}")
-    }
+    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
     done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
     left = [case for case in reversed(chosen) if case.name not in done]  # large models take longest
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
@@ -175,8 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _own_path() -> Path:
-    return Path(__file__).resolve().relative_to(row_file.ROOT)
+def sources() -> str:
+    """Returns a digest of the code and the tables that make these rows."""
+    return row_file.plan_sources("experiments/bigger_models/today.py")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,7 +184,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
     parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help=f"folder of {NAME} (results/)")
+    parser.add_argument(
+        "--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help=f"folder of {NAME} (%(default)s)"
+    )
     return parser
 
 

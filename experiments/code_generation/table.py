@@ -24,8 +24,9 @@ def section(rows: list[dict]) -> str:
         made = f"`{row['command']}`: {row['beginnings']} functions of {row['data']}"
         if training:
             made += (
-                f", a GPT-2 of {training['parameters'] / 1e6:.1f} million parameters, {training['steps']:,} steps of "
-                f"{training['tokens_per_step']:,} tokens, {training['seconds'] / 60:.1f} minutes with its tokenizer"
+                f", a {'pretrained' if training.get('pretrained') else 'random'} model of "
+                f"{training['parameters'] / 1e6:.1f} million parameters, {training['steps']:,} steps of "
+                f"{training['tokens_per_step']:,} tokens, {training['seconds'] / 60:.1f} minutes"
             )
         parts += [
             made + f"; {row['seconds'] / 60:.1f} minutes in all; {row['machine']}, torch {row['versions']['torch']}.",

@@ -21,10 +21,12 @@ from pathlib import Path
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import rows
 from experiments.harness.child import A_CHECK_FAILED, machine_here, output_of
+from experiments.harness.options import under_runs
 from experiments.harness.progress import FACTOR, Progress, flops_per_second
 from lowmem.units import GIB
 
 RESULTS = Path(__file__).parent / "results"
+OUT = under_runs(RESULTS)
 LEAST_SHARE = 1 / 3  # a job starts only if this share of its time limit is left
 LOOK_SECONDS = 1.0  # interval at which the jobs' progress is read
 OUT_OF_TIME = "skipped: out of time"
@@ -37,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="Measure on a GPU: correctness, training under caps, and the denominator. Rows go to a .jsonl.",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (%(default)s)")
-    parser.add_argument("--out", type=Path, help="folder of rows.jsonl (the experiment's results)")
+    parser.add_argument("--out", type=Path, help=f"folder of rows.jsonl ({OUT})")
     names = f"{', '.join(dict.fromkeys(job.section for job in JOBS))}, or a job such as {JOBS[0].full_name}"
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help=f"sections or jobs: {names}")
     parser.add_argument("--again", action="store_true", help="run what has a good row already, too")
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("gpu_acceptance: PyTorch finds no GPU here; --dry-run runs it on the CPU, tiny.", file=sys.stderr)
             return 2
         with tempfile.TemporaryDirectory(prefix="gpu_acceptance_") as scratch:
-            path = (options.out or RESULTS) / "rows.jsonl"
+            path = (options.out or OUT) / "rows.jsonl"
             if options.dry_run and options.out is None:
                 path = Path(scratch) / "rows.jsonl"
             try:

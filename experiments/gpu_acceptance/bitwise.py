@@ -19,6 +19,7 @@ import torch
 
 from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.comparison import worst
 from experiments.harness.trainings import ALL, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Outcome, Shape
 from experiments.harness.trainings import train as train_step
 from lowmem import device as devices
@@ -73,7 +74,7 @@ def _equal(plain: Callable[[], Outcome], outcome: Callable[[], Outcome], streame
 
 def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most: float) -> Result:
     found = outcome()
-    error = max(abs(loss - true) / true for loss, true in zip(found.losses, truth().losses, strict=True))
+    error = worst(abs(loss - true) / true for loss, true in zip(found.losses, truth().losses, strict=True))
     return Result({"error": error, "losses": found.losses}, {f"within {most:g}": error <= most})
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.comparison import worst
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.homes import host_tensor, page_lock
@@ -87,7 +88,7 @@ def _split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> Resu
 
 def _update(device: torch.device, optimizer: str, dtype: torch.dtype, rule: Callable, size: int) -> Result:
     ulps = fused.largest_ulps(device, optimizer, dtype, rule, size)
-    return Result(ulps, {f"at most {fused.MOST_ULPS} ulp": max(ulps.values()) <= fused.MOST_ULPS})
+    return Result(ulps, {f"at most {fused.MOST_ULPS} ulp": worst(ulps.values()) <= fused.MOST_ULPS})
 
 
 def _update_speed(device: torch.device, size: int, dtype: torch.dtype, dry_run: bool) -> Result:
@@ -100,7 +101,7 @@ def _loss(device: torch.device, precision: str, shape: tuple[int, int, int], fus
     errors = loss_errors(device, WORKING_DTYPES[precision], *shape, fused_kernels)
     checks = {
         "loss": errors["loss"] <= MOST_LOSS_ERROR[precision],
-        "gradients": max(errors["hidden"], errors["weight"]) <= MOST_GRADIENT_ERROR[precision],
+        "gradients": worst((errors["hidden"], errors["weight"])) <= MOST_GRADIENT_ERROR[precision],
     }
     return Result(errors, checks)
 

@@ -22,6 +22,7 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -30,6 +31,7 @@ from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.errors import LowmemError
 from lowmem.models.build import build_model, load_config, make_decoder
+from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_step import META, StepCase, gpu_target, record_step
 from lowmem.settings import Settings
@@ -39,16 +41,17 @@ SEQ, BATCHES = 1024, (1, 2, 4, 8, 16, 32, 64)
 RAM_LIMITS = {"gpt2-large": None, "gpt2-xl": 16 * GIB}
 RESULTS = Path(__file__).parent / "results"
 NAME = "predicted.jsonl"
+PROGRAM = "experiments.gpu_acceptance.predicted"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_acceptance.predicted", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument(
         "--gpus", nargs="+", metavar="CARD", default=["rtx3060", "rtx3090", "h200"], help="(%(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of predicted.jsonl")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder of predicted.jsonl")
     options = parser.parse_args(arguments)
     path = options.out / NAME
     try:
@@ -64,18 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def rows_of(card: Card, arguments: list[str]):
     """Yields a row per model and batch."""
-    precision = "bf16" if "bf16" in card.rates else "fp16"
-    for model, ram_limit in RAM_LIMITS.items():
+    precision = precision_of(card)
+    for model in RAM_LIMITS:
         config = load_config(model, "random")
         decoder = partial(make_decoder, config, precision, "fp32", gpu_target(card).fused_kernels)
         fastest = max((alone_per_second(decoder, size, precision, card), size) for size in (1, 2, 4, 8))
         plain = max(plain_per_second(config, size, card) for size in (8, 32)) if precision == "bf16" else None
         for batch in BATCHES:
-            settings = Settings(
-                model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
-                ram_limit_bytes=ram_limit, plan_only=True,
-            )  # fmt: skip
-            plan = make_plan(settings, config, "cuda", precision, card)
+            plan = planned(model, card, batch)
             said = plan.to_dict()
             row = {
                 "kind": "predicted", "card": card.name, "model": model, "seq": SEQ, "batch": batch,
@@ -89,7 +88,25 @@ def rows_of(card: Card, arguments: list[str]):
                 f"{card.name} {model} {batch:>3} x {SEQ}: {plan.step_seconds:.2f} s, {share:.3f} of it alone",
                 flush=True,
             )
-            yield row | row_file.made_by("experiments.gpu_acceptance.predicted", arguments)
+            yield row | {"sources": sources()} | row_file.made_by(PROGRAM, arguments)
+
+
+def sources() -> str:
+    """Returns a digest of the code that makes these rows."""
+    return row_file.plan_sources("experiments/gpu_acceptance/*.py", "experiments/memory_estimation/*.py")
+
+
+def precision_of(card: Card) -> str:
+    return "bf16" if "bf16" in card.rates else "fp16"
+
+
+def planned(model: str, card: Card, batch: int) -> Plan:
+    """Returns the plan of a row."""
+    settings = Settings(
+        model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
+        ram_limit_bytes=RAM_LIMITS[model], plan_only=True,
+    )  # fmt: skip
+    return make_plan(settings, load_config(model, "random"), "cuda", precision_of(card), card)
 
 
 def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> float:

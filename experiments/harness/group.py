@@ -81,6 +81,19 @@ def member(work: Callable[[Path, int], None]) -> int:
     return 0
 
 
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Returns what a command returns, or the exit code of its error, which one process says."""
+    try:
+        return command()
+    except LowmemError as error:
+        if is_first():
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+
+
 def is_first() -> bool:
     """True except in torchrun's processes of other ranks, so that only one process reports."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,11 +1,14 @@
 """What commands read: kinds of numbers, and a folder to write to."""
 
+import argparse
 import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.harness.rows import ROOT
 from lowmem.errors import InputError
+from lowmem.units import parse_size
 
 SEEDS = 2**31  # seeds are below
 
@@ -24,11 +27,29 @@ def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
     return read
 
 
-def make_folder(path: Path) -> None:
-    """Makes the folder before the work is done. InputError if it cannot be made, or written to."""
+def size(typed: str) -> int:
+    """Reads a size such as 11GiB, in bytes."""
+    try:
+        return parse_size(typed)
+    except (InputError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def under_runs(committed: Path) -> Path:
+    """Returns where a command writes by default, for a file or folder of committed rows: under runs/. Only --rows or
+    --out writes over what is committed."""
+    parts = committed.resolve().relative_to(ROOT / "experiments").parts
+    return Path("runs", *(part for part in parts if part != "results"))
+
+
+def make_folder(path: Path, *older: str) -> None:
+    """Makes the folder before the work is done, without the files of these names that an older run left there.
+    InputError if it cannot be made, or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        for name in older:
+            (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error

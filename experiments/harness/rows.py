@@ -28,6 +28,11 @@ def on_stand_in() -> bool:
     return bool(os.environ.get("STAND_IN_LIBRARIES"))
 
 
+def computes_values() -> bool:
+    """False on the stand-in without --values, where a kernel writes nothing."""
+    return not on_stand_in() or bool(os.environ.get("STAND_IN_VALUES"))
+
+
 def card_counts() -> dict[str, int]:
     """Returns the counts of the stand-in's card in this process; nothing elsewhere."""
     if not on_stand_in():
@@ -42,7 +47,7 @@ def through_stand_in() -> list[str]:
     if not on_stand_in():
         return []
     found = os.environ
-    values = ["--values"] if found.get("STAND_IN_VALUES") else []
+    values = ["--values"] if computes_values() else []
     ram = ["--ram"] if "host_resident=1" in found.get("STAND_IN_CARD", "") else []
     return ["-m", "stand_in", "--gpu", found["STAND_IN_GPU"], "--order", found["STAND_IN_ORDER"], *values, *ram, "--"]
 
@@ -79,14 +84,15 @@ def make_row(
 
 
 def append(path: Path, row: dict) -> None:
-    """Adds one line; after a half line that a killed process left, on a line of its own."""
+    """Adds one line; after a half line that a killed process left, on a line of its own. Numbers that are not finite
+    become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
 
 
 def read(path: Path) -> list[dict]:
@@ -135,6 +141,13 @@ def sources(target: str) -> str:
     """Returns a digest of the code that makes the rows of a job: lowmem, and the experiments that it calls by name."""
     folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
     return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
+
+
+def plan_sources(*own: str) -> str:
+    """Returns a digest of the code that makes plans (not of that which reads data or runs training), and of the files
+    that match `own`."""
+    rooms = ("", "core/**/", "cudasim/**/", "models/**/", "planning/**/")
+    return digest(*(f"lowmem/{room}*.{kind}" for room in rooms for kind in ("py", "json", "csv")), *own)
 
 
 def digest(*patterns: str) -> str:

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
 
+TEST_EVERY = 6
+
 
 def digits() -> tuple[Tensor, Tensor]:
     """Returns 1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and the digit of each, int64 [N]. InputError without
@@ -41,6 +43,12 @@ def source_tokens(length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 def _source_files() -> list[Path]:
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+def parted(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns inputs and targets for training, and every sixth sample, for testing."""
+    tested = torch.arange(len(inputs)) % TEST_EVERY == TEST_EVERY - 1
+    return inputs[~tested], targets[~tested], inputs[tested], targets[tested]
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:

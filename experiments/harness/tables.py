@@ -18,6 +18,18 @@ def runs_twice(choice: dict) -> bool:
     return choice.get("fate") == "dropped" or choice.get("norm_first", False)
 
 
+def learned_table(rows: Iterable[dict], kinds: tuple[str, ...]) -> str:
+    """Returns a table of trainings with their losses and accuracies; `kinds`: the fields that say which it is."""
+    lines = [
+        [str(row[kind]) for kind in kinds]
+        + [str(row["steps"]), str(row["batch"]), f"{row['learning_rate']:g}"]
+        + [f"{row['losses'][place]:.3f}" for place in (0, -1)]
+        + [f"{row['test_accuracy']:.1%}"]
+        for row in rows
+    ]
+    return markdown((*kinds, "steps", "batch", "rate", "first loss", "last loss", "test accuracy"), lines)
+
+
 def put(path: Path, begin: str, content: str) -> None:
     """Writes the file with `content` between the mark `begin` and the END that follows. ValueError, and the file as it
     was, if a mark is missing."""

@@ -26,6 +26,7 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.ranks import Ranks
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
@@ -169,7 +170,8 @@ def make_step(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]] | None = None, *, device: torch.device = CPU,
     precision="fp32", optimizer="adamw", clip_norm: float | None = 0.5, residual="fp32", fused_kernels=False,
     loss_scale: LossScale | None = None, dropout_seed=3, defer=True, beta1=0.9, beta2=0.999, epsilon=1e-8,
-    host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0, **layout,
+    host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0,
+    ranks: Ranks = Ranks(), **layout,  # noqa: B008  it does nothing
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
     """Makes the step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
 
@@ -187,7 +189,7 @@ def make_step(
         kept = round(kept * len(decoder.blocks))
     laid_out = Layout(kept=kept, **{"micro_batch": 2, "states_on_gpu": ALL} | layout)
     disk_tensor = disk_tensor or DiskStates(Path(tempfile.gettempdir())).tensor
-    store = Store(decoder, device, dtype, rule, laid_out, host_tensor, disk_tensor)
+    store = Store(decoder, device, dtype, rule, laid_out, host_tensor, disk_tensor, ranks)
     store.write(iter(weights))
     step = (TrainingStep if defer else FlushedStep)(
         decoder, store, Hyperparameters(weight_decay=0.01, beta1=beta1, beta2=beta2, epsilon=epsilon),

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.harness.options import under_runs
 from experiments.harness.rows import made_by
 from experiments.harness.whole_runs import check_room, ram_of, report_of
 from experiments.memory_estimation import rows as row_file
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "--models", nargs="+", choices=names, default=names, metavar="MODEL", help=f"of {', '.join(names)}"
     )
     parser.add_argument(
-        "--out", type=Path, default=row_file.FOLDER / "results", help="folder to write to (the experiment's results)"
+        "--out", type=Path, default=under_runs(row_file.FOLDER / "results"), help="folder to write to (%(default)s)"
     )
     return parser
 

@@ -16,23 +16,31 @@ from pathlib import Path
 import torch
 import transformers
 
-from experiments.harness.rows import made_by
+from experiments.harness.options import under_runs
+from experiments.harness.rows import made_by, plan_sources
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, SMALLEST, lowmem_row, plain_rows, smallest_row
 from experiments.memory_estimation.measure import measured
 from experiments.memory_estimation.models import MODELS, positions
+from experiments.memory_estimation.pictures import draw_batches, draw_sizes
 from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
-from experiments.memory_estimation.table import draw, draw_sizes, summary
+from experiments.memory_estimation.table import summary
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.device import set_environment
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.log import write_json
 from lowmem.units import format_size, parse_size
 
+PROGRAM = "experiments.memory_estimation.run"
 TRAININGS = ("fp32", "bf16", LOWMEM)
 METHODS = (*TRAININGS, SMALLEST)
 LOWMEM_BATCHES = (1, LARGEST_BATCH)
 RESULTS = row_file.FOLDER / "results"
+
+
+def sources() -> str:
+    """Returns a digest of the code that makes these rows."""
+    return plan_sources("experiments/memory_estimation/*.py")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +59,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     except ValueError as error:
         raise InputError(f"--limit: {error}") from None
     card = _card_here() if options.measure else card_named(options.gpu)
-    shared = made_by("experiments.memory_estimation.run", arguments)
+    shared = {"sources": sources()} | made_by(PROGRAM, arguments)
     path = options.out / row_file.NAME
     everything = row_file.read(path)
     tasks = [(name, options.methods, options.seq, card, limit_bytes) for name in options.only or MODELS]
@@ -68,7 +76,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
                 print(_line(result), flush=True)
                 everything = row_file.replace(path, [result])
     write_json(options.out / "report.json", summary(everything) | {"rows": row_file.NAME})
-    draw(everything, options.out / "memory.png")
+    draw_batches(everything, options.out / "memory.png")
     draw_sizes(everything, options.out / "sizes.png")
     print(f"{path}, report.json and the pictures are written")
     return 0
@@ -161,7 +169,7 @@ def _line(row: dict) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.memory_estimation.run", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
@@ -170,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="a100", help="the card that is simulated under that cap (%(default)s)")
     parser.add_argument("--measure", action="store_true", help="run the cases on the GPU here; never run on one yet")
     parser.add_argument("--jobs", type=_positive, default=min(2, os.cpu_count() or 1), help="processes (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder to write to (the experiment's results)")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder to write to (%(default)s)")
     return parser
 
 

@@ -1,14 +1,9 @@
-"""The README's tables and the picture, made from rows.
-
-    python -m experiments.memory_estimation.table        puts the tables of the rows in results/ into README.md
-
-A test fails when README.md and the committed rows disagree.
-"""
+"""The tables of tables.md and the verdict of README.md: `python -m experiments.memory_estimation.table` makes both from
+the rows in results/. A test fails when they and the committed rows disagree."""
 
 import statistics
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from experiments.harness.rows import is_measured
 from experiments.harness.tables import markdown, put, runs_twice
@@ -16,12 +11,13 @@ from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import SMALLEST
 from experiments.memory_estimation.models import MODELS
+from experiments.memory_estimation.several_gpus import published as several_gpus
 from lowmem.units import GIB
 
 BEGIN = "<!-- made by python -m experiments.memory_estimation.table -->"
-README, RESULTS = row_file.FOLDER / "README.md", row_file.FOLDER / "results"
-FILES = (row_file.NAME, ram.NAME)
-PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "gpt2-xl")
+README, TABLES = row_file.FOLDER / "README.md", row_file.FOLDER / "tables.md"
+RESULTS = row_file.FOLDER / "results"
+FILES = (row_file.NAME, ram.NAME, several_gpus.NAME)
 NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"}
 
 
@@ -33,15 +29,17 @@ def tables(rows: list[dict]) -> str:
         parts.append(f"**{seq} tokens per sequence**, predicted, GiB\n\n{_predicted_table(predicted, seq)}")
     parts.append(f"**The smallest caps under which lowmem trains**, predicted, GiB\n\n{_smallest_table(predicted)}")
     parts.append(f"**LLMem's own cases** (V100-16GB, 512 tokens), MiB\n\n{_llmem_table(predicted)}")
+    parts.append(f"**Runs on several GPUs that others measured**, GiB per GPU\n\n{_published_table(rows)}")
+    parts.append(_published_notes(rows))
     parts.append(f"**Measured**\n\n{_measured_table(rows)}")
     parts.append(f"**RAM of training runs on the CPU**, GiB\n\n{ram_table(rows)}")
-    parts.append(f"**Verdict**\n\n{_verdict(predicted)}")
     return "\n\n".join(parts)
 
 
-def _verdict(rows: list[dict]) -> str:
-    """Summarizes the predicted rows in sentences."""
-    sentences = []
+def verdict(rows: list[dict]) -> str:
+    """Summarizes the predicted rows, and those of others' runs, in sentences."""
+    runs = [row for row in rows if row["kind"] == several_gpus.KIND]
+    rows, sentences = [row for row in rows if row["kind"] == "predicted"], []
     for seq in sorted({row["seq"] for row in rows if row["method"] in NAMES}):
         first = [row for row in rows if row["method"] in NAMES and row["seq"] == seq and row["batch"] in (1, None)]
         fitting = {method: sum(r["method"] == method and r.get("fits", False) for r in first) for method in NAMES}
@@ -68,7 +66,26 @@ def _verdict(rows: list[dict]) -> str:
             f"{_span([row['published_error'] for row in cases])}; DNNMem's, by LLMem's Table 2, is "
             f"{cases[0]['dnnmem_errors'][0]:.1%} to {cases[0]['dnnmem_errors'][1]:.1%} in size."
         )
+    if runs:
+        sentences.append(_published_verdict(runs))
     return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _published_verdict(runs: list[dict]) -> str:
+    spans = []
+    for method in dict.fromkeys(row["method"] for row in runs):
+        own = [row for row in runs if row["method"] == method and row["measured"]]
+        plain, held = ([e for row in own for e in row[name].values()] for name in ("errors", "errors_with_held"))
+        if len(plain) > 1:
+            spans.append(f"{method} {_span(plain)} ({_span(held)})")
+        else:
+            spans.append(f"{method} {plain[0]:+.1%} ({held[0]:+.1%})")
+    out = [row for row in runs if not row["measured"]]
+    return (
+        "On several GPUs, predicted peaks of PyTorch's own methods differ from published measurements: "
+        f"{', '.join(spans)}. The figures in brackets count what the run's own code is known to hold besides. "
+        f"Of {len(out)} published runs that ran out of memory, {sum(not row['fits'] for row in out)} do not fit here."
+    )
 
 
 def _is_plain(row: dict, model: str) -> bool:
@@ -180,6 +197,41 @@ def _llmem_table(rows: list[dict]) -> str:
     return markdown(header, lines)
 
 
+def _published_table(rows: list[dict]) -> str:
+    header = (
+        "run", "model", "method", "GPUs", "tokens", "micro-batch", "measured", "kind", "predicted", "error",
+        "with what its code holds besides", "fits its card",
+    )  # fmt: skip
+    lines = []
+    for row in _published(rows):
+        case = [row["name"], row["model"], row["method"], *(str(row[name]) for name in ("ranks", "seq", "batch"))]
+        fits = "yes" if row["fits"] else "no"
+        if not row["measured"]:
+            lines.append([*case, "out of memory", "", f"{row['reserved_peak_bytes'] / GIB:.2f}", "", "", fits])
+        for kind, size in row["measured"].items():
+            predicted = row[f"{several_gpus.COMPARED[kind]}_peak_bytes"]
+            held = f"{row['errors_with_held'][kind]:+.1%}" if row["held"] else ""
+            sizes = [f"{size / GIB:.2f}", kind, f"{predicted / GIB:.2f}", f"{row['errors'][kind]:+.1%}", held, fits]
+            lines.append([*case, *sizes])
+    return markdown(header, lines)
+
+
+def _published_notes(rows: list[dict]) -> str:
+    """Says of each run from where it is, how it trains, what differs and what is not known. Runs that say the same
+    share a line."""
+    notes: dict[str, list[str]] = {}
+    for row in _published(rows):
+        held = "".join(f"; it holds {size / GIB:.2f} GiB of {what}" for what, size in row["held"].items())
+        note = f"{row['settings']}. Differs: {row['differs']}{held}. Not known: {row['unknown']}. {row['source']}"
+        notes.setdefault(note, []).append(row["name"])
+    return "\n".join(f"- *{', '.join(names)}*: {note}" for note, names in notes.items())
+
+
+def _published(rows: list[dict]) -> list[dict]:
+    names = list(several_gpus.RUNS)
+    return sorted((r for r in rows if r["kind"] == several_gpus.KIND), key=lambda row: names.index(row["name"]))
+
+
 def _measured_table(rows: list[dict]) -> str:
     pairs = list(_pairs(rows))
     if not pairs:
@@ -253,104 +305,14 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow if over the cap."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [r for r in rows if r["kind"] == "predicted" and r["method"] in NAMES and "refused" not in r]
-    rows = [row for row in rows if row["seq"] == min(row["seq"] for row in rows)]
-    shown = [name for name in PICTURED if any(row["model"] == name for row in rows)] or sorted(
-        {row["model"] for row in rows}
-    )[: len(PICTURED)]
-    if not shown:
-        return
-    columns = min(3, len(shown))
-    figure = Figure(figsize=(3.6 * columns, 2.9 * -(-len(shown) // columns) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(-(-len(shown) // columns), columns, squeeze=False)
-    for axes in grid.flat[len(shown) :]:
-        axes.remove()
-    ticks = sorted({row["batch"] for row in rows if row["model"] in shown})
-    for axes, name in zip(grid.flat, shown, strict=False):
-        _panel(axes, name, [row for row in rows if row["model"] == name], ticks)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.supylabel("predicted reserved peak (GiB)", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def draw_sizes(rows: list[dict], path: Path) -> None:
-    """Draws predicted peaks against the size of the model: a batch of one in plain training, any batch in lowmem."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row["kind"] == "predicted" and row.get("seq") and "refused" not in row]
-    rows = [row for row in rows if MODELS[row["model"]].parameters]
-    if not any(row["method"] == SMALLEST for row in rows):
-        return
-    seq = max(row["seq"] for row in rows if row["method"] == SMALLEST)
-    largest = max(row["batch"] for row in rows if row["method"] == SMALLEST)
-    lines = (
-        ("plain fp32, batch 1", "fp32", 1, "allocated_peak_bytes", "C1"),
-        ("plain bf16 autocast, batch 1", "bf16", 1, "allocated_peak_bytes", "C2"),
-        (f"lowmem, batch {largest}, at least", SMALLEST, largest, "smallest_cap_bytes", "C0"),
-        ("lowmem, batch 1, at least", SMALLEST, 1, "smallest_cap_bytes", "C9"),
-    )
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for label, method, batch, value, colour in lines:
-        points = sorted(
-            (MODELS[row["model"]].parameters, row[value] / GIB)
-            for row in rows
-            if (row["method"], row["batch"], row["seq"]) == (method, batch, seq)
-        )
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=5, alpha=0.8, label=label)
-    for card_gib in (8, 11, 16, 24):
-        axes.axhline(card_gib, color="0.8", linewidth=0.8, zorder=0)
-        axes.annotate(f"{card_gib} GiB", (1, card_gib), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize=8, color="0.5")  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e9:g}B")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("parameters, all of them trained")
-    axes.set_ylabel("predicted GPU memory (GiB)")
-    axes.set_title(f"{seq:,} tokens per sequence, Adam in fp32", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120)
-
-
-def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
-    for colour, (method, label) in zip(("C1", "C2", "C0"), NAMES.items(), strict=True):
-        points = sorted((r["batch"], r["reserved_peak_bytes"] / GIB, r["fits"]) for r in rows if r["method"] == method)
-        line = "none" if method == "lowmem" else "-"  # two batches with different layouts: no line between them
-        x, y = [p[0] for p in points], [p[1] for p in points]
-        axes.plot(x, y, color=colour, linewidth=1.3, linestyle=line, marker="o", markersize=5, label=label)
-        for fits, face in ((True, colour), (False, "white")):
-            some = [p for p in points if p[2] is fits]
-            axes.plot([p[0] for p in some], [p[1] for p in some], "o", color=colour, markerfacecolor=face, markersize=5)
-    axes.axhline(rows[0]["limit_bytes"] / GIB, color="C3", linestyle="--", linewidth=1, label="cap")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.yaxis.get_major_locator().set_params(integer=rows[0]["limit_bytes"] > 4 * GIB)
-    axes.set_title(name, fontsize=10)
-    axes.set_xlabel(f"sequences of {rows[0]['seq']} tokens", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def committed_rows() -> list[dict]:
     """Returns all rows of the experiment's own results, but for those that the stand-in made."""
     return [row for name in FILES for row in row_file.read(RESULTS / name) if is_measured(row)]
 
 
 def main() -> int:
-    put(README, BEGIN, tables(committed_rows()))
+    put(README, BEGIN, verdict(committed_rows()))
+    put(TABLES, BEGIN, tables(committed_rows()))
     return 0
 
 

@@ -15,13 +15,17 @@ is still in fp32. There a rounding is 4e-3 and small gradients keep few digits (
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from experiments.harness import rows as row_file
+from experiments.harness.comparison import worst
+from experiments.harness.options import under_runs
 from experiments.nested_tensors.main import add_device_options, chosen_device, on_device
+from experiments.nested_tensors.picture import DISTANCE_EDGES, LOGIT_EDGES
 from experiments.nested_tensors.ragged import (
     LONGEST,
     MODES,
@@ -57,27 +61,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     parser.add_argument("--lengths", choices=LENGTHS, action="append", help="default: all of them")
     add_device_options(parser)
-    parser.add_argument("--rows", type=Path, default=RESULTS, metavar="ROWS.jsonl", help="default: %(default)s")
+    parser.add_argument(
+        "--rows", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     device, allowed = chosen_device(parser, options), TOLERANCES[options.dtype]
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     common |= on_device(device, options.dtype)
-    worst = 0.0
+    largest = 0.0
     for shape in options.model or SHAPES:
         for kind in options.lengths or LENGTHS:
             samples = drawn_samples(LENGTHS[kind])
             expected = truth(shape, samples, device)
             for mode in options.mode or MODES:
                 began = time.perf_counter()
-                found = distances(shape, mode, samples, expected, device, options.dtype)
+                results = computed(shape, mode, samples, device, options.dtype)
+                found = compared(results, expected)
                 seconds = time.perf_counter() - began
-                worst = max(worst, *found.values())
+                largest = worst((largest, *found.values()))
                 row = common | {"model": shape, "mode": mode, "lengths": kind, "seconds": seconds} | found
+                row["distribution"] = distribution(results[0], expected[0])
                 row_file.append(options.rows, row)
                 print(f"{shape:6} {mode:9} {kind:10} output {found['output']:.1e}  gradient {found['gradient']:.1e}")
-    if worst > allowed:
-        print(f"a distance of {worst:.1e} is above {allowed:.0e}", file=sys.stderr)
-    return int(worst > allowed)
+    if not largest <= allowed:
+        print(f"a distance of {largest:.1e} is above {allowed:.0e}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def drawn_samples(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
@@ -104,19 +113,49 @@ def distances(
     shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device, dtype: str = "fp32"
 ) -> dict:
     """Returns the largest relative distances of a mode's results, all samples as one batch, from what is expected."""
+    return compared(computed(shape, mode, samples, device, dtype), expected)
+
+
+def computed(shape: str, mode: str, samples: list[list[int]], device: torch.device, dtype: str = "fp32") -> Results:
+    """Computes a mode, all samples as one batch; in fp32 whatever `dtype` they were computed in."""
     model = make_model(shape, mode, device, dtype)
     inputs = collate(mode, samples, LAST_LABEL).to(device)
     loss, logits = forward(model, inputs)
     loss.backward()
-    outputs, gradients = expected
-    pairs = zip(_of_samples(logits.detach().float(), inputs, [len(sample) for sample in samples]), outputs, strict=True)
-    output = max(float(((found - true).norm(dim=1) / true.norm(dim=1)).max()) for found, true in pairs)
+    return _of_samples(logits.detach().float(), inputs, [len(sample) for sample in samples]), _gradients(model)
+
+
+def compared(found: Results, expected: Results) -> dict:
+    """Returns the largest relative distances: of a token's logits, and of a parameter's gradient."""
+    gradients = expected[1]
     least = VANISHING * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    gradient = max(
-        float((found - gradients[name]).norm()) / max(float(gradients[name].norm()), least)
-        for name, found in _gradients(model).items()
+    gradient = worst(
+        float((one - gradients[name]).norm()) / max(float(gradients[name].norm()), least)
+        for name, one in found[1].items()
     )
-    return {"output": output, "gradient": gradient}
+    return {"output": worst(tokens_distances(found[0], expected[0])), "gradient": gradient}
+
+
+def tokens_distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Returns the relative distance of each token's logits."""
+    pairs = zip(found, expected, strict=True)
+    return [distance for one, true in pairs for distance in ((one - true).norm(dim=1) / true.norm(dim=1)).tolist()]
+
+
+def distribution(found: list[Tensor], expected: list[Tensor]) -> dict[str, list[int]]:
+    """Counts logits by their value (`logits`, `expected`), between LOGIT_EDGES, and tokens by the power of ten of their
+    relative distance (`distances`), between DISTANCE_EDGES; what is beyond an edge counts to the last bin."""
+
+    def counts(values: Tensor, edges: Sequence[float]) -> list[int]:
+        inside = values.nan_to_num(edges[-1]).clamp(edges[0], edges[-1])
+        return torch.histc(inside.cpu(), len(edges) - 1, edges[0], edges[-1]).long().tolist()
+
+    tens = torch.tensor(tokens_distances(found, expected)).log10()
+    return {
+        "logits": counts(torch.cat(found).flatten(), LOGIT_EDGES),
+        "expected": counts(torch.cat(expected).flatten(), LOGIT_EDGES),
+        "distances": counts(tens, DISTANCE_EDGES),
+    }
 
 
 def _of_samples(logits: Tensor, inputs: Inputs, lengths: list[int]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from experiments.nested_tensors.ragged import (
     make_model,
     read_samples,
 )
+from experiments.nested_tensors.timeline import MemoryTimeline, thinned
 from lowmem.errors import InputError
 from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.units import MIB
@@ -51,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_workers", type=whole(0), default=0, metavar="N", help="processes that make batches")
     parser.add_argument("--use_warmup", action="store_true", help="one batch before those that count")
     parser.add_argument("--use_torch_profiler", action="store_true", help="a trace of two batches in log/")
+    parser.add_argument("--memory_over_time", action="store_true", help="memory every few milliseconds, too")
     parser.add_argument("--backward", action="store_true", help="gradients of all parameters, too")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
@@ -68,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_workers=options.num_workers,
     )
     model = make_model(options.model, mode, device, options.dtype)
-    found = measured(model, batches, device, options.backward, options.use_warmup)
+    found = measured(model, batches, device, options.backward, options.use_warmup, options.memory_over_time)
     if options.use_torch_profiler:
         write_trace(model, batches, device, options.backward, options.out / "log" / name)
     found = {"model": options.model, "mode": mode, "data": options.data, "backward": options.backward} | found
@@ -143,8 +146,11 @@ class _Collate:
         return collate(self.mode, samples)
 
 
-def measured(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool) -> dict:
-    """Measures times and the peak of memory over all `batches`, and the loss summed over all tokens."""
+def measured(
+    model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool, over_time: bool = False
+) -> dict:
+    """Measures times and the peak of memory over all `batches`, and the loss summed over all tokens. `over_time`:
+    memory above what is held, by seconds, too."""
     if backward:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -153,13 +159,14 @@ def measured(model: nn.Module, batches: DataLoader, device: torch.device, backwa
     model.zero_grad(set_to_none=False)
     held = begin_peak(device)
     rows, loss = [], 0.0
-    for inputs in batches:
-        wait(device)
-        began = time.perf_counter()
-        loss += compute(model, inputs, device, backward)
-        wait(device)
-        seconds = time.perf_counter() - began
-        rows.append({"seconds": seconds, "tokens": inputs.tokens, "positions": inputs.positions})
+    with MemoryTimeline(device) if over_time else nullcontext() as timeline:
+        for inputs in batches:
+            wait(device)
+            began = time.perf_counter()
+            loss += compute(model, inputs, device, backward)
+            wait(device)
+            seconds = time.perf_counter() - began
+            rows.append({"seconds": seconds, "tokens": inputs.tokens, "positions": inputs.positions})
     sums = {key: sum(row[key] for row in rows) for key in rows[0]}
     return {
         **sums,
@@ -167,6 +174,7 @@ def measured(model: nn.Module, batches: DataLoader, device: torch.device, backwa
         "loss": loss,
         "held_bytes": held,
         "peak_bytes": max(peak_bytes(device) - held, 0),
+        "memory": thinned(timeline.samples, held) if timeline else None,
         "batches": rows,
     }
 

@@ -2,7 +2,8 @@
 
     python -m experiments.nested_tensors.memory --data functions --num_samples 16 --batch_size 8
 
-Every mode runs in a separate process (main.py), so that peaks stay apart. A row is one process. What they free goes
+Every mode runs in a separate process (main.py), so that peaks stay apart. A row is one process, with
+its memory over time. What they free goes
 back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old memory in it. How
 long they take is time_profiling's: processes come one after the other, and a shared machine is not equally fast all the
 time.
@@ -17,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.nested_tensors.main import add_sample_options, chosen_device, on_device, whole
 from experiments.nested_tensors.ragged import MODES, SHAPES
 from experiments.nested_tensors.table import PEAK_ROWS, STAGE_ROWS, modes_table
@@ -31,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
     parser.add_argument("--threads", type=whole(1), default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=PEAK_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=under_runs(PEAK_ROWS), metavar="ROWS.jsonl", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
     common |= on_device(chosen_device(parser, options), options.dtype)
@@ -50,6 +54,7 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as out:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
+            "--memory_over_time",
             *("--num_samples", str(options.num_samples), "--batch_size", str(options.batch_size)),
             *("--device", options.device, "--dtype", options.dtype),
         ]
@@ -58,7 +63,7 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
         if result.returncode:
             raise RuntimeError(f"{CHILD} {' '.join(words)} ended with exit code {result.returncode}")
         found = json.loads((Path(out) / "data" / f"{model}-{mode}.json").read_text())
-    kept = ("model", "mode", "data", "backward", "tokens", "positions", "held_bytes", "peak_bytes")
+    kept = ("model", "mode", "data", "backward", "tokens", "positions", "held_bytes", "peak_bytes", "memory")
     return {key: found[key] for key in kept}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
+from experiments.nested_tensors.picture import draw_memory, draw_outputs
 from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
@@ -13,6 +14,7 @@ RESULTS, README = FOLDER / "results", FOLDER / "README.md"
 EVAL_ROWS, PEAK_ROWS, STAGE_ROWS = (RESULTS / f"{name}.jsonl" for name in ("eval", "peaks", "stages"))
 BEGIN = "<!-- made by python -m experiments.nested_tensors.table -->"
 ALLOWED_MEMORY = 1.15  # of the share of positions that are real, times the peak of padded
+OUTPUTS = "outputs.png"
 BETWEEN, BACKWARD = "norms, sums", "backward"
 STAGES = ("embedding", "attention", "MLP", BETWEEN, "head, loss", BACKWARD)  # in the order of the picture
 SEED = [  # its own figures, of one batch of random words, forward only
@@ -82,7 +84,7 @@ def _speed(row: dict) -> float:
 
 def eval_table(rows: list[dict]) -> str:
     """Returns the newest row of each device, model, mode and list of lengths; the largest over the lists."""
-    newest = {(*_where(row), row["model"], row["mode"], row["lengths"]): row for row in rows}
+    newest = _newest(rows)
     lines = []
     for kind in dict.fromkeys(key[:-1] for key in newest):
         of_mode = [row for key, row in newest.items() if key[:-1] == kind]
@@ -92,6 +94,40 @@ def eval_table(rows: list[dict]) -> str:
             [", ".join([model, *where]), mode, str(len(of_mode)), f"{worst['output']:.1e}", f"{worst['gradient']:.1e}"]
         )
     return markdown(("model", "mode", "batches", "tokens' logits", "parameters' gradients"), lines)
+
+
+def _newest(rows: list[dict]) -> dict[tuple, dict]:
+    return {(*_where(row), row["model"], row["mode"], row["lengths"]): row for row in rows}
+
+
+def draw(folder: Path, plots: Path) -> list[Path]:
+    """Draws all pictures of the rows in `folder`, and returns where they are."""
+    evals, peaks, stages = (row_file.read(folder / path.name) for path in (EVAL_ROWS, PEAK_ROWS, STAGE_ROWS))
+    made = []
+    for kind in _kinds(stages):
+        made.append(plots / picture_name(kind))
+        draw_stages([row for row in stages if row["data"] == kind], made[-1])
+    timed = _over_time(peaks)
+    for kind in _kinds(timed):
+        made.append(plots / picture_name(kind, "memory"))
+        draw_memory([row for row in timed if row["data"] == kind], made[-1])
+    if counted := _counted(evals):
+        made.append(plots / OUTPUTS)
+        draw_outputs(counted, made[-1])
+    return made
+
+
+def _over_time(peaks: list[dict]) -> list[dict]:
+    """Returns the rows with memory over time: of each kind of samples those of the newest number and device."""
+    timed = [row for row in peaks if row.get("memory")]
+    newest = {row["data"]: (*_where(row), row["num_samples"], row["batch_size"]) for row in timed}
+    return [row for row in timed if (*_where(row), row["num_samples"], row["batch_size"]) == newest[row["data"]]]
+
+
+def _counted(evals: list[dict]) -> list[dict]:
+    """Returns the newest rows with a distribution, of one device."""
+    counted = [row for row in _newest(evals).values() if row.get("distribution")]
+    return [row for row in counted if _where(row) == _where(counted[-1])]
 
 
 def draw_stages(rows: list[dict], path: Path) -> None:
@@ -133,9 +169,9 @@ def draw_stages(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def picture_name(data: str) -> str:
+def picture_name(data: str, what: str = "stages") -> str:
     """Returns the file of the picture for samples of `data`, which may be a path or a name on the hub."""
-    return f"stages-{re.sub('[^A-Za-z0-9.-]+', '-', data).strip('-')}.png"
+    return f"{what}-{re.sub('[^A-Za-z0-9.-]+', '-', data).strip('-')}.png"
 
 
 def sections() -> str:
@@ -153,6 +189,15 @@ def sections() -> str:
             f"{versions['transformers']}.",
             "**Where the time goes**",
             *(f"![Time a real token by stage, {kind}](results/{picture_name(kind)})" for kind in _kinds(stages)),
+            "**Memory over time**, forward and backward of all batches, each mode in a separate process: the highest "
+            "of every stretch of time",
+            *(
+                f"![Memory over time, {kind}](results/{picture_name(kind, 'memory')})"
+                for kind in _kinds(_over_time(row_file.read(PEAK_ROWS)))
+            ),
+            "**Distribution of outputs**: all logits by mode, over those of one sample at a time (grey); below, how "
+            "far a token's are from those",
+            f"![Distribution of logits, and of their distances](results/{OUTPUTS})",
         )
     )
 
@@ -163,9 +208,7 @@ def _kinds(stages: list[dict]) -> list[str]:
 
 def main() -> int:
     put(README, BEGIN, sections())
-    stages = row_file.read(STAGE_ROWS)
-    for kind in _kinds(stages):
-        draw_stages([row for row in stages if row["data"] == kind], RESULTS / picture_name(kind))
+    draw(RESULTS, RESULTS)
     return 0
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.nested_tensors.main import (
     OUT,
     add_sample_options,
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     add_sample_options(parser)
     parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="times all batches, the median counts")
-    parser.add_argument("--rows", type=Path, default=STAGE_ROWS, metavar="ROWS.jsonl", help="default: %(default)s")
+    parser.add_argument(
+        "--rows", type=Path, default=under_runs(STAGE_ROWS), metavar="ROWS.jsonl", help="default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(arguments)
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)

@@ -2,7 +2,7 @@
 
     python -m experiments.peers.run       the same training by every peer, and by lowmem, each under the same caps
     python -m experiments.peers.update    the optimizer's update alone, on this machine's CPU
-    python -m experiments.peers.table     puts the tables of the rows in results/ into README.md
+    python -m experiments.peers.table     puts the tables of the rows in results/ into tables.md
 
     catalogue.py    who the peers are, what each needs and gives up
     train.py        a peer under the caps: the largest micro-batch that fits, each attempt in its own process

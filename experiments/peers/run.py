@@ -20,6 +20,7 @@ from pathlib import Path
 
 from experiments.harness import rows
 from experiments.harness.child import Setting, Unavailable, machine_here
+from experiments.harness.options import under_runs
 from experiments.peers.catalogue import PEERS, peers_named
 from experiments.peers.table import training_table
 from experiments.peers.train import DATA, measure, training_settings
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-limit", default="11GiB", metavar="SIZE", help="cap, or none (%(default)s)")
     parser.add_argument("--ram-limit", default="16GiB", metavar="SIZE", help="cap, or none (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of rows.jsonl (the experiment's results)")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder of rows.jsonl (%(default)s)")
     parser.add_argument(
         "--cache", type=Path, help="folder that keeps the reference's weights, 8 bytes per parameter, for other calls"
     )

@@ -1,9 +1,5 @@
-"""The README's tables, made from rows.
-
-    python -m experiments.peers.table        puts the tables of the rows in results/ between the README's marks
-
-A test fails when README.md and the committed rows disagree.
-"""
+"""The tables of tables.md, from the rows in results/: `python -m experiments.peers.table`. A test fails when they and
+the committed rows disagree."""
 
 import sys
 from pathlib import Path
@@ -15,7 +11,7 @@ from lowmem.units import GIB
 
 BEGIN = "<!-- peers -->"
 FOLDER = Path(__file__).resolve().parent
-README = FOLDER / "README.md"
+TABLES = FOLDER / "tables.md"
 FILES = ("rows.jsonl", "update.jsonl")
 NOT_MEASURED = "not measured yet"
 WANTED = ("gpt2-large, GPU 11 GiB", "gpt2-xl, GPU 11 GiB and RAM 16 GiB")
@@ -128,7 +124,7 @@ def committed_rows() -> list[dict]:
 
 
 def main() -> int:
-    put(README, BEGIN, table(committed_rows()))
+    put(TABLES, BEGIN, table(committed_rows()))
     return 0
 
 

@@ -9,7 +9,6 @@ Disk, in the cache: 8 bytes per parameter, the weights to begin with and the ref
 """
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.harness.child import OUTPUT_CHARACTERS, Result, Setting
+from experiments.harness.comparison import divergence
 from experiments.harness.rows import ROOT
 from experiments.peers.case import Case
 from experiments.peers.catalogue import PEERS
@@ -90,7 +90,7 @@ def _checks(values: dict) -> dict[str, bool]:
     """Checks that must hold: a peer that does not fit is a result; if lowmem does not fit, that is a failure."""
     checks = {}
     if "losses" in values:
-        checks["every loss is a number"] = all(map(math.isfinite, values["losses"]))
+        checks["the training does not diverge"] = divergence(values["losses"]) is None
     if values["peer"] == OURS:
         checks["fits under both caps"] = values["gpu_fits"] and values["ram_fits"]
     return checks

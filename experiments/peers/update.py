@@ -28,6 +28,7 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import probe
+from experiments.harness.options import under_runs
 from experiments.peers.table import update_table
 from experiments.peers.updates import CANDIDATES, Candidate, Gradients, Update, random_gradients
 from lowmem.errors import InputError, LowmemError
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parameters", type=_positive, default=50_000_000, help="(%(default)s)")
     parser.add_argument("--repeats", type=_positive, default=7, help="rounds (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of {NAME} (the experiment's results)")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help=f"folder of {NAME} (%(default)s)")
     return parser
 
 

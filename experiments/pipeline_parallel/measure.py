@@ -15,6 +15,7 @@ from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.pipeline_parallel import run
 from experiments.pipeline_parallel.table import ROWS, sections
 
@@ -56,7 +57,7 @@ CASES = {
 KEPT = (
     *("schedule", "stages", "chunks", "micro_batches", "steps", "task", "max_abs_loss_difference"),
     *("weights_bitwise_equal", "max_abs_weight_difference", "bubble_planned", "bubble_measured", "peak_in_flight"),
-    *("peak_bytes_per_rank", "bytes_before_per_rank", "weight_versions", "layers_per_stage"),
+    *("peak_bytes_per_rank", "bytes_before_per_rank", "weight_versions", "layers_per_stage", "diverged"),
 )
 
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
+    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     for section in options.only or CASES:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from experiments.harness import group
 from experiments.harness import rows as row_file
+from experiments.harness.comparison import divergence, worst
 from experiments.harness.curves import draw_curves
 from experiments.harness.options import SEEDS, at_least, make_folder
 from experiments.pipeline_parallel import reference, worker
@@ -31,12 +32,16 @@ from experiments.pipeline_parallel.checker import Checked, bubble_of, check
 from experiments.pipeline_parallel.picture import draw_timelines
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, SCHEDULES, TIMES, Action, schedule
 from experiments.pipeline_parallel.stage import Layers
-from experiments.pipeline_parallel.tasks import BATCH, GROUP, TASKS, Task, cut, make_task
+from experiments.pipeline_parallel.tasks import BATCH, GROUP, LAYERS, TASKS, Task, accuracy, cut, make_task
 from experiments.pipeline_parallel.worker import Actions, Job
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.log import write_json
 
 PROGRAM = "experiments.pipeline_parallel.run"
+LEARNING_RATE, STALE_LEARNING_RATE = 3e-3, 1e-3  # PipeDream updates after each micro-batch, by older weights
+STEPS = {"digits": 300, "cifar10": 1000, "gpt2": 100}
+BATCH_SIZE = 64
+FILES = ("report.json", "timeline.png", "curves.png")
 MOST_PLANNED = 400_000  # micro-batches x stages: some 2 GB and a minute until it is checked
 
 
@@ -55,22 +60,14 @@ class Trained:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    try:
-        return run(options)
-    except LowmemError as error:
-        if group.is_first():
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
+    return group.exit_code_of(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command, and returns its exit code."""
     job, checked = planned(options)
     if group.is_first():
-        make_folder(options.out)
+        make_folder(options.out, *FILES)
     elif options.plan_only:
         return 0
     trained = None
@@ -86,20 +83,23 @@ def run(options: argparse.Namespace) -> int:
     write_json(options.out / "report.json", report)
     print(_said(report))
     print(f"see {options.out / 'report.json'}")
+    if report["diverged"]:
+        raise LowmemError(report["diverged"])
     return 0 if report["weights_bitwise_equal"] in (None, True) else 1
 
 
 def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
     """Returns the job, and its schedule, checked. InputError for what does not go together."""
     stages, asynchronous = options.stages * options.chunks, options.schedule in ASYNCHRONOUS
-    batch = options.batch or 2 * options.micro_batches
+    steps = options.steps or STEPS[options.task]
+    batch = options.batch or max(BATCH_SIZE, options.micro_batches)
     if batch < options.micro_batches:
         raise InputError(f"--batch {batch} has no sample for each of {options.micro_batches} micro-batches")
     if asynchronous and options.clip:
         raise InputError(f"--clip needs the gradients of all stages at once, which {options.schedule} never has; use 0")
     if group.is_one_of_torchruns() and int(os.environ["WORLD_SIZE"]) != options.stages and not options.plan_only:
         raise InputError(f"torchrun has {os.environ['WORLD_SIZE']} processes, and --stages is {options.stages}")
-    count = options.micro_batches * (options.steps if asynchronous else 1)
+    count = options.micro_batches * (steps if asynchronous else 1)
     if count * stages > MOST_PLANNED:
         raise InputError(f"{count:,} micro-batches in {stages} stages: a schedule has {MOST_PLANNED:,} at most of both")
     try:
@@ -107,15 +107,19 @@ def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
     except ValueError as error:  # sizes that it does not have
         raise InputError(str(error)) from error
     checked = check(actions, stages, count, updates=count if asynchronous else 1)
-    task = make_task(options.task, options.seed, options.norm)
-    costs = [1.0] * len(task.layers)
-    if options.balance == "time" and not options.plan_only:
-        costs = seconds_of_layers(task, options.seed)
+    if options.data and options.task != "cifar10":
+        raise InputError(f"--data is a folder with CIFAR-10, and --task is {options.task}")
+    costs = [1.0] * LAYERS[options.task]
+    if not options.plan_only:
+        task = make_task(options.task, options.seed, options.norm, data=options.data)
+        costs = seconds_of_layers(task, options.seed) if options.balance == "time" else costs
+    usual = STALE_LEARNING_RATE if asynchronous else LEARNING_RATE
+    rate = usual if options.learning_rate is None else options.learning_rate
     job = Job(
-        options.schedule, options.stages, options.chunks, options.micro_batches, options.steps, batch, options.task,
-        options.norm, options.seed, options.learning_rate, options.clip or None, options.recompute,
+        options.schedule, options.stages, options.chunks, options.micro_batches, steps, batch, options.task,
+        options.norm, options.seed, rate, options.clip or None, options.recompute,
         tuple(cut(costs, stages)),
-        {kind: options.pad * units for kind, units in TIMES.items()} if options.pad else None, options.compare,
+        {kind: options.pad * units for kind, units in TIMES.items()} if options.pad else None, True, options.data,
     )  # fmt: skip
     return job, checked
 
@@ -187,6 +191,7 @@ def report_of(job: Job, checked: Checked, trained: Trained | None, options: argp
         "steps": job.steps,
         "task": job.task,
         "layers_per_stage": list(job.sizes),
+        "diverged": trained and divergence(trained.losses, in_the_whole(job, trained.weights)),
         "max_abs_loss_difference": None,
         "weights_bitwise_equal": None,
         "max_abs_weight_difference": None,
@@ -198,6 +203,7 @@ def report_of(job: Job, checked: Checked, trained: Trained | None, options: argp
         "weight_versions": trained.weight_versions if trained else checked.weight_versions,
         "gradients_summed_in_order": checked.in_order,
         "losses": {job.schedule: trained.losses} if trained else None,
+        "test_accuracy": trained and accuracy_of(job, in_the_whole(job, trained.weights)),
     }
     if trained and options.compare:
         found = compared(job, trained)
@@ -222,8 +228,16 @@ def compared(job: Job, trained: Trained) -> dict:
         "losses": shown,
         "max_abs_loss_difference": _distance(torch.tensor(trained.losses).double(), torch.tensor(losses).double()),
         "weights_bitwise_equal": not any(differences),
-        "max_abs_weight_difference": max(differences),
+        "max_abs_weight_difference": worst(differences),
     }
+
+
+def accuracy_of(job: Job, weights: dict[str, torch.Tensor]) -> float:
+    """Returns the share of test samples that the whole model with these weights predicts."""
+    task = job.make_task()
+    layers = Layers(task.layers, 0, job.seed)
+    layers.load_state_dict(weights)
+    return accuracy(task, layers)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -233,10 +247,10 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def in_the_whole(job: Job, weights: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Returns the stages' weights by their names in the whole model."""
+    """Returns the stages' weights by their names in the whole model, as far as they were kept."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
-        for name, tensor in weights[number].items():
+        for name, tensor in weights.get(number, {}).items():
             _, place, rest = name.split(".", 2)
             found[f"layers.{first + int(place)}.{rest}"] = tensor
         first += size
@@ -250,7 +264,10 @@ def _said(report: dict) -> str:
         f"{report['bubble_planned']:.1%} planned" + ("" if measured is None else f", {measured:.1%} measured"),
         f"in flight {report['peak_in_flight']}, versions of weights {report['weight_versions']}",
     ]
-    if report["weights_bitwise_equal"] is not None:
+    if report["losses"]:
+        first, last = (next(iter(report["losses"].values()))[place] for place in (0, -1))
+        lines.append(f"loss {first:.4g} to {last:.4g}, {report['test_accuracy']:.1%} of the test samples right")
+    if report["weights_bitwise_equal"] is not None and not report["diverged"]:
         equal = "equal to" if report["weights_bitwise_equal"] else "NOT equal to"
         lines.append(f"weights bit for bit {equal} one process's; losses differ by {report['max_abs_loss_difference']}")
     return "\n".join(lines)
@@ -263,11 +280,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     found.add_argument("--micro-batches", type=whole, default=8, metavar="N", help="per step (%(default)s)")
     found.add_argument("--chunks", type=whole, default=1, metavar="V", help="stages per process (%(default)s)")
-    found.add_argument("--steps", type=whole, default=30, metavar="N", help="default: %(default)s")
-    found.add_argument("--batch", type=whole, metavar="N", help="samples per step (two per micro-batch)")
+    steps = ", ".join(f"{task} {count}" for task, count in STEPS.items())
+    found.add_argument("--steps", type=whole, metavar="N", help=f"default: {steps}")
+    found.add_argument("--batch", type=whole, metavar="N", help=f"samples per step ({BATCH_SIZE})")
     found.add_argument("--task", choices=TASKS, default="digits", help="default: %(default)s")
     found.add_argument("--norm", choices=(GROUP, BATCH), default=GROUP, help="of the convolutions (%(default)s)")
-    found.add_argument("--learning-rate", type=some, default=1e-3, metavar="X", help="default: %(default)s")
+    found.add_argument("--data", metavar="DIR", help="CIFAR-10: cifar-10-batches-py, or train/ and test/ with images")
+    rates = f"default: {LEARNING_RATE}, of {' and '.join(ASYNCHRONOUS)} {STALE_LEARNING_RATE}"
+    found.add_argument("--learning-rate", type=some, metavar="X", help=rates)
     found.add_argument("--clip", type=some, default=0.0, metavar="X", help="largest norm of all gradients (none)")
     found.add_argument("--recompute", action="store_true", help="keep a stage's input alone, and run it again")
     found.add_argument("--balance", choices=("time", "layers"), default="time", help="stages of equal (%(default)s)")

@@ -41,16 +41,29 @@ class Transfers(Protocol):
 
 
 class ProcessTransfers:
-    """Transfers over `torch.distributed`. `shapes`: shape and dtype of a row of each stage's output. Each direction of
-    each kind has its own group, since a group of NCCL does one thing after the other."""
+    """Transfers over `torch.distributed`. `shapes`: shape and dtype of a row of each stage's output. `pipelines`: of
+    each pipeline that the processes make, their numbers by rank; all processes make all of them. Each direction of
+    each kind has its own group, since a group of NCCL does one thing after the other. `sent_bytes`: so far."""
 
-    def __init__(self, rank: int, ranks: int, shapes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device):
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+        device: torch.device,
+        pipelines: Sequence[Sequence[int]] | None = None,
+    ):
         self._rank, self._ranks, self._shapes, self._device = rank, ranks, shapes, device
+        self.sent_bytes = 0
         self._groups = {}
-        for source in range(ranks if ranks > 1 else 0):
-            for kind, step in ((schedules.RECEIVE_ACTIVATION, 1), (schedules.RECEIVE_GRADIENT, -1)):
-                to = (source + step) % ranks
-                self._groups[kind, source, to] = group.new([source, to])
+        for processes in pipelines or [range(ranks)]:
+            groups = {}
+            for source in range(ranks if ranks > 1 else 0):
+                for kind, step in ((schedules.RECEIVE_ACTIVATION, 1), (schedules.RECEIVE_GRADIENT, -1)):
+                    to = (source + step) % ranks
+                    groups[kind, source, to] = group.new([processes[source], processes[to]])
+            if ranks > 1 and processes[rank] == dist.get_rank():
+                self._groups, self._processes = groups, processes
         self._begun: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._pending: dict[str, deque[tuple[dist.Work, Tensor]]] = {}
 
@@ -60,7 +73,7 @@ class ProcessTransfers:
         source = (receive.stage + (-1 if of_activation else 1)) % self._ranks
         buffer = torch.empty((rows, *shape), dtype=dtype, device=self._device)
         with peer_errors():
-            work = dist.irecv(buffer, source, group=self._groups[receive.kind, source, self._rank])
+            work = dist.irecv(buffer, self._processes[source], group=self._groups[receive.kind, source, self._rank])
         self._begun[receive] = (work, buffer)
 
     def wait(self, receive: Action) -> Tensor:
@@ -74,8 +87,10 @@ class ProcessTransfers:
         to = receive.stage % self._ranks
         pending = self._pending.setdefault(send.kind, deque())
         tensor = tensor.contiguous()
+        self.sent_bytes += tensor.nbytes
+        of = self._groups[receive.kind, self._rank, to]
         with peer_errors():
-            pending.append((dist.isend(tensor, to, group=self._groups[receive.kind, self._rank, to]), tensor))
+            pending.append((dist.isend(tensor, self._processes[to], group=of), tensor))
             while len(pending) > PENDING:
                 pending.popleft()[0].wait()
 

@@ -1,25 +1,27 @@
-"""The README's tables and pictures, made from rows: `python -m experiments.pipeline_parallel.table`."""
+"""The tables of README.md and tables.md, and pictures, from rows: `python -m experiments.pipeline_parallel.table`."""
 
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import learned_table, markdown, put
+from experiments.pipeline_parallel import curves
 from experiments.pipeline_parallel.checker import Span, check, steady_bubble_of
 from experiments.pipeline_parallel.picture import draw_timelines
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, schedule
 from lowmem.units import MIB
 
 FOLDER = Path(__file__).resolve().parent
-RESULTS, README = FOLDER / "results", FOLDER / "README.md"
+RESULTS, README, TABLES = FOLDER / "results", FOLDER / "README.md", FOLDER / "tables.md"
 ROWS = RESULTS / "rows.jsonl"
 BEGIN = "<!-- made by python -m experiments.pipeline_parallel.table -->"
+LEARNED_BEGIN = "<!-- learned, made by python -m experiments.pipeline_parallel.table -->"
 FEWEST = 8  # micro-batches, beside whose peak others are held
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the README's tables, from the newest row of each command line."""
+    """Returns the tables of tables.md, from the newest row of each command line."""
     tables = {
         "equal": (
             "**Weights after 30 steps of 8 micro-batches**, beside one process that does the same; fp32, CPU",
@@ -47,6 +49,12 @@ def sections(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def learned(rows: list[dict]) -> str:
+    """Returns the README's table of what schedules learn, from the newest row of each."""
+    newest = {(row["task"], row["name"]): row for row in rows}
+    return learned_table(newest.values(), ("task", "stages", "name"))
+
+
 def newest(rows: list[dict], section: str) -> list[dict]:
     return list({row["options"]: row for row in rows if row["section"] == section}.values())
 
@@ -69,6 +77,8 @@ def _equal(rows: list[dict]) -> str:
 
 
 def _difference(row: dict) -> str:
+    if row.get("diverged"):
+        return "diverged"
     if row["weights_bitwise_equal"] and row["max_abs_loss_difference"] == 0:
         return "equal bits"
     return f"weights {row['max_abs_weight_difference']:.1e}, losses {row['max_abs_loss_difference']:.1e} apart"
@@ -151,15 +161,18 @@ def _list(numbers: list[int]) -> str:
 
 def main() -> int:
     rows = row_file.read(ROWS)
-    put(README, BEGIN, sections(rows))
+    put(TABLES, BEGIN, sections(rows))
+    trainings = row_file.read(curves.RESULTS / curves.NAME)
+    put(README, LEARNED_BEGIN, learned(trainings))
+    curves.draw(trainings, RESULTS)
     measured = {_name(row): timeline(row) for row in newest(rows, "bubble")}
     draw_timelines(measured, RESULTS / "timelines.png")
     stale = [row for row in newest(rows, "equal") if row["schedule"] in ASYNCHRONOUS and row["stages"] == 4]
     for task in dict.fromkeys(row["task"] for row in stale):
-        curves = {}
+        drawn = {}
         for row in stale:
-            curves |= row["losses"] if row["task"] == task else {}
-        draw_curves(curves, RESULTS / f"curves-{task}.png")
+            drawn |= row["losses"] if row["task"] == task else {}
+        draw_curves(drawn, RESULTS / f"curves-{task}.png")
     return 0
 
 

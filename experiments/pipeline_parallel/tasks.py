@@ -1,7 +1,7 @@
 """The tasks to train: a model as a list of layers, batches of real data, and the loss of a micro-batch.
 
     digits    8 x 8 images of scikit-learn's bundled digits, by convolutions
-    cifar10   32 x 32 colour images through `datasets`, from its cache or the hub, by the same convolutions
+    cifar10   32 x 32 colour images from a folder, or through `datasets`, by the same convolutions
     gpt2      a small GPT-2 (stock blocks, dropout 0.1) on the bytes of Python's standard library
 
 Every process makes the whole model from the seed and keeps its own layers, so that nothing about the weights depends on
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.harness import samples
-from lowmem.errors import InputError, first_line
+from experiments.harness import cifar10, samples
+from lowmem.errors import InputError
 
 CONVOLUTIONS = 9  # with the classifier ten layers
 CHANNELS = 16
+MOST_TESTED = 2000
 GROUP, BATCH = "group", "batch"
 SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 
@@ -27,8 +28,8 @@ SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 @dataclass(frozen=True)
 class Task:
     """`layers`: of the whole model, in its order. `tied`: the names, in the first and in the last layer, of a parameter
-    that they share. `inputs` and `targets` are all samples [N, ..]; `loss_of(output, target)` is the sum over the
-    micro-batch's predictions, `predictions` how many a sample has."""
+    that they share. `inputs` and `targets` are all samples for training [N, ..], `tests` those for testing;
+    `loss_of(output, target)` is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
 
     layers: list[nn.Module]
     inputs: Tensor
@@ -36,38 +37,30 @@ class Task:
     loss_of: Callable[[Tensor, Tensor], Tensor]
     predictions: int = 1
     tied: tuple[str, str] | None = None
+    tests: tuple[Tensor, Tensor] | None = None
 
     def chosen(self, number: int, size: int, seed: int) -> Tensor:
         """Returns which `size` samples step `number` takes, int64 [size]: the same in every process."""
         return samples.chosen(len(self.inputs), size, number, seed)
 
 
-def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True) -> Task:
-    """Makes one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's input and output embedding are the same.
-    InputError if its data are not available."""
+def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True, data: str | None = None) -> Task:
+    """Makes one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's input and output embedding are the same; `data`:
+    a folder with CIFAR-10. InputError if its data are not available."""
     torch.manual_seed(seed)
-    return TASKS[name](norm, tied)
+    return TASKS[name](norm, tied, data)
 
 
-def _digits(norm: str, tied: bool) -> Task:
-    return _classifier(*samples.digits(), norm)
+def _digits(norm: str, tied: bool, data: str | None) -> Task:
+    inputs, targets, *tests = samples.parted(*samples.digits())
+    return _classifier(inputs, targets, tuple(tests), norm)
 
 
-def _cifar10(norm: str, tied: bool) -> Task:
-    try:
-        import datasets
-
-        data = datasets.load_dataset("uoft-cs/cifar10", split="train").with_format("torch")
-        images, labels = data["img"][:], data["label"][:]
-    except Exception as error:  # datasets, the hub's client and its transport each have their own family of errors
-        raise InputError(
-            f"CIFAR-10 is neither in the cache nor to be had from the hub ({first_line(error).rstrip('.')}); use "
-            f"--task digits, which needs no network"
-        ) from error
-    return _classifier(torch.stack(list(images)).float() / 127.5 - 1, torch.as_tensor(labels), norm)
+def _cifar10(norm: str, tied: bool, data: str | None) -> Task:
+    return _classifier(*cifar10.read(data, train=True), cifar10.read(data, train=False), norm)
 
 
-def _classifier(images: Tensor, labels: Tensor, norm: str) -> Task:
+def _classifier(images: Tensor, labels: Tensor, tests: tuple[Tensor, Tensor], norm: str) -> Task:
     channels = [images.shape[1]] + [CHANNELS] * CONVOLUTIONS
     normed = {GROUP: lambda: nn.GroupNorm(4, CHANNELS), BATCH: lambda: nn.BatchNorm2d(CHANNELS)}[norm]
     layers: list[nn.Module] = [
@@ -75,50 +68,66 @@ def _classifier(images: Tensor, labels: Tensor, norm: str) -> Task:
         for place, (before, after) in enumerate(zip(channels, channels[1:], strict=False))
     ]
     layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(CHANNELS, 10)))
-    return Task(layers, images, labels, lambda output, target: F.cross_entropy(output, target, reduction="sum"))
+    return Task(
+        layers, images, labels, lambda output, target: F.cross_entropy(output, target, reduction="sum"), tests=tests
+    )
 
 
-class _Embedding(nn.Module):
-    """Bytes [B, T], uint8, -> [B, T, D]"""
+class Embedding(nn.Module):
+    """Ids [B, T] -> [B, T, D]. `wpe` and `drop`: of a model that has them."""
 
-    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout):
+    def __init__(self, wte: nn.Module, wpe: nn.Module | None = None, drop: nn.Module | None = None):
         super().__init__()
         self.wte, self.wpe, self.drop = wte, wpe, drop
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.drop(self.wte(ids.long()) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
+        x = self.wte(ids.long())
+        if self.wpe is not None:
+            x = x + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        return x if self.drop is None else self.drop(x)
 
 
-class _Head(nn.Module):
-    """[B, T, D] -> logits [B, T, V], with weights of its own that are updated as the embedding's are."""
+class Head(nn.Module):
+    """[B, T, D] -> logits [B, T, V]"""
 
-    def __init__(self, norm: nn.LayerNorm, weight: Tensor):
+    def __init__(self, norm: nn.Module, lm_head: nn.Module):
         super().__init__()
-        self.norm = norm
-        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        self.lm_head.weight = nn.Parameter(weight.detach().clone())
+        self.norm, self.lm_head = norm, lm_head
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lm_head(self.norm(x))
 
 
-def _gpt2(norm: str, tied: bool) -> Task:
+def _gpt2(norm: str, tied: bool, data: str | None) -> Task:
     from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config(n_layer=BLOCKS, n_embd=WIDTH, n_head=HEADS, n_positions=SEQ, vocab_size=BYTES,
                         bos_token_id=None, eos_token_id=None)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).train().float()
     body = model.transformer
-    layers = [_Embedding(body.wte, body.wpe, body.drop), *body.h, _Head(body.ln_f, model.lm_head.weight)]
+    model.lm_head.weight = nn.Parameter(body.wte.weight.detach().clone())  # updated as the embedding's is
+    layers = [Embedding(body.wte, body.wpe, body.drop), *body.h, Head(body.ln_f, model.lm_head)]
     tokens = samples.source_bytes(SEQ + 1)
+    inputs, targets, *tests = samples.parted(tokens[:, :-1], tokens[:, 1:])
     return Task(
-        layers, tokens[:, :-1], tokens[:, 1:],
+        layers, inputs, targets,
         lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten().long(), reduction="sum"),
-        SEQ, ("wte.weight", "lm_head.weight") if tied else None,
+        SEQ, ("wte.weight", "lm_head.weight") if tied else None, tuple(tests),
     )  # fmt: skip
 
 
-TASKS: dict[str, Callable[[str, bool], Task]] = {"digits": _digits, "cifar10": _cifar10, "gpt2": _gpt2}
+TASKS: dict[str, Callable[[str, bool, str | None], Task]] = {"digits": _digits, "cifar10": _cifar10, "gpt2": _gpt2}
+LAYERS = {"digits": CONVOLUTIONS + 1, "cifar10": CONVOLUTIONS + 1, "gpt2": BLOCKS + 2}  # so many, known without data
+
+
+def accuracy(task: Task, layers: nn.Module) -> float:
+    """Returns the share of the first MOST_TESTED test samples' predictions that trained `layers` (stage.Layers of the
+    whole model) make as they should."""
+    layers.eval()
+    inputs, targets = (tensor[:MOST_TESTED] for tensor in task.tests)
+    with torch.no_grad():
+        found = layers(inputs, 0, 0).argmax(dim=-1)
+    return float((found == targets).double().mean())
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:

@@ -46,6 +46,7 @@ class Job:
     sizes: tuple[int, ...]
     padded_to: dict[str, float] | None = None
     keep_weights: bool = False
+    data: str | None = None
 
     @property
     def stages(self) -> int:
@@ -63,7 +64,7 @@ class Job:
     def make_task(self) -> Task:
         """Returns the task; where stages are updated one by one, tied embeddings have no common gradient, and are not
         tied."""
-        return make_task(self.task, self.seed, self.norm, tied=not self.asynchronous)
+        return make_task(self.task, self.seed, self.norm, tied=not self.asynchronous, data=self.data)
 
     def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)

@@ -37,6 +37,7 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import named
+from experiments.harness.options import under_runs
 from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
 from lowmem.core.batch import Batch
@@ -160,7 +161,7 @@ def run_card(cases: list[Case], path: Path, common: dict) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="parts of the names of cells")
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="%(default)s")
+    parser.add_argument("--rows", type=Path, default=under_runs(RESULTS), help="%(default)s")
     parser.add_argument("--card", help=argparse.SUPPRESS)  # of the process that measures: the card it was started on
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)

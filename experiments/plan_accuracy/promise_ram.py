@@ -28,6 +28,7 @@ from pathlib import Path
 
 from experiments.harness import rows
 from experiments.harness.child import named
+from experiments.harness.options import under_runs
 from experiments.plan_accuracy.cases import PROMISED_RAM, Case
 from experiments.plan_accuracy.whole_life import run_process
 from lowmem.planning.ram import PROCESS_VARIES_BYTES, TRAINING_BYTES
@@ -86,7 +87,7 @@ def slack(named_bytes: int, measured_bytes: int) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="parts of the names of cells")
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="%(default)s")
+    parser.add_argument("--rows", type=Path, default=under_runs(RESULTS), help="%(default)s")
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
     if not rows.on_stand_in():

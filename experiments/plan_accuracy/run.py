@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.plan_accuracy.cases import CASES
 from experiments.plan_accuracy.table import RESULTS, line, newest
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of those every N-th")
     parser.add_argument("--again", action="store_true", help="also cases that have a row of these sources")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="ROWS.jsonl")
+    parser.add_argument("--out", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     wanted = [case for case in CASES if options.only in case.name][:: options.every]
     if options.list:

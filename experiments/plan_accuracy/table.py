@@ -1,4 +1,4 @@
-"""The README's tables and the picture, made from rows: `python -m experiments.plan_accuracy.table`."""
+"""The tables of README.md and promise.md, and the picture, from rows: `python -m experiments.plan_accuracy.table`."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ BEGIN = "<!-- plan accuracy -->"
 BEGIN_PROMISE, BEGIN_RAM = "<!-- both ends, GPU -->", "<!-- both ends, RAM -->"
 BEGIN_WHOLE_LIFE = "<!-- whole lives -->"
 FOLDER = Path(__file__).resolve().parent
-README = FOLDER / "README.md"
+README, PROMISES = FOLDER / "README.md", FOLDER / "promise.md"
 RESULTS = FOLDER / "results" / "rows.jsonl"
 PROMISE, PROMISE_RAM = FOLDER / "results" / "promise.jsonl", FOLDER / "results" / "promise_ram.jsonl"
 WHOLE_LIFE = FOLDER / "results" / "whole_life.jsonl"
@@ -227,9 +227,9 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> int:
     rows = committed_rows()
     put(README, BEGIN, tables(rows))
-    put(README, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED)))
-    put(README, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM)))
-    put(README, BEGIN_WHOLE_LIFE, whole_life_table(row_file.read(WHOLE_LIFE)))
+    put(PROMISES, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED)))
+    put(PROMISES, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM)))
+    put(PROMISES, BEGIN_WHOLE_LIFE, whole_life_table(row_file.read(WHOLE_LIFE)))
     draw(rows, PICTURE)
     return 0
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from experiments.harness import rows
+from experiments.harness.options import under_runs
 from experiments.plan_accuracy.table import WHOLE_LIFE
 
 PROGRAM = "experiments.plan_accuracy.whole_life"
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scratch", default=tempfile.gettempdir(), help="where run folders lie meanwhile (%(default)s)"
     )
-    parser.add_argument("--rows", type=Path, default=WHOLE_LIFE, help="%(default)s")
+    parser.add_argument("--rows", type=Path, default=under_runs(WHOLE_LIFE), help="%(default)s")
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
     if not rows.on_stand_in():

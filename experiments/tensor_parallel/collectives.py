@@ -25,14 +25,14 @@ NOTHING, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PART = "nothing", "all-reduce",
 
 
 class Ranks:
-    """The processes that share a model; this one is `rank` of `count`.
+    """The processes that share a model; this one is `rank` of `count`, in `group` (None: all processes).
 
     `calls` counts collectives by (place, pass, kind); place is the value of `place` in forward. `sent` has the bytes
     that a rank sends in a ring, the fewest possible: (N - 1) / N of the tensor for an all-gather or a reduce-scatter
     over N ranks, twice that for an all-reduce."""
 
-    def __init__(self, rank: int, count: int):
-        self.rank, self.count = rank, count
+    def __init__(self, rank: int, count: int, group: dist.ProcessGroup | None = None):
+        self.rank, self.count, self.group = rank, count, group
         self.place = ""
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.sent: Counter[tuple[str, str, str]] = Counter()
@@ -51,14 +51,14 @@ class Ranks:
         """Returns the sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
         if self.count > 1:
             with peer_errors():
-                dist.all_reduce(tensor, operation)
+                dist.all_reduce(tensor, operation, group=self.group)
             self._count(key, ALL_REDUCE, 2 * tensor.nbytes)
         return tensor
 
     def _all_gather(self, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
         with peer_errors():
-            dist.all_gather(parts, tensor)
+            dist.all_gather(parts, tensor, group=self.group)
         self._count(key, ALL_GATHER, self.count * tensor.nbytes)
         return torch.cat(parts, dim)
 
@@ -66,7 +66,7 @@ class Ranks:
         parts = [part.contiguous() for part in tensor.chunk(self.count, dim)]
         found = torch.empty_like(parts[0])
         with peer_errors():
-            dist.reduce_scatter(found, parts)
+            dist.reduce_scatter(found, parts, group=self.group)
         self._count(key, REDUCE_SCATTER, tensor.nbytes)
         return found
 

@@ -114,13 +114,13 @@ class FeatureParallelLayerNorm(nn.Module):
 
 class PlacedDropout(nn.Module):
     """Dropout with the mask that the whole tensor would have, of which this rank takes what it sees. So the same is
-    dropped on any number of ranks. The mask depends on (seed, step, number of this layer); `step` is to be set before
-    each. `place`: maps the local length of a tensor that is cut along `dim` to its start in the whole and the whole
-    length."""
+    dropped on any number of ranks. A sample's mask depends on (seed, step, number of this layer, number of the sample
+    in the batch); `step`, and `first_sample` of the tensors that come, are to be set before each. `place`: maps the
+    local length of a tensor that is cut along `dim` to its start in the whole and the whole length."""
 
     def __init__(self, p: float, number: int, seed: int, dim: int = 0, place: Callable | None = None):
         super().__init__()
-        self.p, self.number, self.seed, self.step = p, number, seed, 0
+        self.p, self.number, self.seed, self.step, self.first_sample = p, number, seed, 0, 0
         self.dim, self.place = dim, place or (lambda length: (0, length))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,9 +128,11 @@ class PlacedDropout(nn.Module):
             return x
         shape, own = list(x.shape), x.shape[self.dim]
         begin, shape[self.dim] = self.place(own)
-        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.step, self.number))
-        mask = torch.rand(shape, generator=generator, device=x.device) >= self.p
-        return x * mask.narrow(self.dim, begin, own) / (1 - self.p)
+        mask = torch.empty([len(x), *shape[1:]], device=x.device)
+        for sample, of_sample in enumerate(mask, self.first_sample):
+            seed = seed_of(self.seed, self.step, self.number, sample)
+            of_sample.uniform_(generator=torch.Generator(x.device).manual_seed(seed))
+        return x * (mask >= self.p).narrow(self.dim, begin, own) / (1 - self.p)
 
 
 def _causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[Tensor, None]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
 from experiments.tensor_parallel import dtensor, run, worker
 from experiments.tensor_parallel.table import LARGE as LARGE_SECTIONS
 from experiments.tensor_parallel.table import ROWS, sections
@@ -33,7 +34,10 @@ CASES = {
         for ranks in RANKS
         if ranks > 1 or "sequence" not in model
     ]
-    + [  # a rate at which the loss falls: rounding grows, and stays small in fp64
+    + [  # rates at which the loss falls: rounding grows, and stays small in fp64
+        "--model llama --ranks 2 --steps 100 --batch 16 --learning-rate 3e-3 --dtype fp64 --compare",
+    ]
+    + [
         f"--model resnet --learning-rate 5e-4 --batch 32 --ranks {ranks} --dtype {dtype} --compare"
         for ranks, dtype in ((1, "fp32"), (2, "fp64"))
     ],
@@ -50,8 +54,9 @@ CASES = {
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 KEPT = (
     *("model", "ranks", "steps", "dtype", "sequence_parallel", "max_rel_loss_difference", "max_rel_weight_difference"),
-    *("max_rel_gradient_difference", "collectives_per_block", "collectives", "bytes_per_step", "parameters_per_rank"),
-    *("replicated_parameters", "bytes_before_per_rank", "peak_bytes_per_rank", "saved_bytes_per_rank", "losses"),
+    *("max_rel_gradient_difference", "in_roundings", "diverged", "collectives_per_block", "collectives"),
+    *("bytes_per_step", "parameters_per_rank", "replicated_parameters", "bytes_before_per_rank"),
+    *("peak_bytes_per_rank", "saved_bytes_per_rank", "losses"),
 )
 
 
@@ -60,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
     parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
+    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     for section in options.only or CASES:

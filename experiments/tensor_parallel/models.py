@@ -1,16 +1,13 @@
-"""What is trained, and by which rules it is cut.
+"""Makes the models that are trained: the networks of networks.py on digits, and on text
 
-    mlp        pairs of dense layers on images of digits
-    mlp-norm   the same with norms over the cut features, layer norm and batch norm alternately
-    resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
-    gpt2       transformers' GPT-2, and
-    llama      Llama with grouped-query heads, on the text of the standard library
+    gpt2       transformers' GPT-2
+    llama      Llama with grouped-query heads
 
-Each is an ordinary model first: what one process trains is that, and knows nothing of ranks.
+Each is an ordinary model, and knows nothing of ranks. rules.py cuts it.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,16 +20,24 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from experiments.harness import samples
 from experiments.tensor_parallel.layers import ATTENTION, vocabulary_cross_entropy
-from experiments.tensor_parallel.sharding import Sharded, Sharder, evenly, padded
+from experiments.tensor_parallel.networks import (
+    BLOCKS,
+    CLASSES,
+    ENLARGED,
+    RESNET_WIDTHS,
+    WIDTH,
+    Bottleneck,
+    Dense,
+    ResNet50,
+)
+from experiments.tensor_parallel.rules import RULES
+from experiments.tensor_parallel.sharding import Sharded, Sharder, padded
 from lowmem.data.tokenizer import BYTE_LEVEL_IDS, byte_level_tokenizer, load_tokenizer
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
 
-WIDTH, BLOCKS, CLASSES = 96, 4, 10
-PIXELS, ENLARGED = 8, 64  # of a side
 FIRST_RESIDUAL_SCALE = 0.2  # a block begins near its shortcut, where rounding does not grow
-RESNET_BLOCKS, RESNET_WIDTHS, EXPANSION = (3, 4, 6, 3), (64, 128, 256, 512), 4
 SMALL = {  # a prime number of tokens, so that no number of ranks divides the vocabulary
     "gpt2": GPT2Config(n_layer=3, n_embd=96, n_head=6, n_positions=128, vocab_size=257, bos_token_id=None,
                        eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
@@ -43,184 +48,6 @@ SMALL = {  # a prime number of tokens, so that no number of ranks divides the vo
 SEQ = 64
 
 
-class Pair(nn.Module):
-    """Two dense layers, [B, into] -> [B, out], added to what came in where the widths allow it."""
-
-    def __init__(self, into: int, hidden: int, out: int, norm: Callable[[int], nn.Module]):
-        super().__init__()
-        self.norm, self.drop = norm(hidden), nn.Dropout(0.0)
-        # A batch norm takes away what a bias before it adds.
-        self.into = nn.Linear(into, hidden, bias=not isinstance(self.norm, nn.BatchNorm1d))
-        self.out = nn.Linear(hidden, out)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.out(self.drop(F.gelu(self.norm(self.into(hidden_states)))))
-
-
-class Dense(nn.Module):
-    """Pairs and a classifier: images [B, 1, 8, 8] -> logits [B, 10]."""
-
-    def __init__(self, norms: list[Callable[[int], nn.Module]]):
-        super().__init__()
-        widths = [PIXELS**2] + [WIDTH] * len(norms)
-        self.blocks = nn.ModuleList(
-            Pair(into, 4 * WIDTH, out, norm) for into, out, norm in zip(widths, widths[1:], norms, strict=False)
-        )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = images.flatten(1)
-        for block in self.blocks:
-            x = block(x) + (x if x.shape[1] == WIDTH else 0)
-        return self.head(self.norm(x))
-
-
-class Bottleneck(nn.Module):
-    """[B, into, H, W] -> [B, 4 width, H / stride, W / stride]"""
-
-    def __init__(self, into: int, width: int, stride: int):
-        super().__init__()
-        out = EXPANSION * width
-        self.conv1, self.norm1 = nn.Conv2d(into, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.conv3, self.norm3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
-        self.shortcut = None
-        if stride != 1 or into != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(into, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
-        return F.relu(self.norm3(self.conv3(found)) + (x if self.shortcut is None else self.shortcut(x)))
-
-
-class ResNet50(nn.Module):
-    """[B, 1, 64, 64] -> logits [B, 10]"""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, RESNET_WIDTHS[0], 7, 2, 3, bias=False), nn.BatchNorm2d(RESNET_WIDTHS[0])
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.blocks, into = nn.ModuleList(), RESNET_WIDTHS[0]
-        for stage, (width, count) in enumerate(zip(RESNET_WIDTHS, RESNET_BLOCKS, strict=True)):
-            for place in range(count):
-                self.blocks.append(Bottleneck(into, width, 2 if stage and not place else 1))
-                into = EXPANSION * width
-        self.mean, self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Linear(into, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.pool(F.relu(self.norm(self.conv(images))))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.mean(x))
-
-
-def dense_rules(s: Sharder, model: Dense) -> dict:
-    """Divides two layers as one round: by the outputs of the first, which are the inputs of the second."""
-    inner = evenly(4 * WIDTH, s.ranks.count)
-    rules = {
-        "blocks.*": (s.block, s.enters),
-        "blocks.*.into": s.column(inner),
-        "blocks.*.drop": s.drop(1, inner),
-        "blocks.*.out": s.row(inner),
-        "norm": s.head_follows,
-        "head": s.head,
-    }
-    for number, block in enumerate(model.blocks):
-        if isinstance(block.norm, nn.LayerNorm):
-            rules[f"blocks.{number}.norm"] = s.layer_norm(inner)
-        elif isinstance(block.norm, nn.BatchNorm1d):
-            rules[f"blocks.{number}.norm"] = s.batch_norm(inner)
-    return rules
-
-
-def resnet_rules(s: Sharder, model: ResNet50) -> dict:
-    """Divides the first two convolutions of a block as a pair, and the third, with its norm, by its outputs. The
-    third's output is gathered: sums between blocks are whole."""
-    stem = evenly(RESNET_WIDTHS[0], s.ranks.count)
-    rules = {
-        "conv": s.column(stem),
-        "norm": (s.batch_norm(stem), s.gathers_channels),
-        "mean": s.head_follows,
-        "head": s.head,
-    }
-    for number, block in enumerate(model.blocks):
-        width, out = (evenly(conv.out_channels, s.ranks.count) for conv in (block.conv1, block.conv3))
-        rules |= {
-            f"blocks.{number}": s.block,
-            f"blocks.{number}.conv1": (s.column(width), s.enters),
-            f"blocks.{number}.norm1": s.batch_norm(width),
-            f"blocks.{number}.conv2": s.row(width),
-            f"blocks.{number}.conv3": (s.column(out), s.enters),
-            f"blocks.{number}.norm3": (s.batch_norm(out), s.gathers_channels),
-        }
-        if block.shortcut is not None:
-            rules |= {
-                f"blocks.{number}.shortcut.0": (s.column(out), s.enters),
-                f"blocks.{number}.shortcut.1": (s.batch_norm(out), s.gathers_channels),
-            }
-    return rules
-
-
-def gpt2_rules(s: Sharder, model: nn.Module) -> dict:
-    config, ranks = model.config, s.ranks.count
-    head = config.n_embd // config.n_head
-    query, each_head = evenly(config.n_embd, ranks, block=head), evenly(config.n_head, ranks)
-    inner = evenly(config.n_inner or 4 * config.n_embd, ranks)
-
-    def own_heads(module: nn.Module, name: str) -> None:
-        module.num_heads = len(each_head.indices[s.ranks.rank])
-        module.split_size = module.num_heads * head  # of the fused Q, K and V
-
-    return {
-        "transformer.wte": s.vocabulary,
-        "transformer.wpe": s.own_positions,
-        "transformer.drop": s.drop(),
-        "transformer.h.*": s.block,
-        "transformer.h.*.attn": (own_heads, s.enters),
-        "transformer.h.*.attn.c_attn": s.column(evenly(config.n_embd, ranks, block=head, blocks=3)),
-        "transformer.h.*.attn.attn_dropout": s.drop(1, each_head),
-        "transformer.h.*.attn.c_proj": s.row(query),
-        "transformer.h.*.attn.resid_dropout": s.drop(),
-        "transformer.h.*.mlp": s.enters,
-        "transformer.h.*.mlp.c_fc": s.column(inner),
-        "transformer.h.*.mlp.c_proj": s.row(inner),
-        "transformer.h.*.mlp.dropout": s.drop(),
-        "transformer.ln_f": s.head_follows,
-        "lm_head": s.head,
-    }
-
-
-def llama_rules(s: Sharder, model: nn.Module) -> dict:
-    """Heads of queries go where their head of keys and values goes."""
-    config, ranks = model.config, s.ranks.count
-    groups = config.num_attention_heads // config.num_key_value_heads
-    head = model.model.layers[0].self_attn.head_dim
-    key = evenly(config.num_key_value_heads * head, ranks, block=head)
-    query = evenly(config.num_attention_heads * head, ranks, block=head * groups)
-    inner = evenly(config.intermediate_size, ranks)
-
-    def drops(module: nn.Module, name: str) -> None:
-        module.attn_dropout = s.drop(1, evenly(config.num_attention_heads, ranks, block=groups))(module, name)
-
-    return {
-        "model.embed_tokens": s.vocabulary,
-        "model.layers.*": s.block,
-        "model.layers.*.self_attn": (drops, s.enters),
-        "model.layers.*.self_attn.q_proj": s.column(query),
-        "model.layers.*.self_attn.k_proj": s.column(key),
-        "model.layers.*.self_attn.v_proj": s.column(key),
-        "model.layers.*.self_attn.o_proj": s.row(query),
-        "model.layers.*.mlp": s.enters,
-        "model.layers.*.mlp.gate_proj": s.column(inner),
-        "model.layers.*.mlp.up_proj": s.column(inner),
-        "model.layers.*.mlp.down_proj": s.row(inner),
-        "model.norm": s.head_follows,
-        "lm_head": s.head,
-    }
-
-
-RULES = {"mlp": dense_rules, "mlp-norm": dense_rules, "resnet": resnet_rules, "gpt2": gpt2_rules, "llama": llama_rules}
 DECODERS = ("gpt2", "llama")
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")  # of configs
 
@@ -298,14 +125,21 @@ class Kind:
         return byte_level_tokenizer()
 
     def samples(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all samples there are."""
+        """Inputs and targets of all samples for training."""
+        return self._parted(seq)[:2]
+
+    def tests(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples for testing."""
+        return self._parted(seq)[2:]
+
+    def _parted(self, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self.config is not None:
             tokens = samples.source_tokens(seq + 1, self.tokenizer())
-            return tokens[:, :-1], tokens[:, 1:]
+            return samples.parted(tokens[:, :-1], tokens[:, 1:])
         images, labels = samples.digits()
         if self.name == "resnet":
             images = F.interpolate(images, size=(ENLARGED, ENLARGED), mode="bilinear")
-        return images, labels
+        return samples.parted(images, labels)
 
     def loss(self, sharded: Sharded, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of the parts, which is the same on every rank. Decoders get every position's number, since

@@ -1,36 +1,41 @@
-"""The README's tables, made from rows: `python -m experiments.tensor_parallel.table`."""
+"""The tables of README.md and tables.md, made from rows: `python -m experiments.tensor_parallel.table`."""
 
 import argparse
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
-from experiments.tensor_parallel import run
+from experiments.harness.tables import learned_table, markdown, put
+from experiments.tensor_parallel import curves, run, theory
 from experiments.tensor_parallel.models import SEQ, kind_of
+from experiments.tensor_parallel.rounding import MOST
+from experiments.tensor_parallel.worker import DTYPES
 from lowmem.units import MIB
 
 LARGE = ("memory", "dtensor")  # sections whose rows are of the same models, batch and length
 FOLDER = Path(__file__).resolve().parent
-RESULTS, README = FOLDER / "results", FOLDER / "README.md"
+RESULTS, README, TABLES = FOLDER / "results", FOLDER / "README.md", FOLDER / "tables.md"
 ROWS = RESULTS / "rows.jsonl"
 BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, Adam's two moments
+LEARNED_BEGIN = "<!-- learned, made by python -m experiments.tensor_parallel.table -->"
 BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the README's tables, from the newest row of each command line."""
+    """Returns the tables of tables.md, from the newest row of each command line."""
     tables = {
         "equal": (
-            "**50 steps, compared with one process and the ordinary model**: the largest relative difference of a "
-            "loss, of the first step's gradients, and of the weights at the end. Up to 1e-5 is allowed in fp32, and "
-            "1e-12 in fp64.",
+            "**50 steps, if the options say no other number, compared with one process and the ordinary model**: the "
+            "largest relative difference of a loss, of the first step's gradients, and of the weights at the end. In "
+            "brackets: as multiples of what rounding does to one process in as many steps. That is the larger of: "
+            "fp32 from fp64 (in fp64 2^-29 of it), each batch in reverse order from itself. Up to "
+            f"{MOST:g} is allowed; of gradients only in fp64.",
             _equal,
         ),
         "memory": (
-            "**Memory of a rank** at batch 2 and 512 tokens, MiB. Parameters, and divided parameters / N + whole ones; "
+            "**Memory of a rank** at batch 2 and 512 tokens, MiB. Parameters, and how far they are from theory; "
             "weights, gradients and Adam's moments (16 bytes each); tensors kept for backward, and their theory; peak "
-            "RAM above the process without a model.",
+            "RAM above the process without a model. Theory knows the model's config alone.",
             _memory,
         ),
         "communication": (
@@ -50,6 +55,12 @@ def sections(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
+def learned(rows: list[dict]) -> str:
+    """Returns the README's table of what models learn, from the newest row of each."""
+    newest = {(row["model"], row["name"]): row for row in rows}
+    return learned_table(newest.values(), ("model", "name"))
+
+
 def newest(rows: list[dict], *of: str) -> list[dict]:
     return list({(row["section"], row["options"]): row for row in rows if row["section"] in of}.values())
 
@@ -62,25 +73,32 @@ def _equal(rows: list[dict]) -> str:
         rate = [f"batch {given.batch}, rate {given.learning_rate:g}"] if given.learning_rate else []
         lines.append(
             [", ".join([_name(row)] + rate), str(row["ranks"]), row["dtype"]]
-            + [f"{row[f'max_rel_{what}_difference']:.1e}" for what in ("loss", "gradient", "weight")]
+            + [_differs(row, name) for name in run.COMPARED]
             + [f"{block['forward']} and {block['backward']}"]
         )
     return markdown(("", "ranks", "", "losses", "gradients", "weights", "collectives of a block"), lines)
 
 
+def _differs(row: dict, name: str) -> str:
+    if row.get("diverged"):
+        return "diverged"
+    times = (row.get("in_roundings") or {}).get(name)
+    return f"{row[run.COMPARED[name]]:.1e}" + ("" if times is None else f" ({times:.2g})")
+
+
 def _memory(rows: list[dict]) -> str:
     lines = []
     for row in rows:
-        one = alone(row, rows)
+        expected = by_theory(row)
         most, saved = max(row["parameters_per_rank"]), max(row["saved_bytes_per_rank"])
         peak = max(p - b for p, b in zip(row["peak_bytes_per_rank"], row["bytes_before_per_rank"], strict=True))
         lines.append(
-            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / expected_parameters(row, one) - 1:+.2%}"]
+            [_name(row), str(row["ranks"]), f"{most:,}", f"{most / expected['parameters'] - 1:+.2%}"]
             + [f"{BYTES_PER_PARAMETER * most / MIB:,.0f}"]
-            + [f"{count / MIB:,.0f}" if saved else "" for count in (saved, saved_by_theory(row, one))]
+            + [f"{count / MIB:,.0f}" if saved else "" for count in (saved, expected["kept"])]
             + [f"{peak / MIB:,.0f}"]
         )
-    return markdown(("", "ranks", "parameters", "beside", "state", "kept", "theory", "peak"), lines)
+    return markdown(("", "ranks", "parameters", "off theory", "state", "kept", "theory", "peak"), lines)
 
 
 def _communication(rows: list[dict]) -> str:
@@ -93,7 +111,7 @@ def _communication(rows: list[dict]) -> str:
         losses = zip(*(next(iter(of["losses"].values())) for of in (row, one)), strict=True)
         lines.append(
             [_name(row), str(row["ranks"]), str(calls)]
-            + [f"{sent / MIB:,.1f}" for sent in (row["bytes_per_step"], sent_by_theory(row))]
+            + [f"{sent / MIB:,.1f}" for sent in (row["bytes_per_step"], by_theory(row)["sent"])]
             + [f"{max(abs(a - b) / b for a, b in losses):.0e}"]
         )
     return markdown(("", "ranks", "collectives", "sent", "theory", "losses"), lines)
@@ -104,42 +122,16 @@ def alone(row: dict, rows: list[dict]) -> dict:
     return next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
 
 
-def saved_by_theory(row: dict, one: dict) -> float:
-    """Returns the bytes that forward keeps for backward, by theory. Every rank has the whole inputs and outputs of the
-    norms: two per block, and the last one. Llama's norms also keep a product. Everything else is divided. With sequence
-    parallelism only the outputs are whole: they are gathered for the next layers. Korthikanti et al., section 4.2.2,
-    gather them again in backward."""
-    hidden, blocks = _hidden_bytes(row)
-    norms = 2 * blocks + 1
-    whole = hidden * norms * (3 if row["model"] == "llama" else 2)
-    gathered = hidden * norms if row["sequence_parallel"] else whole
-    return gathered + (one["saved_bytes_per_rank"][0] - gathered) / row["ranks"]
-
-
-def expected_parameters(row: dict, one: dict) -> float:
-    """Returns how many a rank has where all that is cut is cut evenly, by the row of one rank."""
-    whole = row["replicated_parameters"]
-    return (one["parameters_per_rank"][0] - whole) / row["ranks"] + whole
-
-
-def sent_by_theory(row: dict) -> float:
-    """Returns the bytes that a rank sends per step in a ring, for hidden states of h bytes.
-
-    Each block has two all-reduces forward and two backward (Megatron-LM, section 3). The embedding's output has one,
-    and the gradient of the head's input one. Each sends 2 (N - 1) / N of h. All-gather and reduce-scatter together send
-    the same (sequence parallelism); there, gradients of shared weights are added up, too.
-    """
-    hidden, blocks = _hidden_bytes(row)
-    rounds = 4 * blocks + 2
-    sent = rounds * 2 * hidden + (2 * 4 * row["replicated_parameters"] if row["sequence_parallel"] else 0)
-    return sent * (row["ranks"] - 1) / row["ranks"]
-
-
-def _hidden_bytes(row: dict) -> tuple[int, int]:
-    """Returns the bytes of all hidden states between two layers in fp32, and the number of blocks."""
+def by_theory(row: dict) -> dict[str, float]:
+    """Returns a rank's parameters, and the bytes that it keeps and sends, by the row's command line alone."""
     given = _given(row)
-    config = kind_of(row["model"], shape=given.shape).config
-    return given.batch * (given.seq or SEQ) * config.hidden_size * 4, config.num_hidden_layers
+    config = kind_of(given.model, shape=given.shape).config
+    of = (config, given.ranks, given.batch * (given.seq or SEQ), DTYPES[given.dtype].itemsize, given.sequence_parallel)
+    return {
+        "parameters": theory.parameters(config, given.ranks),
+        "kept": theory.kept_bytes(*of),
+        "sent": theory.sent_bytes(*of),
+    }
 
 
 def _given(row: dict) -> argparse.Namespace:
@@ -152,7 +144,10 @@ def _name(row: dict) -> str:
 
 
 def main() -> int:
-    put(README, BEGIN, sections(row_file.read(ROWS)))
+    put(TABLES, BEGIN, sections(row_file.read(ROWS)))
+    trainings = row_file.read(curves.RESULTS / curves.NAME)
+    put(README, LEARNED_BEGIN, learned(trainings))
+    curves.draw(trainings, RESULTS / curves.PICTURE)
     return 0
 
 

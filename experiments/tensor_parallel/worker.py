@@ -152,8 +152,8 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
     )  # fmt: skip
 
 
-def reference(job: Job, device: torch.device = CPU) -> RankResult:
-    """Trains the ordinary model in one process, with PyTorch's loss."""
+def reference(job: Job, device: torch.device = CPU, in_reverse: bool = False) -> RankResult:
+    """Trains the ordinary model in one process, with PyTorch's loss. `in_reverse`: each batch's samples are."""
     kind = job.kind
     sharded = job.sharder(Ranks(0, 1), device).apply({})
     sharded.load(kind.weights())
@@ -162,6 +162,8 @@ def reference(job: Job, device: torch.device = CPU) -> RankResult:
     optimizer = job.optimizer_of(parameters.values())
     losses, gradients = [], {}
     for step, (inputs, targets) in enumerate(job.batches(device)):
+        if in_reverse:
+            inputs, targets = inputs.flip(0), targets.flip(0)
         output = model(inputs) if kind.config is None else model(inputs, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(output, targets.flatten())
         loss.backward()

@@ -7,7 +7,8 @@
 
 Each is a function of tensors, compiled once for all blocks (`torch.compile`); gradients are autograd's. That system
 drops a residual, leaves out a product and puts an untrained norm; here logits and gradients are the stock model's but
-for rounding, which the tests hold. In generation, behind the prompt, attention is not compiled: its keys grow.
+for rounding, which the tests hold. In generation, behind the prompt, attention is not compiled: its keys grow. The
+stand-in has no values of compiled kernels. With --values the groups run there as they are written.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.harness import rows as row_file
 from lowmem.errors import InputError
 
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # which are one function
@@ -59,7 +61,12 @@ def ffn_ln(
 
 @cache
 def compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False) if compiles() else function
+
+
+def compiles() -> bool:
+    """False on the stand-in with --values, which computes operators and nothing else."""
+    return not (row_file.on_stand_in() and row_file.computes_values())
 
 
 def fuse(model: nn.Module, fusion: str) -> None:

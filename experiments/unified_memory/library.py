@@ -18,12 +18,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.harness import rows as row_file
 from lowmem.errors import InputError, LowmemError
+from lowmem.limits import ram_available_bytes
+from lowmem.units import GIB
 
 SOURCE = Path(__file__).with_name("managed.c")
 HOST = -1
 READ_MOSTLY, PREFERRED_LOCATION, ACCESSED_BY = 1, 3, 5  # CUDA's numbers of advice; one more takes it back
 ATTRIBUTES = {"read_mostly": 1, "preferred_location": 2, "accessed_by": 3, "last_prefetch_location": 4}
+CONTEXT_BYTES = GIB  # most that this process's own context takes of a GPU
 COMPILERS = ("cc", "gcc", "clang", "nvcc")
 
 
@@ -92,16 +96,29 @@ def pool() -> torch.cuda.MemPool:
     return torch.cuda.MemPool(allocator.allocator())
 
 
-def managed_tensor(size_bytes: int) -> Tensor:
-    """Returns uint8 [size_bytes] in managed memory, which has no pages until it is written or prefetched. InputError if
-    the GPU has less free memory, though CUDA would allow it: faults would page the rest in and out, and a shared
-    machine may stall."""
+def check_room(size_bytes: int, limit_bytes: int | None = None, oversubscribe: bool = False) -> None:
+    """Raises InputError if managed memory of this size has no room. Of pages that a schedule moves, `limit_bytes` have
+    to be free on the GPU, without a limit all. RAM has to have room for all, since they are loaded there and go back
+    there. `oversubscribe`: the driver pages in and out, more than the GPU has; only on a GPU that nobody else uses."""
     loaded()
-    free_bytes = torch.cuda.mem_get_info()[0]
-    if size_bytes > free_bytes:
+    free_bytes, card_bytes = torch.cuda.mem_get_info()
+    others_bytes = card_bytes - free_bytes - torch.cuda.memory_reserved()
+    if oversubscribe and others_bytes > CONTEXT_BYTES:
         raise InputError(
-            f"{size_bytes:,} bytes of managed memory are asked for, and {free_bytes:,} are free on the GPU"
+            f"--oversubscribe lets page faults stall whoever shares the GPU, and others use {others_bytes:,} bytes of "
+            "it: give --physical-limit, or take a GPU of your own"
         )
+    if not oversubscribe and min(limit_bytes or size_bytes, size_bytes) > free_bytes:
+        most, what = (limit_bytes, "--physical-limit") if limit_bytes else (size_bytes, "managed memory")
+        raise InputError(f"{what} is {most:,} bytes, and {free_bytes:,} are free on the GPU: give a lower limit")
+    available_bytes, whose = ram_available_bytes()
+    if row_file.computes_values() and size_bytes > available_bytes:
+        raise InputError(f"{size_bytes:,} bytes of managed memory need as much RAM, and {whose} is {available_bytes:,}")
+
+
+def managed_tensor(size_bytes: int) -> Tensor:
+    """Returns uint8 [size_bytes] in managed memory, which has no pages until it is written or prefetched."""
+    loaded()
     with torch.cuda.use_mem_pool(pool()):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
 

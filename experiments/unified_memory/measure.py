@@ -1,4 +1,4 @@
-"""Measures the README's tables, and keeps rows: `python -m experiments.unified_memory.measure`.
+"""Measures the tables of tables.md, and keeps rows: `python -m experiments.unified_memory.measure`.
 
 python -m experiments.unified_memory.measure --only fusion
 .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.unified_memory.measure --only card --only paged
@@ -25,26 +25,30 @@ from torch import Tensor
 
 from experiments.harness import rows as row_file
 from experiments.harness.child import Result, Setting
+from experiments.harness.comparison import worst
+from experiments.harness.options import under_runs
 from experiments.unified_memory import fusion, run_gpt2
 from experiments.unified_memory.picture import DRAWN
-from experiments.unified_memory.schedule import schedule
+from experiments.unified_memory.schedule import BY_FAULTS, COPIED, PREFETCHED, schedule, traffic
 from experiments.unified_memory.shapes import SHAPES, config_of, pieces_of
-from experiments.unified_memory.table import RESIDENT, ROWS, sections
+from experiments.unified_memory.table import RESIDENT, RESIDENT_FUSED, ROWS, sections
 from lowmem.models.build import build_model
 from lowmem.units import MIB
 
 PROGRAM = "experiments.unified_memory.measure"
 HALF = 2  # the limit is 1 / HALF of the weights (with --backward also of the gradients)
 LEAST_FASTER = 1.5  # prefetched, relative to page faults, under that limit
+LIMITS = {"gpt3-13b": "20GiB"}  # of a card with 24 GiB; half of these weights are 24
 MOST_BESIDE_BYTES = 64 * MIB  # two runs may differ by this in memory other than weights
 ROUNDING = 1e-5  # fp32: sums of 3,072 terms in another order
 TINY = "24x256x4"  # of dry runs; half of it has room for the largest piece
 PLACEMENTS = {
     RESIDENT: "--placement resident",
-    run_gpt2.BY_FAULTS: "--placement managed",
-    run_gpt2.PREFETCHED: "--placement managed --enable-prefetch",
+    BY_FAULTS: "--placement managed",
+    PREFETCHED: "--placement managed --enable-prefetch",
+    RESIDENT_FUSED: "--placement resident --fusion all",
     "managed, prefetched, fused": "--placement managed --enable-prefetch --fusion all",
-    run_gpt2.COPIED: "--placement explicit",
+    COPIED: "--placement explicit",
 }
 WIDTH, TOKENS = 768, 1024  # of the groups that are timed: GPT-2's
 CASES = {
@@ -55,8 +59,9 @@ CASES = {
         for name in ("gpt2-small", "gpt2-xl")
         for way in ("", " --backward")
         for placement in PLACEMENTS
-        if not way or placement != "explicit copies"  # which are measured only in forward
-    ],
+        if not way or placement != COPIED  # which are measured only in forward
+    ]
+    + [f"gpt3-13b: {PREFETCHED}"],
     "paged": ["gpt2-small", "gpt2-large"],
 }
 WITHOUT_A_GPU = ("traffic", "fusion")
@@ -67,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
     parser.add_argument("--only", choices=CASES, action="append", help=f"default: {' and '.join(WITHOUT_A_GPU)}")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose names begin with it")
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="ROWS.jsonl")
+    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
     chosen = options.only or WITHOUT_A_GPU
     if set(chosen) - set(WITHOUT_A_GPU) and not torch.cuda.is_available():
@@ -78,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: --case {options.case}: no case of {', '.join(chosen)} begins so", file=sys.stderr)
         return 2
     try:
+        options.rows.parent.mkdir(parents=True, exist_ok=True)
         with options.rows.open("a"):
             pass
     except OSError as error:
@@ -111,7 +117,7 @@ def planned(case: str) -> dict:
     accesses = pieces.accesses(bool(backward))
     return {
         "total_bytes": sum(sizes), "limit_bytes": limit, "peak_bytes": schedule(sizes, accesses, limit).peak_bytes,
-        "traffic": run_gpt2.traffic(sizes, accesses, limit, 1, bool(backward)),
+        "traffic": traffic(sizes, accesses, limit, 1, bool(backward)),
     }  # fmt: skip
 
 
@@ -123,7 +129,7 @@ def fused(case: str, device: str = "cpu") -> dict:
         function, arguments = _groups()[case]
     compiled = fusion.compiled(function)
     results = [_passed(way, arguments) for way in (function, compiled)]
-    apart = max(float((one - other).norm() / other.norm()) for one, other in zip(results[1], results[0], strict=True))
+    apart = worst((one - other).norm() / other.norm() for one, other in zip(results[1], results[0], strict=True))
     seconds: list[list[float]] = [[], []]
     for _ in range(15):
         for place, way in enumerate((function, compiled)):
@@ -175,20 +181,17 @@ def on_card(case: str, device: str = "cuda") -> dict:
     shape, placement = case.split(": ")
     name, *backward = shape.split()
     stand_in = row_file.on_stand_in()
-    if stand_in and "fused" in placement:
-        return {"not_run": "nothing is compiled on the stand-in"}
     total = sum(pieces_of(build_model(config_of(name)), torch.float32).sizes) * (2 if backward else 1)
     words = ["--model", name, *backward, *PLACEMENTS[placement].split(), "--device", device]
     words += ["--runs", "1" if stand_in else "5"]
-    if placement != RESIDENT:
-        words += ["--physical-limit", f"{total // HALF // MIB}MiB"]
+    if placement not in (RESIDENT, RESIDENT_FUSED):
+        words += ["--physical-limit", LIMITS.get(name, f"{total // HALF // MIB}MiB")]
     with tempfile.TemporaryDirectory() as out:  # a process of its own, whose peaks are no other run's
         command = [sys.executable, "-m", run_gpt2.PROGRAM, *words, "--out", out]
         result = subprocess.run(command, cwd=row_file.ROOT, capture_output=True, text=True)
         if result.returncode:
             return {"not_run": result.stderr.strip().splitlines()[-1].removeprefix("error: ")}
         report = json.loads((Path(out) / "report.json").read_text())
-    digested = not stand_in or "--values" in row_file.through_stand_in()
     return {
         "total_bytes": total,
         "limit_bytes": report["physical_limit_bytes"],
@@ -196,7 +199,8 @@ def on_card(case: str, device: str = "cuda") -> dict:
         "traffic": report["planned_traffic"].get(placement.removesuffix(", fused")),
         "memory": report["memory"],
         "peak_used_bytes": max(report["used_bytes_by_access"], default=None),
-        "digest": report["digest"] if digested else None,
+        "digest": report["digest"] if row_file.computes_values() else None,
+        "compiled": report["compiled"],
         "resident": {key: report[key] for key in DRAWN},
         "latency_seconds": None if stand_in else report["latency_seconds"],
     }
@@ -251,9 +255,13 @@ def check(setting: Setting) -> Result:
             setting.attempt(f"fusion: {case}", partial(_fused_result, case))
     if any(not one or "not_run" in one for one in found.values()):
         return Result({}, {"ran": False})
-    resident, by_faults, prefetched = (found[placement] for placement in list(PLACEMENTS)[:3])
+    resident, by_faults, prefetched = (found[placement] for placement in (RESIDENT, BY_FAULTS, PREFETCHED))
     same = {one["digest"] for name, one in found.items() if "fused" not in name}
-    checks = {"outputs equal those of all on the GPU, bit for bit": len(same) == 1 and None not in same}
+    fused_ones = {one["digest"] for name, one in found.items() if "fused" in name}
+    checks = {
+        "outputs equal those of all on the GPU, bit for bit": len(same) == 1 and None not in same,
+        "outputs of fused groups equal those of all on the GPU, fused": len(fused_ones) <= 1 and None not in fused_ones,
+    }
     if setting.device == "cuda":
         kept_away = resident["total_bytes"] - prefetched["limit_bytes"]
         checks["no more than the limit is resident"] = (

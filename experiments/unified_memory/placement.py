@@ -91,11 +91,11 @@ class ManagedPlacement(Placement):
 
     The GPU reads pages on the host unless they were prefetched, and the driver evicts nothing by itself. Pieces leave
     after their last access, before others come. With `prefetch`, pieces come before their access; else by page faults,
-    without any advice, as in a plain program.
+    without any advice, as in a plain program. `driven`: the driver alone moves pages, and the schedule none.
     """
 
-    def __init__(self, *args, schedule: Schedule, prefetch: bool, streams: int = 1):
-        self.schedule, self.prefetch = schedule, prefetch
+    def __init__(self, *args, schedule: Schedule, prefetch: bool, streams: int = 1, driven: bool = False):
+        self.schedule, self.prefetch, self.driven = schedule, prefetch, driven
         super().__init__(*args)
         self._inward = [torch.cuda.Stream() for _ in range(streams)]
         self._outward = torch.cuda.Stream()
@@ -115,7 +115,7 @@ class ManagedPlacement(Placement):
                 library.advise(part, library.ACCESSED_BY + 1, torch.cuda.current_device())
             library.prefetch(part, library.HOST, self._outward)
         self._outward.synchronize()
-        for piece in sorted(self.schedule.kept):
+        for piece in sorted(self.schedule.kept) if not self.driven else ():
             self._fetch(piece)
         torch.cuda.synchronize()
 
@@ -127,7 +127,7 @@ class ManagedPlacement(Placement):
 
     def _access(self, place: int) -> None:
         self._due(place)
-        leaving, coming = self.schedule.before(self._number)
+        leaving, coming = self.schedule.before(self._number) if not self.driven else ([], [])
         computing = torch.cuda.current_stream()
         if leaving:
             self._outward.wait_event(computing.record_event())

@@ -10,14 +10,17 @@ wide that they would have to leave is made narrower.
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lowmem.errors import InputError
 from lowmem.units import MIB, format_size
 
 PAGE_BYTES = 2 * MIB  # in which the driver moves managed memory at most
 Access = tuple[int, ...]  # numbers of the pieces that are used
+BY_DRIVER, BY_FAULTS, PREFETCHED = "managed, left to the driver", "managed, by faults", "managed, prefetched"
+COPIED = "explicit copies"
 
 
 @dataclass(frozen=True)
@@ -147,3 +150,19 @@ def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int
                     evictions += 1
                 resident[page] = None
     return Traffic(faults * PAGE_BYTES, evictions * PAGE_BYTES, faults)
+
+
+def traffic(
+    sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int, backward: bool
+) -> dict[str, dict[str, int]]:
+    """Returns bytes and faults of a pass for each placement; explicit copies only if their slots fit into the limit."""
+    plan = partial(schedule, sizes, accesses, limit_bytes)
+    found = {
+        BY_DRIVER: by_faults(sizes, accesses, limit_bytes),
+        BY_FAULTS: evicted_only(plan(ahead=0)),
+        PREFETCHED: prefetched(plan(ahead=ahead)),
+    }
+    with suppress(InputError):
+        if not backward:
+            found[COPIED] = streamed(plan(ahead=ahead, in_slots=True))
+    return {name: vars(of) for name, of in found.items()}

@@ -1,4 +1,4 @@
-"""The README's tables, made from rows: `python -m experiments.unified_memory.table`."""
+"""The tables of tables.md, made from rows: `python -m experiments.unified_memory.table`."""
 
 from pathlib import Path
 
@@ -8,11 +8,12 @@ from experiments.unified_memory.picture import draw_resident
 from lowmem.units import GIB
 
 FOLDER = Path(__file__).resolve().parent
-RESULTS, README = FOLDER / "results", FOLDER / "README.md"
+RESULTS, TABLES = FOLDER / "results", FOLDER / "tables.md"
 ROWS = RESULTS / "rows.jsonl"
 BEGIN = "<!-- made by python -m experiments.unified_memory.table -->"
 NOT_MEASURED = "not measured yet"
 RESIDENT = "all on the GPU"
+RESIDENT_FUSED = "all on the GPU, fused"
 DRAWN_CASE = "gpt2-xl --backward: managed, prefetched"
 SEEDS = {  # what the system that the groups come from does instead, by group
     "drop-ln": "a dropout and a norm that was never trained, without the residual",
@@ -23,7 +24,7 @@ SEEDS = {  # what the system that the groups come from does instead, by group
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the README's tables, from the newest row of each case."""
+    """Returns all tables, from the newest row of each case."""
     tables = {
         "traffic": (
             "**Moved by a pass to the GPU and back**, GiB, in fp32. The limit is half of the weights (with backward: "
@@ -32,9 +33,10 @@ def sections(rows: list[dict]) -> str:
             _traffic,
         ),
         "card": (
-            "**The same on a card**: 1,024 tokens, fp32, half of the weights as the limit, GiB. The peak of the "
-            "schedule stands next to the managed memory that the stand-in's card counted. Bits are compared for the "
-            "last token's logits, or for the loss and all gradients, if values were computed.",
+            "**The same on a card**: 1,024 tokens, fp32, GiB. The limit is half of the weights, of gpt3-13b 20 GiB. "
+            "The peak of the schedule stands next to the managed memory that the stand-in's card counted. Bits are "
+            "those of the last token's logits, or of the loss and all gradients, if values were computed. Fused groups "
+            "stand beside fused groups.",
             _card,
         ),
         "fusion": (
@@ -99,7 +101,8 @@ def _card(rows: list[dict]) -> str:
             lines.append([name, *[""] * 5, f"{NOT_MEASURED}: {row['not_run']}"])
             continue
         card, moved = row["memory"], row["traffic"] or {"to_device": 0, "to_host": 0, "faults": 0}
-        bits = digests[row["case"]] and digests.get(f"{shape}: {RESIDENT}")
+        beside = RESIDENT_FUSED if "fused" in placement else RESIDENT
+        bits = digests[row["case"]] and digests.get(f"{shape}: {beside}")
         resident = card.get("peak_managed_resident_bytes")
         lines.append([
             name,
@@ -107,7 +110,7 @@ def _card(rows: list[dict]) -> str:
             _moved(moved),
             f"{row['planned_peak_bytes'] / GIB:.2f}" + (f", {resident / GIB:.2f}" if resident else ""),
             f"{card['peak_allocated_bytes'] / GIB:.2f}, {row['peak_used_bytes'] / GIB:.2f}",
-            "" if not bits or placement == RESIDENT else "equal" if bits == row["digest"] else "others",
+            "" if not bits or placement == beside else "equal" if bits == row["digest"] else "others",
             f"{row['latency_seconds'] * 1e3:,.0f} ms" if row["latency_seconds"] else NOT_MEASURED,
         ])  # fmt: skip
     header = (
@@ -157,7 +160,7 @@ def _paged(rows: list[dict]) -> str:
 
 def main() -> int:
     rows = committed_rows()
-    put(README, BEGIN, sections(rows))
+    put(TABLES, BEGIN, sections(rows))
     for row in newest(rows, "card"):
         if row["case"] == DRAWN_CASE:
             draw_resident(row["resident"], RESULTS / "resident.png")

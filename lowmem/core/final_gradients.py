@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.layout import Fate
-from lowmem.core.parameters import Piece, Store
+from lowmem.core.parameters import Part, Store
 from lowmem.core.segment_windows import GradientWindow
 
 
@@ -28,21 +28,22 @@ class FinalGradients:
     HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
-        self, fate: Fate, store: Store, norm_of: Callable[[Piece], Tensor], window: GradientWindow, updates: Updates,
+        self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         begin_updates: Callable[[], None],
     ):  # fmt: skip
-        """Prepares one pass. `norm_of`: computes the norm of the gradient of one piece (a range of elements), as a
-        tensor of one number. `begin_updates`: called before backward if gradients are APPLIED."""
+        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces], one for each range of
+        elements that is updated at once. `begin_updates`: called before backward if gradients are APPLIED."""
         self.fate, self._begin_updates = fate, begin_updates
-        self._store, self._norm_of, self._window, self._updates = store, norm_of, window, updates
+        self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
-        self._norms: dict[int, Tensor] = {}  # of the pieces whose gradients are final, by id
+        self._norms: dict[int, Tensor] = {}  # [pieces] of the parts whose gradients are final, by id
 
     def begin(self, losses: Sequence[Tensor]) -> None:
         """Must be called before backward, with the micro-batches' `losses`. Begins the updates if gradients are APPLIED
         and the losses are finite."""
         if self.fate is Fate.APPLIED:
-            if math.isfinite(torch.stack(list(losses)).sum().item()):
+            loss = torch.stack([*losses]).sum().item() if losses else 0.0
+            if math.isfinite(self._store.ranks.total(loss)):
                 self._begin_updates()
             else:
                 self.fate = Fate.HELD
@@ -50,11 +51,12 @@ class FinalGradients:
     def finish(self, lowest: int) -> None:
         """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 are the
         embeddings, unit i is block i - 1. Computes the norms of those that were not final before, then sends, drops or
-        applies them."""
+        applies them. With several ranks, sums them first."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
-        parts = [part for part in self._store.parts if part.unit in final and part.gradient is not None]
-        norms = {id(piece): self._norm_of(piece) for part in parts for piece in part.pieces}
+        parts = [part for part in self._store.parts if part.unit in final]
+        parts = self._store.ranks.summed(parts, now=lowest == 0 or self.fate is Fate.APPLIED)
+        norms = {id(part): self._norms_of(part) for part in parts}
         self._norms |= norms
         if self.fate is Fate.SENT:
             self._window.leave(part for part in parts if part.gradient_home is not None)
@@ -71,8 +73,8 @@ class FinalGradients:
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()
-        norms = [self._norms[id(piece)] for piece in self._store.pieces if id(piece) in self._norms]
-        norm = torch.linalg.vector_norm(torch.stack(norms).double()).item()
+        parts = [part for part in self._store.parts if id(part) in self._norms]
+        norm = self._store.ranks.norm([(part, self._norms[id(part)]) for part in parts])
         self._norms = {}
         if self.fate is Fate.APPLIED:
             self._updates.downwards = False  # the step is made; until here memory may run out halfway
@@ -80,7 +82,7 @@ class FinalGradients:
 
     @staticmethod
     def _refuse_what_is_not_finite(unit: int, norms: Iterable[Tensor]) -> None:
-        if norms and not math.isfinite(torch.stack(list(norms)).sum().item()):
+        if norms and not math.isfinite(torch.cat(list(norms)).sum().item()):
             raise UpdateInterrupted(
                 f"a gradient of unit {unit} is not finite, and the units above it have been updated already, so they "
                 "are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and room for "

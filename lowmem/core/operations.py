@@ -16,7 +16,7 @@ from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
-from lowmem.core.parameters import GRADIENT, WORKING, Piece, Store
+from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
 
 
@@ -105,9 +105,11 @@ class Operations:
             hidden = self.decoder.block(index, hidden, extra)
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
-    def norm(self, piece: Piece) -> Tensor:
-        """Returns the norm of the gradient of one piece (a range of elements that is updated at once), in fp32."""
-        return torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])
+    def norms(self, part: Part) -> Tensor:
+        """Returns the norms of a part's gradient [pieces] in fp32: one for each range of elements that is updated at
+        once."""
+        norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
+        return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
         """Updates the weights of one piece (a range of elements that is updated at once). The optimizer's `state` is on

@@ -90,6 +90,15 @@ def slice_state(optimizer: Optimizer, state: State, start: int, stop: int) -> St
     return {name: t[start // per.get(name, 1) : math.ceil(stop / per.get(name, 1))] for name, t in state.items()}
 
 
+def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
+    """Returns what `slice_state` returns for each range of `at_once` of the `elements` parameters, the last one
+    shorter."""
+    per = {name: per for name, (per, _) in optimizer.entries.items()}
+    cut = {name: tensor.split(at_once // per.get(name, 1)) for name, tensor in state.items()}
+    ranges = range(math.ceil(elements / at_once))
+    return [{name: tensors[index] for name, tensors in cut.items()} for index in ranges]
+
+
 def update(
     optimizer: Optimizer,
     working: Tensor,

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from lowmem.core.decoder import Decoder, Unit
 from lowmem.core.homes import drop_pages, host_tensor, page_lock
 from lowmem.core.layout import Fate, Layout
-from lowmem.core.optimizers import BLOCK, Optimizer, State, slice_state, state_layout
+from lowmem.core.optimizers import BLOCK, Optimizer, State, cut_state, state_layout
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
+from lowmem.core.ranks import Ranks
 from lowmem.core.transfers import MakeTensor
 
 PIECE = 2**22
@@ -69,19 +70,24 @@ class Piece:
 class Part:
     """Holds one unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
 
-    `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of weights that are in RAM.
-    `gradient_home` [n] fp32: RAM in which the gradient may wait for its update; it does so while `gradient_left`.
+    `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of the weights. `gradient_home` [n]
+    fp32: RAM in which the gradient may wait for its update; it does so while `gradient_left`. `ranks`: the processes
+    that have a share of these parameters, of which there are `elements`. n is the size of a share. Until the gradients
+    of all ranks are summed, `gradient` is [n x ranks].
     """
 
     def __init__(
-        self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement
-    ):
-        self.unit, self.is_matrices, self._optimizer, self._device = unit[0], is_matrices, optimizer, homes.device
+        self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement,
+        ranks: Ranks,
+    ):  # fmt: skip
+        self.unit, self.is_matrices, self.optimizer, self._device = unit[0], is_matrices, optimizer, homes.device
         self.name = f"{unit[1].name} {'matrices' if is_matrices else 'vectors'}"
         self.streamed, self.on_disk = homes.states is not homes.device, homes.on_disk
         self.weights_streamed, self.updates = homes.weights is not homes.device, 0
+        self.ranks = ranks if is_matrices else Ranks()
+        self.weights_elsewhere = self.weights_streamed or self.ranks.count > 1
         # One number for all: the value of each parameter while its weights are not on the device.
-        self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_streamed else None
+        self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
         self.gradient: Tensor | None = None
         self.gradient_left = False
         self._places: dict[str, tuple[int, torch.Size]] = {}
@@ -90,17 +96,23 @@ class Part:
             if (parameter.dim() >= 2) == is_matrices:
                 self._places[name] = size, parameter.shape
                 size += math.ceil(parameter.numel() / BLOCK) * BLOCK
+        self.elements, size = size, self.ranks.share(size)
         self.working = homes.weights(size, dtype)
         self.state = {name: homes.states(*entry) for name, entry in state_layout(optimizer, size, dtype).items()}
         self.gradient_home = None if homes.gradients is None else homes.gradients(size, torch.float32)
-        self.pieces = [self._piece(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
+        self.pieces = self._cut()
 
-    def _piece(self, start: int, stop: int) -> Piece:
-        state = slice_state(self._optimizer, self.state, start, stop)
-        if self.weights_streamed:
-            state[WORKING] = self.working[start:stop]
-        gradient = {} if self.gradient_home is None else {GRADIENT: self.gradient_home[start:stop]}
-        return Piece(self, start, stop, state, gradient)
+    def _cut(self) -> list[Piece]:
+        """Returns the pieces (ranges of elements that are updated at once), with views of where numbers are stored."""
+        size = self.working.numel()
+        weights = {WORKING: self.working} if self.weights_streamed else {}
+        fetched_only = {} if self.gradient_home is None else {GRADIENT: self.gradient_home}
+        states = cut_state(self.optimizer, self.state | weights, size, PIECE)
+        gradients = cut_state(self.optimizer, fetched_only, size, PIECE)
+        return [
+            Piece(self, start, min(start + PIECE, size), *tensors)
+            for start, *tensors in zip(range(0, size, PIECE), states, gradients, strict=True)
+        ]
 
     def stream(self, host_tensor: MakeTensor) -> None:
         """Moves the state from the device into tensors that `host_tensor` makes. If that fails, nothing is moved."""
@@ -108,8 +120,8 @@ class Part:
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
         self.state, self.streamed = state, True
-        for piece in self.pieces:
-            vars(piece).update(vars(self._piece(piece.start, piece.stop)))
+        for piece, moved in zip(self.pieces, self._cut(), strict=True):
+            vars(piece).update(vars(moved))
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """Returns the elements of parameter `name` in a flat tensor [n] of this part, in the parameter's shape."""
@@ -117,8 +129,8 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the weights of parameter `name` or, if they are stored in RAM, a tensor of NaN in their shape."""
-        if self.weights_streamed:
+        """Returns the weights of parameter `name` or, if they are stored elsewhere, a tensor of NaN in their shape."""
+        if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
 
@@ -126,7 +138,7 @@ class Part:
         """Returns the fp32 accumulator of parameter `name`. The first call allocates the accumulators of the whole
         part."""
         if self.gradient is None:
-            self.gradient = self._device(self.working.numel(), torch.float32)
+            self.gradient = self._device(self.working.numel() * self.ranks.count, torch.float32)
         return self.view(self.gradient, name)
 
     @property
@@ -140,21 +152,26 @@ class Part:
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Copies the fp32 tensor `master` into parameter `name`, from element `start` on. Splits 16-bit weights into
         two halves."""
+        start += self._places[name][0] - self.ranks.rank * self.working.numel()
         for run in runs(master):
-            high, low = split(run.to(torch.float32), self.working.dtype)
-            stop = start + run.numel()
-            self._flat(self.working, name)[start:stop].copy_(high)
-            if low is not None:
-                home = self._flat(self.state["low"], name)[start:stop]
-                home.copy_(low)
-                drop_pages(home)
-            start = stop
+            first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
+            if first < stop:
+                high, low = split(run[first - start : stop - start].to(torch.float32), self.working.dtype)
+                self.working[first:stop].copy_(high)
+                if low is not None:
+                    home = self.state["low"][first:stop]
+                    home.copy_(low)
+                    drop_pages(home)
+            start += run.numel()
 
     def master_runs(self, name: str) -> Iterator[Tensor]:
         """Yields parameter `name` in fp32, as consecutive flat tensors of at most RUN_ELEMENTS elements. They are
         copies on the CPU."""
         halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
-        for pieces in zip(*(self._flat(half, name).split(RUN_ELEMENTS) for half in halves), strict=True):
+        start, shape = self._places[name]
+        end = start + shape.numel()
+        for first in range(start, end, RUN_ELEMENTS):
+            pieces = [self.ranks.range_of(half, first, min(first + RUN_ELEMENTS, end)) for half in halves]
             high, *low = (piece.to("cpu", copy=True) for piece in pieces)
             drop_pages(pieces[-1])
             yield join(high, *low)
@@ -163,11 +180,13 @@ class Part:
         """Returns parameter `name` in fp32, as a new tensor on the CPU."""
         return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
 
-    def _flat(self, flat: Tensor, name: str) -> Tensor:
-        return self.view(flat, name).view(-1)
-
     def names(self) -> list[str]:
         return list(self._places)
+
+    @property
+    def places(self) -> dict[str, list[int]]:
+        """Returns where each parameter is in the flat tensors of all ranks: {name: [first element, *shape]}."""
+        return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
 class Store:
@@ -188,8 +207,11 @@ class Store:
         layout: Layout,
         host_tensor: MakeTensor = host_tensor,
         disk_tensor: MakeTensor | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Raises ValueError if `layout` has states on a disk and `disk_tensor`, which allocates there, is None."""
+        """Raises ValueError if `layout` has states on a disk and `disk_tensor`, which allocates there, is None.
+        `ranks`: the processes that train this model together."""
+        self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
@@ -205,7 +227,7 @@ class Store:
         for (unit, is_matrices), homes in self._placements(len(decoder.units), disk_tensor).items():
             parameters = decoder.units[unit].parameters
             kind = dtype if is_matrices else torch.float32
-            part = Part((unit, decoder.units[unit]), is_matrices, kind, optimizer, homes)
+            part = Part((unit, decoder.units[unit]), is_matrices, kind, optimizer, homes, ranks)
             for name in part.names():
                 before, parameters[name] = parameters[name], nn.Parameter(part.placeholder(name))
                 for module, place in holders[id(before)]:

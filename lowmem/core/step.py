@@ -18,7 +18,7 @@ A layout (layout.py) changes the bits of the result only by its `micro_batch`. d
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -41,6 +41,7 @@ from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
 from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
 from lowmem.core.transfers import Transfers, transfers_for
+from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
 # Where memory ran out: in a step, in one that has updated some units, in waiting updates, in an evaluation.
@@ -58,20 +59,6 @@ class StepResult:
     grad_norm: float
     updated: bool
     positions: int
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Holds a step's micro-batches with their dropout masks. `scale` multiplies the sum of all tokens' losses before
-    backward. `groups`: slices of the micro-batches."""
-
-    micro_batches: Sequence[Batch]
-    dropouts: Sequence[Dropout]
-    scale: float
-    groups: Sequence[slice] = ()
-
-    def group(self, places: slice) -> "_Work":
-        return _Work(self.micro_batches[places], self.dropouts[places], self.scale)
 
 
 class StepAbandoned(Exception):
@@ -102,12 +89,15 @@ class TrainingStep:
         self.most: tuple[int, int] | None = None  # rows of a batch and their width, for which the plan was made
         self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
+        self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # for windows, a block
         self._set_layout(store.layout)
         concurrent = fused.may_run_beside(decoder.fused_kernels, store.optimizer)
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
         self._updates = Updates(store, len(decoder.units), hyper, self.transfers, self.operations)
         self.states = self._updates.states
-        self._weights = WeightWindow(self.transfers, decoder, store, [each.blocks for each in self.segments])
+        self._weights = store.ranks.window(decoder, store) or WeightWindow(
+            self.transfers, decoder, store, [each.blocks for each in self.segments]
+        )
         self.boundaries = BoundaryWindow(self.transfers, store)
         self._gradients = GradientWindow(self.transfers)
         self._accumulation = Accumulation(decoder, store)
@@ -146,20 +136,24 @@ class TrainingStep:
             for part in self.store.parts:
                 part.drop_gradient()
         self.loss_scale.update(updated)
-        return StepResult(loss / tokens, norm, updated, sum(each.input_ids.numel() for each in work.micro_batches))
+        return StepResult(loss / tokens, norm, updated, work.positions)
 
-    def _prepare(self, batch: Batch, step: int, scale: float) -> _Work:
-        """Returns the micro-batches of `batch` on the device, in groups. `scale` multiplies the loss."""
-        micro_batches = [each.to(self.store.device) for each in self._cut(batch, self.layout.micro_batch)]
-        dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]
-        positions = [each.input_ids.numel() for each in micro_batches]
-        return _Work(micro_batches, dropouts, scale, self.layout.groups(positions, batch.input_ids.shape[1]))
+    def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
+        """Returns this rank's micro-batches of `batch` on the device, in groups; of several ranks, each has one group.
+        `scale` multiplies the loss."""
+        cut = self._cut(batch, self.layout.micro_batch)
+        positions = [each.input_ids.numel() for each in cut]
+        several = self.store.ranks.count > 1
+        groups = [slice(None)] if several else self.layout.groups(positions, batch.input_ids.shape[1])
+        own = self.store.ranks.own(range(len(cut)))
+        dropouts = [Dropout(self._seed, step, index) for index in own]
+        return Work([cut[index].to(self.store.device) for index in own], dropouts, scale, groups, sum(positions))
 
     def _final_gradients(self, fate: Fate, gradient_scale: float, learning_rate: float) -> FinalGradients:
         begin_updates = partial(self._updates.begin, gradient_scale, learning_rate, downwards=True)
-        return FinalGradients(fate, self.store, self.operations.norm, self._gradients, self._updates, begin_updates)
+        return FinalGradients(fate, self.store, self.operations.norms, self._gradients, self._updates, begin_updates)
 
-    def _forward_and_backward(self, work: _Work, gradients: FinalGradients) -> tuple[float, float]:
+    def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
         """Runs all groups forward and backward. Returns the sum of the losses of all tokens, and the norm of all
         gradients."""
         losses: list[Tensor] = []
@@ -174,11 +168,11 @@ class TrainingStep:
         for index, micro_batch in enumerate(work.micro_batches):
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
-        loss = torch.stack(losses).double().sum().item()
+        loss = self.store.ranks.total(torch.stack(losses).double().sum().item() if losses else 0.0)
         held = gradients.fate is Fate.HELD
         return loss, self.operations.norm_of_all(gradients.norm) if held else gradients.norm()
 
-    def _group(self, work: _Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Runs one group forward and backward. Returns two lists with one entry per micro-batch: the loss, summed over
         tokens, and the gradient for the first block's input."""
         copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
@@ -193,11 +187,12 @@ class TrainingStep:
 
         return self.operations.group(run, work.micro_batches, self.segments, self_contained)
 
-    def _forward(self, work: _Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
+    def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
         """Runs all segments forward. Returns lists with one entry per micro-batch: the last block's output, the blocks'
         other arguments, and the tensors that each segment saves. No loop here or below may leave a tensor in a
         variable: it would stay in memory until the method returns."""
         self._updates.run(1)
+        self._weights.bring(range(-1, 0))
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
         extras = [extra for _, extra in embedded]
@@ -220,10 +215,11 @@ class TrainingStep:
                     self.boundaries.leave(segment, kept)
         return hidden, extras, saved
 
-    def _losses(self, work: _Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
         Frees the outputs in `hidden`."""
         self._updates.run(self._updates.units)
+        self._weights.bring(self._head)
         losses, gradients = [None] * len(hidden), [None] * len(hidden)
         for index, micro_batch in enumerate(work.micro_batches):
             losses[index], gradients[index] = self.operations.head(
@@ -233,12 +229,12 @@ class TrainingStep:
         return losses, gradients
 
     def _backward(
-        self, work: _Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
+        self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
         """Runs all segments backward. Replaces each entry of `output_gradients` by the gradient for the first block's
         input."""
-        by_unit = gradients.fate is not Fate.HELD
+        by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
         for segment, following in zip(self.segments[::-1], [*self.segments[-2::-1], None], strict=True):
@@ -284,10 +280,12 @@ class TrainingStep:
     def _evaluate(self, batch: Batch) -> float:
         total = 0.0
         rows = min(self.layout.evaluation_rows or self.layout.micro_batch, self.layout.micro_batch)
-        for micro_batch in self._cut(batch, rows):
+        self._weights.bring(self._head)
+        for micro_batch, counts in self.store.ranks.rounds(self._cut(batch, rows)):
             self._unless_abandoned()
-            total += self.operations.evaluate(micro_batch.to(self.store.device)).item()
-        return total
+            loss = self.operations.evaluate(micro_batch.to(self.store.device)).item()
+            total += loss if counts else 0.0
+        return self.store.ranks.total(total)
 
     def _cut(self, batch: Batch, rows: int) -> list[Batch]:
         batch.check(self._decoder.needs_sources)

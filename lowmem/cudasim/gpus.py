@@ -27,6 +27,8 @@ MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benc
 EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
 # Share of one direction's speed while both copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
 DUPLEX_SHARE = 0.85
+# Of one direction by NVLink's data sheet: eight H100s gather at 360 of 450 GB/s (NVIDIA/nccl-tests#326).
+NVLINK_SHARE = 0.8
 # Bytes per second of a page-locked copy over 16 lanes, without other traffic: 12.4, 25 to 26, 55 to 57 GB/s were seen.
 PCIE_BYTES_PER_SECOND = {3: 12e9, 4: 25e9, 5: 55e9}
 # CUDA does not report all of a board's memory: 245 MiB less for an RTX 3060 and a 2080 Ti, 1.3% for a 3090, 1.5% for a
@@ -104,6 +106,12 @@ class Card:
     source: str
     memory_share: float = MEMORY_SHARE
     measured: bool = True  # the shares were measured on this card
+    nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """Returns the bytes per second that come from other cards without a detour through RAM; None if they cannot."""
+        return None if self.nvlink_bytes_per_second is None else NVLINK_SHARE * self.nvlink_bytes_per_second
 
     @property
     def copy_bytes_per_second(self) -> float:
@@ -138,6 +146,8 @@ def _measured(row: dict[str, str]) -> Card:
         row["name"], int(row["memory_mib"]) * MIB, _capability(row["capability"]), int(row["multiprocessors"]), rates,
         float(row["memory_gigabytes_per_second"]) * 1e9, PCIE_BYTES_PER_SECOND[int(row["pcie"])],
         tuple(row["reported_names"].split("; ")), row["source"],
+        nvlink_bytes_per_second=float(row["nvlink_gigabytes_per_second"]) * 1e9
+        if row["nvlink_gigabytes_per_second"] else None,
     )  # fmt: skip
 
 

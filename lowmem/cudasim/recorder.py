@@ -243,6 +243,10 @@ class Recorder(TorchDispatchMode):
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Keeps the storage of `tensor`, which was made in `paused`, off the list of allocations (the tape)."""
+        self._bind(tensor.untyped_storage(), None)
+
     def rename(self, tensor: Tensor, name: str) -> None:
         """Gives the storage of `tensor` another name in the list of allocations (the tape). A storage from a replay
         keeps its region's name."""

@@ -8,7 +8,7 @@ such a list, and says at which number its storages begin.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lowmem.cudasim.allocator import CachingAllocator
@@ -44,16 +44,18 @@ class Tape:
             for storage, size, name in chunk.operations:
                 yield chunk.number(storage), size, name
 
-    def peak_bytes(self, rounding: int = 1) -> int:
-        """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`."""
+    def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
+        """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`.
+        `summaries`: stores what was computed of replayed regions, between calls for tapes that share them."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
-        summaries: dict[int, tuple[int, int, list, list]] = {}  # of operations that stand on the tape several times
+        summaries = {} if summaries is None else summaries
         now = peak = 0
         for chunk in self.chunks:
-            key = id(chunk.operations)
-            if not chunk.base or key not in summaries:
-                summaries[key] = _summary(chunk, sizes, rounding)
-            change, highest, left, ended = summaries[key]
+            if not chunk.base:  # no replay
+                summary = _summary(chunk, sizes, rounding)
+            elif (summary := summaries.get(id(chunk.operations))) is None:
+                summary = summaries[id(chunk.operations)] = (*_summary(chunk, sizes, rounding), chunk.operations)
+            change, highest, left, ended, *_ = summary  # the operations are stored, so that their id stays theirs
             peak = max(peak, now + highest)
             now += change
             for storage, size in left:
@@ -93,10 +95,13 @@ class Memory:
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
 
 
-def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None) -> Memory:
+def under_cap(
+    tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
+    streams: Mapping[str, int] | None = None,
+) -> Memory:  # fmt: skip
     """Replays `tape`, a list of allocations and frees, with a caching allocator capped at `limit_bytes`. Raises
     SimulatedOutOfMemory if the replay does not complete. If `expandable_segments` is None, the mode is the one in
-    lowmem/device.py or the environment."""
+    lowmem/device.py or the environment. `streams`: {name: CUDA stream} of storages that are not of stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -105,10 +110,12 @@ def under_cap(tape: Tape, limit_bytes: int | None = None, *, expandable_segments
     for chunk in tape.chunks:
         allocator.reset_peaks()
         base, before_base = chunk.base, chunk.earlier_base - 1
-        for storage, size, _ in chunk.operations:
+        for storage, size, name in chunk.operations:
             number = base + storage if storage >= 0 else before_base - storage  # chunk.number, but this loop is hot
             if size == FREED:
                 free(handles.pop(number))
+            elif streams:
+                handles[number] = allocate(size, streams.get(name, 0))
             else:
                 handles[number] = allocate(size)
         timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))

@@ -23,6 +23,7 @@ from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
 from lowmem.settings import Settings
+from lowmem.units import counted
 
 STREAMED_EVALUATION_ROWS = 1024
 
@@ -112,7 +113,9 @@ class _Reader:
             rows = first_rows(source.train, self.settings.max_samples)
             train = self._load(source, rows, None if self.settings.steps is None else self.needed_rows, folder)
             if self.settings.max_samples is not None:
-                train = replace(train, notes=(*train.notes, f"at most {self.settings.max_samples:,} rows of it read"))
+                train = replace(
+                    train, notes=(*train.notes, f"at most {counted(self.settings.max_samples, 'rows')} of it read")
+                )
             if self.evaluated:
                 parts.append(Part(train, None, ""))
             elif source.evaluation is not None and self.settings.eval_fraction > 0:
@@ -205,12 +208,12 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
         held_out = part.held_out + (source.remark if part.train is None else "")
         said = [] if part.train is None else [_describe_rows(name, part.train, train, tokenizer)]
         if part.evaluation is not None:
-            said.append(f"{held_out}: {part.evaluation.count:,} rows." if part.evaluation.count else held_out)
+            said.append(f"{held_out}: {counted(part.evaluation.count, 'rows')}." if part.evaluation.count else held_out)
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
         return "\n".join(["; ".join(lines), *train.remarks])
     shares = (f"{rows.in_epoch:,} of {rows.name} ({rows.in_epoch / train.rows:.1%})" for rows in train.parts)
-    return "\n".join([*lines, *train.remarks, f"an epoch has {train.rows:,} rows: {', '.join(shares)}"])
+    return "\n".join([*lines, *train.remarks, f"an epoch has {counted(train.rows, 'rows')}: {', '.join(shares)}"])
 
 
 def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -219,12 +222,12 @@ def _describe_rows(name: str, rows: Rows, train: Batches, tokenizer: PreTrainedT
     if documents.packed:
         kind = "documents"
         unused = len(documents.tokens) - 1 - rows.count * rows.seq
-        rest = f"packed into {rows.count:,} rows of {train.row_tokens:,} ({unused:,} unused); " + (
+        rest = f"packed into {counted(rows.count, 'rows')} of {train.row_tokens:,} ({unused:,} unused); " + (
             "attention stops at a document's end, which is not asked to predict the next document"
             if train.document_mask
             else "attention crosses document ends (--document-mask off)"
         )
     else:
         kind, rest = "examples", "one example per row"
-    said = f"{name}: {len(documents.lengths):,} {kind}, {len(documents.tokens):,} {unit}, {rest}"
+    said = f"{name}: {counted(len(documents.lengths), kind)}, {len(documents.tokens):,} {unit}, {rest}"
     return "; ".join(filter(None, [said, documents.description, *documents.notes]))

@@ -22,6 +22,7 @@ from lowmem.errors import InputError
 from lowmem.paths import shown
 from lowmem.run_folder import is_of_a_run, is_run, without_runs
 from lowmem.text_files import refuse_disguised, refuse_pointer
+from lowmem.units import counted
 
 MOST_WEIGHT = 1000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -211,7 +212,7 @@ def _files(
     if not readable:
         _refuse_arrow(in_folder or files)
         raise InputError(f"{name}: {found} no file of the kinds {' '.join(KNOWN_SUFFIXES)}{remark}")
-    said = f"{name}, {len(readable)} files" + (f" ({', '.join(others)} left out)" if others else "")
+    said = f"{name}, {counted(len(readable), 'files')}" + (f" ({', '.join(others)} left out)" if others else "")
     return Source(said, _rows(readable, reading), content=tuple(readable), remark=remark)
 
 

@@ -18,7 +18,7 @@ from lowmem.core.layout import Fate
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.settings import Settings
-from lowmem.units import GIB, format_option, format_seconds, format_size
+from lowmem.units import GIB, counted, format_option, format_seconds, format_size
 
 if TYPE_CHECKING:
     from lowmem.planning.plan import Plan
@@ -30,7 +30,8 @@ _WORTH_RAISING = 1.1  # A cap is remarked on if the card has this many times as 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
     """Returns the plan in sentences. `done`: steps that an earlier start of the run has made; then there is one
     sentence, about the others."""
-    fits = f"Fits: {', '.join(_figures(plan, done))}"
+    where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
+    fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
         return [fits]
     unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
@@ -65,12 +66,16 @@ def _figures(plan: "Plan", done: int) -> Iterator[str]:
     settings = plan.settings
     if plan.gpu_reserved_peak_bytes is not None:
         yield f"{_of(plan.gpu_reserved_peak_bytes, plan.gpu_limit_bytes)} GPU"
-    yield f"{_of(plan.ram_bytes, settings.ram_limit_bytes)} RAM"
+    yield f"{_of(plan.ram_bytes, settings.ram_limit_bytes if plan.ranks == 1 else None)} RAM"
     yield from _time(plan, done)
     disk = f"{format_size(sum(plan.disk.values()) - plan.disk_state_bytes)} of disk"
     if plan.disk_state_bytes:
         disk += f" and {format_size(plan.disk_state_bytes)} in {settings.states_folder}"
     yield disk
+
+
+def _ranks(plan: "Plan") -> str:
+    return f"{plan.ranks} processes" if plan.card is None else f"{plan.ranks} cards"
 
 
 def _of(size_bytes: int, limit_bytes: int | None) -> str:
@@ -83,7 +88,7 @@ def _of(size_bytes: int, limit_bytes: int | None) -> str:
 
 def _time(plan: "Plan", done: int) -> Iterator[str]:
     left = None if plan.steps is None else plan.steps - done
-    steps = None if left is None else f"the {left:,} steps left" if done else f"{left:,} steps"
+    steps = None if left is None else f"the {counted(left, 'steps')} left" if done else counted(left, "steps")
     if plan.step_seconds is None:
         if steps is not None:
             yield f"{steps} (their time is not predicted on the CPU)"

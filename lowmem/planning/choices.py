@@ -60,12 +60,13 @@ class Choices:
         )
 
 
-def step_case(settings: Settings, precision: str) -> StepCase:
-    """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
+def step_case(settings: Settings, precision: str, ranks: int = 1) -> StepCase:
+    """Returns the training step of these settings, to be simulated. Its layout is a placeholder. `ranks`: how many
+    train the model together; the settings' batch is one rank's part."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
-        target_tokens=settings.target_tokens,
+        target_tokens=settings.target_tokens, ranks=ranks,
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     disk = (0,) if settings.states_folder is None else (0, 1)
     disk = (simulations.units,) if settings.states == "disk" else disk
     homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
-    fates = (list(_fates(settings, choices, simulations.base.needs_all_gradients)) for choices in homes)
+    fates = (list(_fates(settings, choices, simulations.base)) for choices in homes)
     return [choices for choices in fates if choices]
 
 
@@ -118,13 +119,13 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
     )
 
 
-def _fates(settings: Settings, choices: Choices, needs_all: bool) -> Iterator[Choices]:
+def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
     """Yields `choices` once for each thing that the settings allow to happen to final gradients (their fate): held,
-    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm (`needs_all`), the
-    last two are of no use, because one group updates during backward."""
-    inputs_in_ram = choices.base.boundaries_in_ram
+    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm, the last two are of
+    no use, because one group updates during backward. With several ranks the whole batch is always one group."""
+    inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not (needs_all and (inputs_in_ram or settings.gradients == "streamed"))
-    if held and not inputs_in_ram:
+    if held and not inputs_in_ram and case.ranks == 1:
         yield choices
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     whole = replace(choices, segments=segments, whole_batch=True)

@@ -36,7 +36,8 @@ class Columns:
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
-        self._recorded: dict[tuple[Column, int], int] = {}  # (column, kept): `on_gpu` of its recording
+        self._recorded: dict[Column, dict[int, int]] = {}  # for each `kept` that was simulated, `on_gpu` of it
+        self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and `kept`
 
     def frugal(self, choices: Choices) -> Column:
         """Returns the Column (a set of layouts) of these choices that needs the least RAM. Longer segments save fewer
@@ -81,7 +82,7 @@ class Columns:
         if not layout.boundaries_in_ram:
             rows = column.group * column.micro_batch
             inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
-        gradients = 4 * simulations.parameters if self._held(column) else 0
+        gradients = 4 * simulations.parameters // simulations.base.ranks if self._held(column) else 0
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
@@ -104,13 +105,17 @@ class Columns:
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory. `kept` and `on_gpu` are indices. For each `kept`, one number of
         units is simulated; the peak for other numbers is computed from that."""
-        recorded = self._recorded.setdefault((column, kept), on_gpu if kept else 0)
+        recorded = self._recorded.setdefault(column, {}).setdefault(kept, on_gpu if kept else 0)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
         for place, sign in ((on_gpu, 1), (recorded, -1)) if on_gpu != recorded else ():
             units = column.choices.on_gpu[place]
             ring = self.simulations.ring_bytes if units == self.simulations.units else 0
             size += sign * (self._bytes_on_gpu(column, units) - ring)
         return size
+
+    def known_kept(self, column: Column) -> list[int]:
+        """Returns the indices of `kept` for which `allocated_bytes` needs no simulation."""
+        return sorted(self._recorded.get(column, ()))
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
         """Returns the bytes that `units` units on the GPU take, minus those of the column's smallest number of
@@ -119,13 +124,28 @@ class Columns:
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.choices.on_gpu[0] : units])
 
+    def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
+        """Returns how long the bus is busy with the units between two numbers of units on the GPU, given as indices.
+        Weights in RAM are copied in the forward and the backward pass of each group."""
+        target = self.simulations.target
+        if target.copies_in is None:
+            return 0.0
+        places, base = column.choices.on_gpu, column.choices.base
+        moved = self._bytes_on_gpu(column, places[more]) - self._bytes_on_gpu(column, places[fewer])
+        if base.weights_on_gpu is None:
+            return moved / min(target.copies_in, target.copies_out)
+        groups = self.simulations.base.batch // (column.group * column.micro_batch)
+        passes = 4 if base.fate is Fate.DROPPED else 2
+        return passes * groups * moved / target.copies_in
+
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns how much blocks can keep under the limit, as an index of the list `kept`. Extrapolates from the
         simulated bytes at the index `known`."""
         last, kept = self.last_kept(column), column.choices.kept
         if limit_bytes is None or last == 0:
             return last
-        scale = column.group * column.micro_batch / column.choices.micro_batches[0]
+        smallest = self._smallest_layout(column, 0)
+        scale = column.group * column.micro_batch / self.simulations.rows_at_once(smallest)
         grown = [scale * self._smallest(column, kept[place])[0] for place in range(last + 1)]
         room = limit_bytes - self.allocated_bytes(column, known, on_gpu) + grown[known]
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
@@ -150,12 +170,20 @@ class Columns:
         """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Simulates
         three values of `kept` (nothing, all products, everything), and interpolates between these."""
         blocks = self.simulations.blocks
+        key = column.choices.micro_batches[0], kept
+        if key in self._smallest_known:
+            return self._smallest_known[key]
         whole, more = divmod(kept, blocks)
         ends = (whole, whole + 1) if more else (whole,)
-        layouts = [Layout(column.choices.micro_batches[0], kept=end * blocks) for end in ends]
+        layouts = [self._smallest_layout(column, end * blocks) for end in ends]
         sizes = [self.simulations.allocated_bytes(layout) for layout in layouts]
         seconds = [self.simulations.record(layout).computing_seconds for layout in layouts]
-        return tuple(each[0] + more / blocks * (each[-1] - each[0]) for each in (sizes, seconds))
+        between = (each[0] + more / blocks * (each[-1] - each[0]) for each in (sizes, seconds))
+        return self._smallest_known.setdefault(key, tuple(between))
+
+    @staticmethod
+    def _smallest_layout(column: Column, kept: int) -> Layout:
+        return Layout(column.choices.micro_batches[0], kept=kept)
 
     def recording(self, column: Column) -> Recording:
         """Returns the simulated step (Recording) of the column's layout with nothing kept and the fewest units on the

@@ -47,6 +47,7 @@ class _Case:
             settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu",
             self.precision, None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
             checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
+            sent_bytes=recording.sent_bytes,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
@@ -75,11 +76,11 @@ class _Case:
 
 def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process,
-    ways_out: bool = True,
+    ranks: int = 1, ways_out: bool = True,
 ) -> Plan:  # fmt: skip
     """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
     else would do."""
-    simulations = Simulations(decoder, step_case(settings, precision), cpu_target())
+    simulations = Simulations(decoder, step_case(settings, precision, ranks), cpu_target())
     case = _Case(settings, simulations, precision, ram_free_bytes, process)
     once = _layouts(settings, simulations)
     layouts = once + [layout for each in once for layout in case.twice(each)]
@@ -93,7 +94,7 @@ def cpu_plan(
             plan = plan if settings.states == "disk" else _with_fewer_on_disk(case, plan)
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
-        found = list(_ways_out(settings, decoder, precision, process)) if ways_out else []
+        found = list(_ways_out(settings, decoder, precision, process, ranks)) if ways_out else []
         smallest = {"options": wants(None, least), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(settings, None, None, least) + in_a_sentence(found), said)
@@ -107,7 +108,9 @@ def cpu_plan(
     return plan
 
 
-def _ways_out(settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process) -> Iterator[WayOut]:
+def _ways_out(
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process, ranks: int
+) -> Iterator[WayOut]:
     """Yields changed settings for which there is a plan under the same cap of RAM."""
     changes = {"--states-folder DIR": {"states_folder": "DIR"}, "--optimizer adamw8bit": {"optimizer": "adamw8bit"}}
     changes |= {f"--seq {settings.seq // 4}": {"seq": settings.seq // 4}}
@@ -116,7 +119,7 @@ def _ways_out(settings: Settings, decoder: Callable[[], Decoder], precision: str
         if not possible or (settings.target_tokens is not None and "seq" in changed):
             continue
         with suppress(PlanError, InputError):
-            plan = cpu_plan(replace(settings, **changed), decoder, precision, None, process, ways_out=False)
+            plan = cpu_plan(replace(settings, **changed), decoder, precision, None, process, ranks, ways_out=False)
             yield WayOut(options, plan.ram_bytes, disk_bytes=plan.disk_state_bytes)
 
 
@@ -136,7 +139,8 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
         base = replace(base, weights_on_gpu=1, states_on_gpu=0)
     if settings.gradients == "streamed":
         base = replace(base, fate=Fate.SENT, states_on_gpu=0)
-    choices = replace(choices, whole_batch=base.boundaries_in_ram or base.fate is Fate.SENT)
+    whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.ranks > 1
+    choices = replace(choices, whole_batch=whole_batch)
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     groups = {size: choices.groups_of(settings.batch, size) for size in reversed(sizes)}

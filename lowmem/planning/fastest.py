@@ -87,13 +87,16 @@ def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> 
     """Returns the layout `found` with optimizer states of as few units as possible on a disk. Returns None if RAM has
     no room for the other states."""
 
-    def on_disk(units: int) -> Found:
+    def enough(units: int) -> bool:
         layout = replace(found.layout, states_on_disk=units)
-        return replace(found, layout=layout, recording=simulations.record(layout))
+        return within(found.recording.streamed_bytes - simulations.bytes_on_disk(layout), room.ram)
 
     units = range(found.column.choices.disk, simulations.units + 1)
-    place = bisect_left(units, True, key=lambda units: within(on_disk(units).recording.streamed_bytes, room.ram))
-    return None if place == len(units) else on_disk(units[place])
+    place = bisect_left(units, True, key=enough)
+    if place == len(units):
+        return None
+    layout = replace(found.layout, states_on_disk=units[place])
+    return replace(found, layout=layout, recording=simulations.record(layout))
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:

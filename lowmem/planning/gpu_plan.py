@@ -81,7 +81,7 @@ class _Case:
             self.precision, self.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes,
             memory.reserved_peak_bytes, memory.at_peak, ram, recording.seconds, recording.waiting_seconds, second_step,
             self.fused_kernels, checkpoint_bytes=recording.checkpoint_bytes,
-            disk_state_bytes=sum(recording.disk_bytes),
+            disk_state_bytes=sum(recording.disk_bytes), sent_bytes=recording.sent_bytes,
         )  # fmt: skip
 
     def _memory(self, layout: Layout) -> Memory:
@@ -98,7 +98,7 @@ class _Case:
 
 def gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, fused_kernels: bool | None,
-    process: Process | None, free_bytes: int | None = None,
+    process: Process | None, free_bytes: int | None = None, ranks: int = 1,
 ) -> Plan:  # fmt: skip
     """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. `free_bytes`: RAM that the
     process may reach on this machine, None for no limit. The micro-batch does not depend on `free_bytes`."""
@@ -108,7 +108,7 @@ def gpu_plan(
         card_limit = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
         gpu_limit = min(gpu_limit or card_limit, card_limit)
     simulations = Simulations(
-        partial(decoder, fused_kernels=target.fused_kernels), step_case(settings, precision), target
+        partial(decoder, fused_kernels=target.fused_kernels), step_case(settings, precision, ranks), target
     )
     process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
     case = _Case(settings, simulations, precision, card, target.fused_kernels, gpu_limit, process_bytes)
@@ -117,7 +117,7 @@ def gpu_plan(
     if found is None:
         raise _refused(case, room, card_limit, decoder, target, process is not None)
     plan = case.plan(found)
-    if not settings.plan_only:
+    if not settings.plan_only and ranks == 1:  # one of several ranks cannot go on with another layout
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)

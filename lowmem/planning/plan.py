@@ -36,6 +36,8 @@ class Plan:
     typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
                            None: full rows
     steps                  optimizer steps of the whole training run; None if only the data tells
+    ranks                  processes that train the model together; all figures are of one of them
+    sent_bytes             to other ranks, in a step
     smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
                            and change no bit. Empty if the plan is not for training
     """
@@ -65,6 +67,8 @@ class Plan:
     disk_state_bytes: int = 0
     typical_tokens: int | None = None
     steps: int | None = None
+    ranks: int = 1
+    sent_bytes: int = 0
     smaller_layouts: tuple[Layout, ...] = ()
 
     @property
@@ -100,6 +104,7 @@ class Plan:
             "tokens_per_step": self.settings.batch * self.settings.seq,
             "typical_tokens_per_step": self.typical_tokens,
             "steps": self.steps,
+            "ranks": self.ranks,
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
@@ -119,6 +124,7 @@ class Plan:
                 "step_seconds": self.step_seconds,
             },
             "seconds_waiting_for_copies": self.waiting_seconds,
+            "sent_bytes": self.sent_bytes,
             "step_seconds_with_1_gib_more_ram": self.seconds_with_more_ram,
             "faster_with_ram": self.faster_with_ram
             and dict(zip(("ram_bytes", "step_seconds"), self.faster_with_ram, strict=True)),

@@ -51,11 +51,12 @@ class _Place:
 class _Known:
     """Holds an operation that was executed once, so that it can be replayed: its allocations (`region`) and its
     results. In the results a _Place stands for each tensor. A result that is no tuple or list, such as a model's
-    output, is stored as a flat list, and `structure` restores it."""
+    output, is stored as a flat list, and `structure` restores it. `tensors`: whether there is a _Place."""
 
     region: Region
     results: object
     structure: TreeSpec | None
+    tensors: bool
 
 
 class ReplayedOperations:
@@ -126,10 +127,13 @@ class ReplayedOperations:
         return self._once(key, "evaluation", lambda: self._run(run, micro_batch),
                           arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
 
-    def norm(self, piece: Piece) -> Tensor:
-        return self._once(("norm", piece.stop - piece.start), "update", lambda: self._operations.norm(piece))
+    def norms(self, part: Part) -> Tensor:
+        key = "norms", part.working.numel()  # which is divided into pieces in one way
+        return self._once(key, "update", lambda: self._operations.norms(part))
 
     def norm_of_all(self, run: Callable[[], float]) -> float:
+        if self._operations.store.ranks.count > 1:  # it frees gradients that have been summed
+            return run()
         key = "norm of all", *(part.gradient is None for part in self._operations.store.parts)
         return self._once(key, "other", run)
 
@@ -276,11 +280,14 @@ class ReplayedOperations:
         places = list(map(place, leaves))
         as_it_was = tree_unflatten(places, structure)
         plain = len(_leaves(as_it_was)) == len(places)
-        self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure)
+        tensors = any(type(place) is _Place for place in places)
+        self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of a call that was executed before, made of new tensors without data. Their storages are
         numbered from `base`. `held`: whether the graph holds them."""
+        if not known.tensors:
+            return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:

@@ -14,6 +14,7 @@ everything (docs/planning.md).
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 
 from lowmem.core.layout import Layout
 from lowmem.planning.choices import Choices
@@ -122,26 +123,40 @@ class Search:
             fastest = self._with_most_kept(column, places.pop())
         if places:
             fastest = faster(fastest, self._bisected(column, places[0], places[-1], best))
-        if columns.recording(column).computing_seconds < fastest.seconds:  # keeping may cost more than it saves
+        if columns.recording(column).computing_seconds < faster(best, fastest).seconds:  # keeping may cost more
             for place in dict.fromkeys((*places[:1], *places[-1:])):
                 fastest = faster(fastest, self._found(column, 0, place))
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
         """Returns the fastest layout between `fewest` and `most` units on the GPU (indices). With more units there,
-        time falls until no copy is waited for, then it rises."""
+        time falls until no copy is waited for, then it rises. Ends if no layout in between is expected to be faster
+        than `best`."""
         fastest = found = self._with_most_kept(column, fewest)
+        least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
-            if best is not None and found.recording.computing_seconds >= best.seconds:
+            saved = partial(self.columns.copying_seconds, column, found.on_gpu)  # at most, up to some place
+            waiting, to_beat = found.recording.waiting_seconds, (1 - _NEGLIGIBLE) * faster(best, fastest).seconds
+            if found.recording.computing_seconds + max(waiting - saved(most), least_waiting) >= to_beat:
                 break
-            middle = (found.on_gpu + most + 1) // 2
+            enough = bisect_left(range(most + 1), waiting, lo=found.on_gpu + 1, key=saved)
+            middle = enough if enough <= most else (found.on_gpu + most + 1) // 2
+            if self._expected_seconds(found, middle) >= to_beat:
+                most = middle - 1
+                continue
             tried = self._with_most_kept(column, middle)
             fastest = faster(fastest, tried)
             if tried.seconds < found.seconds and tried.waits:
                 found = tried
             else:
-                most = middle - 1
+                most, least_waiting = middle - 1, tried.recording.waiting_seconds
         return fastest
+
+    def _expected_seconds(self, found: Found, on_gpu: int) -> float:
+        """Returns the expected seconds of a step without waiting, with more units on the GPU than `found` has."""
+        column, limit = found.column, self.room.gpu
+        kept = self.columns.expected_kept(column, on_gpu, found.kept, limit)
+        return self.columns.expected_seconds(column, column.choices.kept[kept])
 
     def places(self, column: Column) -> list[int]:
         """Returns the indices of `on_gpu` (numbers of units on the GPU) with which the layout fits if blocks keep
@@ -157,11 +172,11 @@ class Search:
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
         """Returns the layout of `column` in which blocks keep the most activations for backward. Puts more units on the
-        GPU if they fit as well and that is faster. `on_gpu` is the index in `column.choices.on_gpu` to start from."""
+        GPU if they fit as well. `on_gpu` is the index in `column.choices.on_gpu` to start from."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
-        return faster(self._found(column, kept, more), self._found(column, kept, on_gpu))
+        return self._found(column, kept, more)
 
     def _found(self, column: Column, kept: int, on_gpu: int) -> Found:
         layout = column.layout(kept, on_gpu)
@@ -169,20 +184,32 @@ class Search:
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
         """Returns how much blocks can keep, as the largest index of `kept` that fits. Index 0 must fit."""
-        columns, room, fits, tries = self.columns, self.room.gpu, 0, 0
+        columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
         places = range(columns.last_kept(column) + 1)
-        beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, room))
-        tried = min(columns.first_kept(column), beyond - 1)
-        while True:
-            if self._fits(column, tried, on_gpu):
-                fits = max(fits, tried)
-            else:
+        beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))
+        known = columns.known_kept(column)
+        fits = max((kept for kept in known if self._fits(column, kept, on_gpu)), default=0)
+        beyond = min((kept for kept in known if kept > fits), default=beyond)
+        tried = min(first, beyond - 1)
+        for tries in range(len(places)):
+            if tried > fits and self._fits(column, tried, on_gpu):
+                fits = tried
+            elif tried > fits:
                 beyond = tried
-            tries += 1
-            expected = columns.expected_kept(column, on_gpu, tried, room)
-            tried = min(max(expected if tries < _TRIES else (fits + beyond) // 2, fits), beyond - 1)
+            tried = self._between(column, on_gpu, fits, beyond) if tries < _TRIES else (fits + beyond) // 2
             if tried == fits:
-                return fits
+                break
+        return fits
+
+    def _between(self, column: Column, on_gpu: int, fits: int, beyond: int) -> int:
+        """Returns the index of `kept` to try next if `fits` fits and `beyond` does not, or `fits` if nothing larger is
+        expected to fit."""
+        columns, limit = self.columns, self.room.gpu
+        more = columns.expected_kept(column, on_gpu, fits, limit)
+        if more > fits and beyond in columns.known_kept(column):
+            low, high = (columns.allocated_bytes(column, kept, on_gpu) for kept in (fits, beyond))
+            more = fits + max(1, (beyond - fits) * max(limit - low, 0) // max(high - low, 1))
+        return min(more, beyond - 1)
 
     def _fits(self, column: Column, kept: int, on_gpu: int) -> bool:
         more = (kept >= each.kept and on_gpu >= each.on_gpu for each in self.failed if each.column == column)

@@ -31,6 +31,7 @@ from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
 from lowmem.core.parameters import WORKING, Store
 from lowmem.core.precision import LossScale
+from lowmem.core.ranks import Ranks
 from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
 from lowmem.core.step import TrainingStep
 from lowmem.core.window import StateWindow
@@ -38,7 +39,9 @@ from lowmem.cudasim.device_model import DeviceModel, gpu_model, register_product
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
+from lowmem.planning import simulated_ranks
 from lowmem.planning.replay import META, ReplayedOperations
+from lowmem.planning.simulated_ranks import SimulatedRanks, bytes_per_second_through_ram
 from lowmem.planning.simulated_transfers import SimulatedTransfers
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
@@ -47,6 +50,7 @@ _NAMES = {  # of what is born in these functions, or in what they call, outside 
     WeightWindow.fit.__code__: "weight_slots",
     BoundaryWindow._fetch.__code__: "boundaries",
     FinalGradients.finish.__code__: "update",
+    **simulated_ranks.NAMES,
 }
 HOST_SECONDS_PER_PYTHON_BACKWARD = 27e-6  # in both passes of layers.py's product, measured on an x86_64 CPU
 register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST_SECONDS_PER_PYTHON_BACKWARD)
@@ -56,12 +60,14 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 class Target:
     """Describes the device that the step is simulated for. `machine`: its model (cudasim/device_model.py). `update`:
     the rule that updates there. `copies_in`, `copies_out`: bytes per second to and from the device, None if nothing is
-    copied over a bus. `disk`: bytes per second of the disk."""
+    copied over a bus. `link`: bytes per second from other cards, None if they go through RAM. `disk`: bytes per second
+    of the disk."""
 
     machine: DeviceModel
     update: UpdateRule = optimizers.update
     copies_in: float | None = None
     copies_out: float | None = None
+    link: float | None = None
     disk: float = math.inf
     least_positions: int = LEAST_POSITIONS["cuda"]
 
@@ -99,7 +105,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
         fused_kernels = fused.expected(card.capability)
     return Target(
         gpu_model(card), fused.update if fused_kernels else optimizers.update,
-        card.copy_bytes_per_second, card.copy_bytes_per_second, disk_bytes_per_second,
+        card.copy_bytes_per_second, card.copy_bytes_per_second, card.link_bytes_per_second, disk_bytes_per_second,
     )  # fmt: skip
 
 
@@ -112,7 +118,8 @@ def cpu_target() -> Target:
 class StepCase:
     """Holds a step to be simulated: sizes, layout and optimizer. The decoder's precision is set elsewhere. `dtype`: of
     the working matrices. `lengths`: of the second step's rows, if they are not full (Batch.lengths). `target_tokens`:
-    how many of `seq` positions are a target's, for an encoder-decoder."""
+    how many of `seq` positions are a target's, for an encoder-decoder. `ranks`: how many train the model together;
+    `batch` is one rank's part."""
 
     seq: int
     batch: int
@@ -123,6 +130,7 @@ class StepCase:
     document_mask: bool = False
     lengths: tuple[int, ...] | None = None
     target_tokens: int | None = None
+    ranks: int = 1
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -136,7 +144,7 @@ class Recording:
     """Holds the results of a simulation. `tape`: the allocations. `began`, `seconds`: of the last step, which is like
     all later ones. `waiting_seconds`: how much of it the GPU waits for copies. `in_ram`: bytes by name of all that is
     copied to the GPU when needed. `state_bytes`: of the optimizer, by unit, wherever stored. `disk_bytes`: of states on
-    a disk, by unit. `weight_bytes`: of all working weights."""
+    a disk, by unit. `weight_bytes`: of all working weights. `sent_bytes`: to other ranks, in a step."""
 
     tape: Tape
     began: float
@@ -146,6 +154,7 @@ class Recording:
     state_bytes: tuple[int, ...]
     disk_bytes: tuple[int, ...]
     weight_bytes: int
+    sent_bytes: int = 0
 
     @property
     def streamed_bytes(self) -> int:
@@ -173,8 +182,14 @@ def record_step(
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
+    ranks = None
+    if case.ranks > 1:
+        through_ram = None if target.copies_in is None else bytes_per_second_through_ram(target.copies_in, case.ranks)
+        ranks = SimulatedRanks(case.ranks, recorder, target.link or through_ram)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
-    store = Store(decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched)
+    store = Store(
+        decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched, ranks or Ranks()
+    )
     with recorder:
         recorder.take_workspaces()  # as a run does (device.py)
         for part in store.parts:
@@ -214,13 +229,16 @@ def record_step(
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
         if layout.states_on_disk and copies is not None:  # a disk still writes what the step before has left to it
             step(batch, 1, 1e-4)
-        began, waited = recorder.clock.host, copies.exposed_seconds if copies else 0.0
+        waits = [each for each in (copies, ranks) if each is not None]
+        began, waited = recorder.clock.host, sum(each.exposed_seconds for each in waits)
+        sent_bytes = 0 if ranks is None else -ranks.sent_bytes
         step(batch, 1, 1e-4)
+        sent_bytes += 0 if ranks is None else ranks.sent_bytes
         seconds = recorder.clock.host - began
-        waiting = copies.exposed_seconds - waited if copies else 0.0
+        waiting = sum(each.exposed_seconds for each in waits) - waited
         if whole_first_step:  # else the updates of the first step are there for those of the second
             step.flush()
-    return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step))
+    return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:

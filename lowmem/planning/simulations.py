@@ -11,6 +11,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
 from lowmem.cudasim.tape import Memory, most_bytes, under_cap
+from lowmem.planning.simulated_ranks import STREAMS
 from lowmem.planning.simulated_step import Recording, StepCase, Target, record_step
 from lowmem.units import MIB
 
@@ -22,11 +23,11 @@ class Simulations:
     `base` describes the step: its batch, dtype and optimizer. Its layout is replaced by each that is asked for."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
-        self.base, self._target = base, target
+        self.base, self.target = base, target
         self._decoder = make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
-        self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM
-            base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1)
+        self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM, or shared among ranks
+            base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.ranks
             for unit in self._decoder.units
         ]
         sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
@@ -34,6 +35,7 @@ class Simulations:
         self._known: dict = {}
         self._recordings: dict[tuple[Layout, bool], Recording] = {}
         self._peaks: dict[Layout, int] = {}
+        self._summaries: dict = {}  # of regions, for `Tape.peak_bytes`
         self._runs: dict[tuple[Layout, int | None], Memory | None] = {}
 
     def case(self, layout: Layout) -> StepCase:
@@ -52,7 +54,7 @@ class Simulations:
             self._recordings[key] = record_step(
                 self._decoder,
                 self.case(layout),
-                self._target,
+                self.target,
                 self._known,
                 alike=True,
                 whole_first_step=whole_first_step,
@@ -64,11 +66,21 @@ class Simulations:
         """Returns the bytes of optimizer states, by unit (the embeddings, each block, the final norm)."""
         return self.record(self.base.layout).state_bytes
 
+    def bytes_on_disk(self, layout: Layout) -> int:
+        """Returns the bytes of states that a layout has on a disk, minus the host buffers through which they pass."""
+        everything = self.record(replace(self.base.layout, states_on_disk=self.units))
+        sizes = everything.disk_bytes
+        return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
+
     @cached_property
     def input_bytes(self) -> int:
         """Returns a lower bound for the bytes of a block's saved input, for one sequence."""
-        layout = self.base.layout
-        return most_bytes(self.record(layout).tape, "boundaries") // (self.blocks * layout.micro_batch)
+        saved = most_bytes(self.record(self.base.layout).tape, "boundaries")
+        return saved // (self.blocks * self.rows_at_once(self.base.layout))
+
+    def rows_at_once(self, layout: Layout) -> int:
+        """Returns how many rows of the batch are in a group. Several ranks have one group each."""
+        return self.base.batch if self.base.ranks > 1 else layout.group * layout.micro_batch
 
     @cached_property
     def ring_bytes(self) -> int:
@@ -81,7 +93,7 @@ class Simulations:
     def allocated_bytes(self, layout: Layout) -> int:
         """Returns the peak of the bytes that tensors take, without the allocator's waste."""
         if layout not in self._peaks:
-            self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING)
+            self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING, self._summaries)
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
@@ -90,7 +102,10 @@ class Simulations:
         key = layout, limit_bytes
         if key not in self._runs:
             try:
-                self._runs[key] = under_cap(self.record(layout, whole_first_step=True).tape, limit_bytes)
+                self._runs[key] = under_cap(
+                    self.record(layout, whole_first_step=True).tape, limit_bytes,
+                    streams=STREAMS if self.base.ranks > 1 else None,
+                )  # fmt: skip
             except SimulatedOutOfMemory:
                 self._runs[key] = None
         return self._runs[key]

@@ -15,8 +15,9 @@ import json
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lowmem import device as devices
@@ -24,13 +25,13 @@ from lowmem.config_switches import remarks
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
+from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
 from lowmem.files import MANIFEST
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
@@ -39,6 +40,7 @@ from lowmem.run.folder import find_checkpoints
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
 from lowmem.run.prepare import ask, build, page_locked, plan_here, with_saved_micro_batch, write_weights
+from lowmem.run.several import plan_for
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
 from lowmem.settings import Settings
@@ -49,16 +51,17 @@ def _warn(sentence: str) -> None:
 
 
 @warnings_end_nothing()
-def plan(settings: Settings) -> Plan:
+def plan(settings: Settings, gpus: int = 1) -> Plan:
     """Returns the plan for the card that `settings.gpu` names; the card need not be in this machine. Without a name,
-    plans for the GPU of this machine, or for its CPU. Loads no weights.
+    plans for the GPU of this machine, or for its CPU. `gpus`: how many of them torchrun trains on; the figures are of
+    one. Loads no weights.
 
     Raises PlanError if nothing fits; its message names the smallest caps that do. Raises InputError for a model that
     cannot be trained block by block.
     """
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
-    return ask(settings).answer(make_plan)
+    return plan_for(ask(settings), gpus)
 
 
 @warnings_end_nothing()
@@ -94,16 +97,20 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
     with process_aside() as aside:
-        checkpoints = [] if resume is None else _checkpoints(Path(resume).expanduser(), said.append)
+        ranks = ExitStack().enter_context(joined(settings.device))  # for as long as the process lives
+        checkpoints = []
+        if resume is not None:
+            checkpoints = ranks.on_first(lambda: _checkpoints(Path(resume).expanduser(), said.append))
         question = with_saved_micro_batch(ask(settings), newest_state(checkpoints))
         settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
-        plan = plan_here(question, device, aside, said.append)
-    Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes).apply(plan.gpu_reserved_peak_bytes)
-    model, weights = build(question, plan, tokenizer, device, said.append, weights=not checkpoints)
+        plan = plan_here(question, device, ranks, aside, said.append)
+    ram_limit = settings.ram_limit_bytes and settings.ram_limit_bytes // local_ranks()
+    Budget(device, settings.gpu_limit_bytes, ram_limit).apply(plan.gpu_reserved_peak_bytes)
+    model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
         model = model.resumed(checkpoints, said.append)
     else:
@@ -128,11 +135,11 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     that is not written."""
     model.step.flush()
     store = model.step.store
-    problems = export_model(
-        Path(folder).expanduser(), model.config, store.masters(), order=store.names(), tokenizer=model.tokenizer,
+    write = partial(
+        export_model, Path(folder).expanduser(), model.config, order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
         readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
-    for problem in problems:
+    for problem in store.ranks.on_first(lambda: write(store.masters())):
         _warn(problem)

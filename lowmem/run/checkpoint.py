@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.homes import drop_pages
+from lowmem.core.optimizers import state_layout
 from lowmem.core.parameters import Part, Store
 from lowmem.errors import InputError, LowmemError
 from lowmem.files import (
@@ -57,19 +58,27 @@ class NotSaved(LowmemError):
     can do."""
 
     def __init__(self, reason: str, advice: str):
-        self.reason = reason
+        self.reason, self._advice = reason, advice
         super().__init__(f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again")
+
+    def __reduce__(self):  # it is sent to other ranks
+        return NotSaved, (self.reason, self._advice)
 
 
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
     """Writes `store` and `state` (JSON; "step": optimizer steps done) as folder/checkpoints/step-...
 
-    No update may be waiting (TrainingStep.flush). Keeps keep_last - 1 older checkpoints and that of step `best`.
-    Removes newer checkpoints, which remain if training was resumed from an earlier step. Raises NotSaved, with earlier
-    checkpoints intact, if the disk or a quota is full or the folder cannot be written.
+    No update may be waiting (TrainingStep.flush). All ranks must call this; rank 0 writes. Keeps keep_last - 1 older
+    checkpoints and that of step `best`. Removes newer checkpoints, which remain if training was resumed from an earlier
+    step. Raises NotSaved, with earlier checkpoints intact, if the disk or a quota is full or the folder cannot be
+    written.
     """
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
+    return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best))
+
+
+def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | None) -> Path:
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)
@@ -105,14 +114,18 @@ def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, 
 
 
 def _check_room(root: Path, store: Store) -> None:
-    needed_bytes = sum(t.nbytes for part in store.parts for t in _tensors(part).values()) + MARGIN_BYTES
+    tensors = [tensor for part in store.parts for tensor in _tensors(part).values()]
+    needed_bytes = sum(entries * tensor.itemsize for tensor, entries in tensors) + MARGIN_BYTES
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise OSError(errno.ENOSPC, f"{format_size(needed_bytes)} needed, {format_size(free_bytes)} free on the disk")
 
 
-def _tensors(part: Part) -> dict[str, Tensor]:
-    return {"working": part.working, **part.state}
+def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
+    """Returns {name: (what this rank stores of a tensor, the entries of the whole tensor)}."""
+    layout = state_layout(part.optimizer, part.elements, part.working.dtype)
+    whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
+    return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
 
 
 def _file_name(part: Part) -> str:
@@ -122,16 +135,16 @@ def _file_name(part: Part) -> str:
 def _header(part: Part) -> bytes:
     """Returns the first bytes of a part's .safetensors file. The metadata say where each parameter is in the flat
     tensors: [start, *shape]."""
-    views = {name: part.view(part.working, name) for name in part.names()}
-    places = {name: [view.storage_offset(), *view.shape] for name, view in views.items()}
-    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in _tensors(part).items()}
-    return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(places)}, (", ", ": "))
+    tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
+    return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
 
 
 def _file_content(part: Part) -> Iterator[bytes | memoryview]:
     yield _header(part)
-    for tensor in _tensors(part).values():
-        for chunk in _chunks(tensor):
+    for tensor, entries in _tensors(part).values():
+        at_once = CHUNK_BYTES // tensor.itemsize
+        for start in range(0, entries, at_once):
+            chunk = part.ranks.range_of(tensor, start, min(start + at_once, entries)).view(torch.uint8)
             yield memoryview(chunk.cpu().numpy())
             drop_pages(chunk)
 
@@ -164,15 +177,15 @@ def load_newest(
             say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
     if checkpoints:
         store.clear()
-        for checkpoint in checkpoints:  # else the next save would remove them
-            os.rename(checkpoint, checkpoint.with_name(f"{_UNREADABLE}{checkpoint.name}"))
+        store.ranks.on_first(lambda: _rename(checkpoints))  # else the next save would remove them
         kept = f"{_UNREADABLE}step-... in {checkpoint.parent}"
         say(f"warning: training starts from step 0; those checkpoints are kept as {kept}")
     return None
 
 
 def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
-    """Reads every tensor into its place in `store`, each file once. Returns the checkpoint's state.
+    """Reads every tensor into its place in `store`, each file once. Returns the checkpoint's state. Of several ranks,
+    each reads all files and keeps its share.
 
     Before `store` is changed, calls `check`, which may raise. Also raises InputError if a file or tensor is missing or
     belongs to another model, optimizer or precision. Raises Damaged if bytes have changed since they were written;
@@ -190,14 +203,31 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
     for name, part in parts.items():
         with manifest.checked(name) as fill:
             fill(memoryview(bytearray(len(_header(part)))))
-            for tensor in _tensors(part).values():
-                for chunk in _chunks(tensor):
+            for tensor, entries in _tensors(part).values():
+                before = min(part.ranks.rank * tensor.numel(), entries)
+                here = min(tensor.numel(), entries - before)
+                _skip(fill, before * tensor.itemsize)
+                for chunk in _chunks(tensor[:here]):
                     host = chunk if chunk.device.type == "cpu" else torch.empty_like(chunk, device="cpu")
                     fill(memoryview(host.numpy()))
                     if host is not chunk:
                         chunk.copy_(host)
                     drop_pages(chunk)
+                _skip(fill, (entries - before - here) * tensor.itemsize)
+        part.updates += 1  # for windows that hold the weights of before
     return state
+
+
+def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
+    """Reads bytes that are another rank's, for the hash."""
+    while size_bytes > 0:
+        fill(memoryview(bytearray(min(size_bytes, CHUNK_BYTES))))
+        size_bytes -= CHUNK_BYTES
+
+
+def _rename(checkpoints: list[Path]) -> None:
+    for checkpoint in checkpoints:
+        os.rename(checkpoint, checkpoint.with_name(f"{_UNREADABLE}{checkpoint.name}"))
 
 
 def verify_checkpoint(checkpoint: Path) -> None:

@@ -98,7 +98,7 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
-    parser.add_argument("--gpus", type=integer, metavar="N", help="for decoders: advice on N of these cards")
+    parser.add_argument("--gpus", type=integer, metavar="N", help="for N of these cards, with torchrun")
     chosen, options = _chosen(parser, argv, say_on_stderr)
     if "model" not in chosen and not chosen.get("demo"):
         raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")

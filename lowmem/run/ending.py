@@ -27,6 +27,7 @@ from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
 from lowmem.run.report import build_report, device_name
+from lowmem.units import counted
 
 
 class Ending:
@@ -73,11 +74,15 @@ class Ending:
     def finish(self, done: int, sampler: Sampler) -> None:
         """Writes model/, report.json, report.html and the pictures into the folder of the training run, and logs a
         summary. `done`: number of steps done. Raises LowmemError if a part of the end failed."""
-        session, log, plan = self._session, self._session.log, self._session.model.plan
-        log.end_bar()
+        session = self._session
+        session.log.end_bar()
         exported = self._take_best(done)
         with self.part("the last sample"):
             sampler.take(done, last=True)
+        session.ranks.on_first(lambda: self._write(exported))
+
+    def _write(self, exported: int | None) -> None:
+        session, log, plan = self._session, self._session.log, self._session.model.plan
         session.budget.enter("export")
         with self.part("the export"):
             if exported is None:
@@ -141,7 +146,7 @@ class Ending:
     def _readme(self, step: int) -> str:
         plan, rows = self._session.model.plan, self._session.log.rows
         command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # or of a program that calls lowmem.train
-        losses = [f"{row['loss']:.4f} after {step} steps" for row in rows if row["step"] == step]
+        losses = [f"{row['loss']:.4f} after {counted(step, 'steps')}" for row in rows if row["step"] == step]
         return (
             f"# {plan.model}, every parameter trained with lowmem\n\n"
             f"Training loss: {losses[-1] if losses else 'not trained'}. Command:\n\n    {command}\n\n"

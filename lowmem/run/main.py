@@ -6,8 +6,10 @@ cause ends with one sentence on stderr; a traceback means a mistake in this code
 """
 
 import sys
+import time
 from pathlib import Path
 
+from lowmem.distributed.launch import first_rank_here, launched_rank
 from lowmem.errors import CapExceeded, LowmemError, first_line
 from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
@@ -15,6 +17,8 @@ from lowmem.run.environment import limit_waiting_of_threads, variables_blamed, w
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
+
+SECONDS_TO_TELL = 5
 
 
 def main(defaults: Settings, arguments: list[str] | None = None) -> int:
@@ -26,7 +30,7 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
         with warnings_end_nothing():
             with interrupt_ends_at_once(), packages_needed():
                 settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
-                settings = check_run(settings, say)
+                settings = check_run(settings, say if launched_rank() == 0 else lambda _: None)
                 limit_waiting_of_threads()
                 with variables_blamed():
                     from lowmem.run.train import run
@@ -36,7 +40,11 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
         said = _in_a_sentence(error, settings)
         if said is None:
             raise
-        say(f"{Path(sys.argv[0]).name}: {said}")
+        rank = launched_rank()
+        if getattr(error, "said_by", first_rank_here()) == rank:
+            say(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{said}")
+        else:  # torchrun stops all ranks as soon as one has ended: the one that tells must be the first
+            time.sleep(SECONDS_TO_TELL)
         return said.exit_code
     return 0
 
@@ -58,6 +66,8 @@ def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in reason:
         advice = "Free some, or lower --micro-batch or --seq"
         return LowmemError(f"out of RAM ({reason}); what was saved is safe. {advice}")
+    if isinstance(error, torch.distributed.DistError) or "gloo" in reason:
+        return LowmemError("another rank has ended; the same command goes on from the newest checkpoint")
     if isinstance(error, torch.AcceleratorError) or reason.startswith(("CUDA error", "CUDA driver error")):
         return LowmemError(f"the GPU failed ({reason}); what was saved is safe, and the same command resumes from it")
     return None

@@ -202,10 +202,10 @@ _REASONS = {  # names that would mislead, and what to use instead
     "load-in-4bit load-in-8bit quantize quantization use-lora lora use-peft lora-r lora-rank lora-alpha qlora "
     "finetuning-type adapter freeze-layers": "every parameter is trained here, with fp32 master weights; to use less "
     "memory set --gpu-limit and --ram-limit, or take --optimizer adamw8bit",
-    "deepspeed fsdp fsdp-config zero-stage strategy": "training is on one GPU, and the planner puts into RAM whatever "
-    "does not fit under --gpu-limit",
-    "gpus num-gpus n-gpus devices num-nodes nnodes num-processes nproc-per-node": "training is on one GPU; python -m "
-    "lowmem.plan --gpus N says which of PyTorch's methods suits several",
+    "deepspeed fsdp fsdp-config zero-stage strategy": "the planner puts into RAM whatever does not fit under "
+    "--gpu-limit; for several GPUs start the command with torchrun (docs/several-gpus.md)",
+    "gpus num-gpus n-gpus devices num-nodes nnodes num-processes nproc-per-node": "start the command with torchrun "
+    "--nproc-per-node N for several GPUs (docs/several-gpus.md); lowmem plan --gpus N says what they take",
     "init-from": "use --model for pretrained weights, --init random for none, --resume for a checkpoint",
     "early-stopping early-stopping-threshold": "use --patience with a number of evaluations",
     "betas adam-betas": "use --adam-beta1 and --adam-beta2",

@@ -1,13 +1,12 @@
 """Runs `python -m lowmem.plan` and --plan-only: predicts what training a model takes, without a GPU and without its
 weights."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 from lowmem.cudasim.gpus import CARDS
-from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.errors import LowmemError, PlanError
 from lowmem.run.cli import parse_plan
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
@@ -30,32 +29,31 @@ def main(arguments: list[str] | None = None) -> int:
         with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
             settings, options = parse_plan(sys.argv[1:] if arguments is None else arguments, _PROGRAM)
             settings = check_target(settings, say)
-            if options.gpus is not None:
-                return _advise(settings, options.gpus, options.json)
-            show_plan(settings, options.json, options.write)
+            show_plan(settings, options.json, options.write, 1 if options.gpus is None else options.gpus)
             return 0
     except LowmemError as error:
         say(f"lowmem.plan: {error}")
         return error.exit_code
 
 
-def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> None:
-    """Prints the plan. If `write`, also writes it into the run folder, unless a training run is in that folder."""
+def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1) -> None:
+    """Prints the plan, for torchrun with `gpus` processes on one machine if there are several. If `write`, also writes
+    it into the run folder, unless a training run is in that folder."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 
         from lowmem.device import set_environment
         from lowmem.planning.answer import refused, wrapped
-        from lowmem.planning.planner import make_plan
         from lowmem.run.log import write_json
         from lowmem.run.plots import draw, draw_memory
         from lowmem.run.prepare import ask, in_words
+        from lowmem.run.several import plan_for
 
     logging.set_verbosity_error()
     set_environment()
     question = ask(settings)
     try:
-        plan = question.answer(make_plan)
+        plan = plan_for(question, gpus)
     except PlanError as error:
         if as_json:
             with output():
@@ -77,20 +75,3 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True) -> 
     picture = folder / "memory.png"
     problem = draw(picture, lambda: draw_memory(plan.to_dict(), None, picture, plan.timeline))
     say(f"memory over a step, by name and by phase: {picture}" if problem is None else problem)
-
-
-def _advise(settings: Settings, gpus: int, as_json: bool) -> int:
-    """Prints advice on PyTorch's own ways to use several cards (--gpus). The advice is only in the repository, not in
-    the installed package."""
-    with variables_blamed():
-        from lowmem.run.prepare import ask
-
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    try:
-        advice = importlib.import_module("experiments.memory_estimation.several_gpus.methods")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("experiments"):
-            raise
-        raise InputError("--gpus needs the project's repository: run python -m lowmem.plan in its folder") from None
-    question = ask(settings)
-    return advice.answer(question.settings, question.config, question.card, gpus, as_json)

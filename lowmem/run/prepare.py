@@ -25,11 +25,13 @@ from lowmem.core.kernels import fused
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.ranks import Ranks
 from lowmem.core.states_folder import in_memory
 from lowmem.core.step import TrainingStep
 from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
+from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
 from lowmem.limits import Budget, ram_available_bytes
 from lowmem.models.build import decoder_start, load_config, make_decoder, own_generation_config, settings_for
@@ -50,8 +52,9 @@ from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import opening_remarks
+from lowmem.run.several import QuietLog, of_one_rank, plan_of_ranks, rehearsal_folder, shared_data
 from lowmem.settings import Settings
-from lowmem.units import interval_seconds
+from lowmem.units import counted, interval_seconds
 
 Say = Callable[[str], None]  # takes a sentence for the user
 _FEW_STEPS = 10  # A run with fewer, by its epochs, gets a warning.
@@ -91,6 +94,10 @@ class Session:
         return self.model.step
 
     @property
+    def ranks(self) -> Ranks:
+        return self.step.store.ranks
+
+    @property
     def steps(self) -> int:
         """Returns the optimizer steps of the whole training run."""
         return self.identity["steps"]
@@ -111,8 +118,9 @@ def ask(settings: Settings) -> Question:
     return Question(settings_for(settings, config), config, device, precision, card)
 
 
-def plan_here(question: Question, device: torch.device, aside: Callable, say: Say) -> Plan:
-    """Returns the plan for this machine as it is now. `aside`: executes a function in another process (process.py)."""
+def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say) -> Plan:
+    """Returns the plan for this machine as it is now, which rank 0 makes. `aside`: executes a function in another
+    process (process.py)."""
     no_kernels = None
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -120,8 +128,13 @@ def plan_here(question: Question, device: torch.device, aside: Callable, say: Sa
         devices.forget_allocations(device)
     if no_kernels is not None:
         say(f"without fused kernels, which takes more memory and time: {no_kernels}")
-    here = {"ram_free_bytes": ram_available_bytes()[0], "process": Process.here()}
-    return replace(question, **here, fused_kernels=no_kernels is None).answer(partial(aside, make_plan))
+    here = {"ram_free_bytes": ram_available_bytes()[0] // local_ranks(), "process": Process.here()}
+
+    def make(share: Question) -> Plan:
+        share = replace(share, **here, fused_kernels=no_kernels is None)
+        return share.answer(lambda *asked: ranks.on_first(partial(aside, make_plan, *asked)))
+
+    return plan_of_ranks(question, ranks.count, local_ranks(), make)
 
 
 def in_words(plan: Plan) -> str:
@@ -129,12 +142,15 @@ def in_words(plan: Plan) -> str:
     return "\n".join([*answer(plan), *(["", plan.describe(), ""] if plan.settings.verbose else [])])
 
 
-def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan) -> TrainingStep:
+def make_step(
+    settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks
+) -> TrainingStep:  # fmt: skip
     """Returns the training step as planned. Makes the decoder's parameters views of a new store; they have no values
     yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
-    store = Store(decoder, device, WORKING_DTYPES[plan.precision], optimizer, plan.layout, disk_tensor=disk_tensor)
+    dtype = WORKING_DTYPES[plan.precision]
+    store = Store(decoder, device, dtype, optimizer, plan.layout, disk_tensor=disk_tensor, ranks=ranks)
     hyper = Hyperparameters(
         weight_decay=settings.weight_decay, beta1=settings.adam_beta1, beta2=settings.adam_beta2,
         epsilon=settings.adam_epsilon,
@@ -144,8 +160,8 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
 
 
 def build(
-    question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, say: Say,
-    weights: bool = True,
+    question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, ranks: Ranks,
+    say: Say, weights: bool = True,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
     """Returns the model as planned, and its first weights, which still have to be written into it. If `weights` is
     False, returns None instead of these. Raises InputError, before anything is allocated, if the weights' files do not
@@ -154,7 +170,7 @@ def build(
     devices.make_deterministic(device)
     decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
     found = initial_weights(settings, config, decoder, say) if weights else None
-    step = make_step(settings, decoder, device, plan)
+    step = make_step(settings, decoder, device, plan, ranks)
     return LoadedModel(settings, config, tokenizer, plan, decoder, step), found
 
 
@@ -196,45 +212,55 @@ def prepare(settings: Settings) -> Iterator[Session]:
     devices.set_environment()
     with ExitStack() as until_the_end:
         with process_aside() as aside:  # forks, so it comes before CUDA starts
+            ranks = until_the_end.enter_context(joined(settings.device))
             question = ask(settings)
             settings, config, folder = question.settings, question.config, Path(question.settings.out)
-            until_the_end.enter_context(lock_run(folder))
-            log = until_the_end.enter_context(closing(RunLog(folder, settings)))
-            checkpoints = find_checkpoints(folder, settings.resume, log.say)
+            share = of_one_rank(question, ranks.count, local_ranks())
+            lock = until_the_end.enter_context(ExitStack())
+            ranks.on_first(lambda: lock.enter_context(lock_run(folder)))
+            log = RunLog(folder, settings) if ranks.rank == 0 else QuietLog(folder)
+            until_the_end.enter_context(closing(log))
+            checkpoints = ranks.on_first(lambda: find_checkpoints(folder, settings.resume, log.say))
             if (saved := newest_state(checkpoints)) is not None:  # a refusal here needs neither data nor a plan
                 refuse_another_run(*saved, known_identity(settings, config))
             device = devices.select_device(settings.device)
             tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
             with tokenizer_blamed(settings.model):
-                data = load_data(settings, tokenizer, config.vocab_size, folder, decoder_start(config))
+                load = partial(load_data, settings, tokenizer, config.vocab_size, folder, decoder_start(config))
+                data = shared_data(load, ranks)
             until_the_end.enter_context(closing(data))
             generation = own_generation_config(settings.model, settings.init, log.say)
             export_dtype = WORKING_DTYPES[settings.export_dtype]
             rehearsal = until_the_end.enter_context(
-                rehearsed(folder / ".model.rehearsal", config, tokenizer, generation, export_dtype)
+                rehearsed(rehearsal_folder(folder, ranks), config, tokenizer, generation, export_dtype)
             )
             devices.release_freed_memory()  # of tokenizing: training does not hold it
-            plan = plan_here(with_saved_micro_batch(question, saved), device, aside, log.say)
-            if (lengths := data.train.typical_lengths()) is not None:
+            plan = plan_here(with_saved_micro_batch(question, saved), device, ranks, aside, log.say)
+            if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
         plan = replace(plan, steps=steps)
         if not data.evaluations and (settings.keep_best or settings.patience):
             raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
-        check_disk(folder, plan.disk, _most_saves(settings, plan, steps), settings.states_folder)
+        most_saves = _most_saves(settings, plan, steps)
+        ranks.on_first(partial(check_disk, folder, plan.disk, most_saves, settings.states_folder))
         if saved is None:
             _say_before_the_first_step(plan, data, rehearsal, log)
+        if ranks.count > 1:
+            log.say(f"{ranks.count} ranks train together; this plan is one rank's")
         if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
         identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
         if saved is not None:
             refuse_another_run(*saved, identity)
 
-        budget = Budget(device, settings.gpu_limit_bytes, settings.ram_limit_bytes)
+        budget = Budget(device, settings.gpu_limit_bytes, share.settings.ram_limit_bytes)
         budget.apply(plan.gpu_reserved_peak_bytes)
         budget.enter("load")
-        model, weights = build(question, plan, tokenizer, device, log.say, weights=not checkpoints)
+        model, weights = build(question, plan, tokenizer, device, ranks, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)
+        if ranks.count > 1:  # a rank cannot make a step again alone
+            model.step.make_room = None
         session = Session(model, data, rehearsal, log, budget, recovery, identity)
         _fill(session, weights, checkpoints, resuming=saved is not None)
         yield session
@@ -246,10 +272,9 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
     for line in [*data.description.splitlines(), *_computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
     if plan.settings.steps is None and plan.steps < _FEW_STEPS:
-        rows, batch = f"{data.train.rows:,} {'row' if data.train.rows == 1 else 'rows'}", plan.settings.batch
-        log.say(
-            f"warning: {plan.steps} steps in all: an epoch has {rows}, a step {batch}; a smaller --batch makes more"
-        )
+        steps, rows = counted(plan.steps, "steps"), counted(data.train.rows, "rows")
+        step = f"a step {plan.settings.batch}; a smaller --batch makes more"
+        log.say(f"warning: {steps} in all: an epoch has {rows}, {step}")
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:

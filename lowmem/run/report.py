@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from lowmem.config_switches import remarks
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.run.figures import highest, losses
+from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
@@ -26,7 +27,7 @@ def device_name(device: torch.device) -> str:
     """Returns the name of the card or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"the CPU ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"the CPU ({platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'threads')})"
 
 
 def build_report(

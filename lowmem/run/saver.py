@@ -26,7 +26,9 @@ class Saver:
     def due(self, done: int) -> bool:
         every = self._session.settings.save_every
         seconds = interval_seconds(every)
-        return done % every == 0 if seconds is None else time.monotonic() - self._saved_at >= seconds
+        if seconds is None:
+            return done % every == 0
+        return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
         """Saves the state after `done` steps. Raises Stopped if a signal has come, unless training has `ended` anyway.
@@ -45,7 +47,8 @@ class Saver:
             self._session.log.say(f"warning: {error.reason}; earlier checkpoints are still there, and {then}")
         self._saved_at = time.monotonic()
         if self._stop.requested and not ended:
-            raise Stopped(f"stopped by {self._stop.name} after step {done}; the same command goes on from there")
+            name = self._stop.name or "a signal to another rank"
+            raise Stopped(f"stopped by {name} after step {done}; the same command goes on from there")
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:

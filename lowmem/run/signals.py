@@ -20,8 +20,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from lowmem.distributed.launch import launched_rank
 from lowmem.run.terminal import for_terminal, output
+
+if TYPE_CHECKING:  # importing PyTorch takes seconds
+    from lowmem.core.ranks import Ranks
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _HANG_UP = getattr(signal, "SIGHUP", None)
@@ -51,12 +56,18 @@ class StopRequest:
         self.requests = 0
         self.name: str | None = None
         self._nothing_yet = True  # that could be saved
+        self._agreed: int | None = None  # of several ranks, the most requests of one when they last agreed
         self._finishing, self._second = "the preparation", "ends the run at once: nothing is lost"
         self._before: dict[signal.Signals, object] = {}
 
     @property
     def requested(self) -> bool:
-        return self.requests > 0
+        return (self.requests if self._agreed is None else self._agreed) > 0
+
+    def agree(self, ranks: "Ranks") -> None:
+        """Makes `requested` the same on all of several ranks, until the next call."""
+        if ranks.count > 1:
+            self._agreed = ranks.most(self.requests)
 
     @property
     def urgent(self) -> bool:
@@ -95,14 +106,14 @@ class StopRequest:
                 self._note(signal.Signals(received[0]))
 
     def _note(self, number: signal.Signals) -> None:
-        if number == _HANG_UP and self.requested:
+        if number == _HANG_UP and self.requests:
             return
         self.name = self.name or number.name
         again = "Ctrl-C again" if number == signal.SIGINT else f"{number.name} again"
         if self.requests >= (1 if self._nothing_yet else 2):
             _say(f"{number.name}: ended at once; what was saved before is safe")
             os._exit(128 + number)
-        if not self.requested:
+        if self.requests == 0:
             _say(f"{number.name}: finishing {self._finishing}; {again} {self._second}")
         else:
             _say(f"{number.name} again: it {self._second}; the next one ends at once")
@@ -115,7 +126,9 @@ def _nothing(number: int, frame) -> None:
 
 def _say(sentence: str) -> None:
     """Writes a sentence directly to stderr, not through Python's buffers, which the main thread may be using. A
-    progress bar stays on its own line."""
+    progress bar stays on its own line. Of several ranks, only the first one speaks."""
+    if launched_rank() > 0:
+        return
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
         os.write(2, f"{start}{for_terminal(sentence)}\n".encode())

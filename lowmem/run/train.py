@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from lowmem.core.step import StepAbandoned, StepResult
+from lowmem.distributed.launch import launched_rank
 from lowmem.errors import LowmemError, some_of
 from lowmem.run.ending import Ending
 from lowmem.run.evaluation import Evaluator, Sampler
@@ -18,12 +19,15 @@ from lowmem.run.saver import Saver
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 
+_NOTHING = "changes nothing"
 SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
     """Plans and trains; or only plans (`settings.plan_only`) or shows data (`settings.preview`). `stop` counts the
     signals that ask to stop."""
+    if settings.trains_nothing and launched_rank() > 0:
+        return
     if settings.preview is not None:
         show_preview(settings)
         return
@@ -45,9 +49,10 @@ def train(session: Session, stop: StopRequest) -> None:
     done, seconds = progress.done, session.model.plan.step_seconds
     ended = done == steps or evaluator.out_of_patience()
     session.budget.enter("train")
+    stop.agree(session.ranks)
     if stop.requested:
         saver.save(done, ended)
-    step.abandoned = lambda: stop.urgent
+    step.abandoned = (lambda: stop.urgent) if session.ranks.count == 1 else None
     while not ended:
         if progress.skipped >= SKIPPED_IN_A_ROW:
             raise LowmemError(f"{progress.skipped} steps in a row had no finite gradient; stopped at step {done}")
@@ -83,6 +88,7 @@ def train(session: Session, stop: StopRequest) -> None:
             sampler.take(done)
         session.budget.check(f"step {done}")
         _count_skipped(session, done, result)
+        stop.agree(session.ranks)
         if saving or ended or stop.requested or progress.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
@@ -97,19 +103,24 @@ def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
     progress.eval_first = held_out.get("eval_loss", progress.eval_first)
     session.model = page_locked(session.model, log.say)
     plan = session.model.plan.to_dict()
-    write_json(session.folder / "plan.json", plan)
-    write_json(session.folder / "settings.json", asdict(session.settings))
-    session.data.keep()
+    session.ranks.on_first(lambda: _write_start(session, plan))
     log.start(progress.done, session.steps, plan, held_out)
     if progress.done == 0:
         sampler.take(0)
+
+
+def _write_start(session: Session, plan: dict) -> None:
+    write_json(session.folder / "plan.json", plan)
+    write_json(session.folder / "settings.json", asdict(session.settings))
+    session.data.keep()
 
 
 def _announce(session: Session, stop: StopRequest, number: int, seconds: float | None) -> None:
     """Prepares the answers to signals and out-of-memory errors for step `number`, which takes about `seconds`."""
     session.recovery.number = number
     about = "" if seconds is None else f", about {seconds:.2g} s"
-    stop.now(f"step {number}{about}, then saving", "drops this step, unless its updates have begun, and saves")
+    drops = "drops this step, unless its updates have begun, and saves" if session.ranks.count == 1 else _NOTHING
+    stop.now(f"step {number}{about}, then saving", drops)
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:
@@ -127,7 +138,7 @@ def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -
     log, progress = session.log, session.progress
     if progress.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
-    stop.now("the export; all steps are done and saved", "changes nothing")
+    stop.now("the export; all steps are done and saved", _NOTHING)
     if evaluator.out_of_patience():
         best = best_evaluation(log.rows, progress.eval_first)
         said = f"the last {best.since} held-out losses are not below {best}; a higher --patience goes on"

@@ -75,6 +75,11 @@ def _begin_values():
     values.begin()
 
 
+def _leave_out_nccl():
+    """Lets PyTorch believe that it was built without NCCL, whose library sends nothing here. gloo sends."""
+    sys.modules["torch.distributed.distributed_c10d"]._NCCL_AVAILABLE = False
+
+
 def _pass_over_comparisons():
     from stand_in import passed_over
 
@@ -84,6 +89,7 @@ def _pass_over_comparisons():
 if os.environ.get("STAND_IN_LIBRARIES"):
     _load_libraries(Path(os.environ["STAND_IN_LIBRARIES"]))
     atexit.register(_wait_for_backward_threads)
+    sys.meta_path.insert(0, _AfterImport("torch.distributed.distributed_c10d", _leave_out_nccl))
     if os.environ.get("STAND_IN_VALUES"):
         sys.meta_path.insert(0, _AfterImport("torch", _begin_values))
     else:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -460,3 +461,14 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(fused, "loss_error", lambda *_: 0.0)
     monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 100.0})
     assert fused.why_not.__wrapped__(CPU) == "a kernel is 100 units of the last place off"
+
+
+@pytest.mark.parametrize("of_the_loss", [False, True])
+def test_a_kernel_that_writes_nan_is_not_used(of_the_loss, monkeypatch):
+    """Seen to fail: max() passes over a NaN that is not the first number."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
+    errors = iter([0.0, math.nan] if of_the_loss else [])
+    monkeypatch.setattr(fused, "loss_error", lambda *_: next(errors, 0.0))
+    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 0.0, "m": 0.0 if of_the_loss else math.nan})
+    assert "nan" in fused.why_not.__wrapped__(CPU)

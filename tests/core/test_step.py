@@ -174,9 +174,9 @@ def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole()
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
-    norm = Operations.norm
+    norms = Operations.norms
     monkeypatch.setattr(
-        Operations, "norm", lambda self, piece: norm(self, piece) * (torch.inf if piece.part.unit == 2 else 1.0)
+        Operations, "norms", lambda self, part: norms(self, part) * (torch.inf if part.unit == 2 else 1.0)
     )
     with pytest.raises(UpdateInterrupted, match="unit 2 is not finite"):
         train(make_batches(1), clip_norm=None, micro_batch=1, group=BATCH)

@@ -88,6 +88,7 @@ def test_plans_are_held_against_the_real_allocator(found):
 def test_managed_weights_are_within_their_limit_and_compute_the_same_bits(found):
     assert found["unified memory/gpt2-xl"]["checks"] == {
         "outputs equal those of all on the GPU, bit for bit": True,
+        "outputs of fused groups equal those of all on the GPU, fused": True,
         "no more than the limit is resident": True,
     }
     moved = found["unified memory/gpt2-xl: paged: 24x256x4"]["values"]

@@ -30,3 +30,10 @@ def test_pytorchs_sanitizer_has_nothing_to_report():
     found = [json.loads(line) for line in lines.splitlines()]
     assert [line["arrangement"] for line in found] == list(ARRANGEMENTS)
     assert [line for line in found if line["error"] or line["races"]] == []
+
+
+def test_no_order_of_streams_changes_a_bit_of_two_ranks():
+    """Each rank has a card. gloo's threads wait for streams, and so compute beside the thread that trains."""
+    trained = "as_many_parts and (2-no and clipping or 2-kept or 2-bf16 and steps)"
+    command = ("-m", "pytest", "tests/distributed/test_bits.py", "-k", trained)
+    assert "3 passed" in on_card.output(*command, options=("--values", "--order", FIRST, "--devices", "2"))

@@ -89,6 +89,8 @@ def test_a_slice_is_trained_with_its_states_on_a_disk(tiny, tmp_path, capsys):
     words += ["--states", "disk", "--states-folder", str(tmp_path / "states"), "--out", str(tmp_path / "run")]
     assert recipe.main("gpt-j-6b", train_gptj.SETTINGS, words) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run" / "report.json").read_text())
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["warmup_steps"] == recipe.SLICE_WARMUP > train_gptj.SETTINGS.warmup_steps
     assert report["steps"] == 2 and report["plan"]["disk"]["states"] > 0
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert (config["n_layer"], config["n_embd"], config["model_type"]) == (1, 32, "gptj")
@@ -118,7 +120,10 @@ def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, m
     monkeypatch.setattr(plans, "CASES", cases)
     monkeypatch.setattr(plans, "sources", lambda: "these")
     for _ in range(2):
-        assert plans.main(["--out", str(tmp_path)]) == 0
+        assert plans.main(["--all", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("4 to do, about ") and f"4 of 4: {cases[3].name}, about " in said
+    assert said.endswith("\n0 to do, about 0 s\n")
     planned, smallest, no_ram, no_card = found = row_file.read(tmp_path / plans.NAME)
     assert planned["error"] is None and planned["tokens_per_second"] > 0
     reserved = [row["predicted"]["gpu_reserved_peak_bytes"] for row in (planned, smallest)]
@@ -126,6 +131,25 @@ def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, m
     assert no_ram["error"].startswith("gpt-j-6b at 1 x 32 tokens does not fit") and "rtx0" in no_card["error"]
     assert not any(str(tmp_path.parent) in json.dumps(row) for row in found)
     assert plans.main(["--list", "--only", "smallest"]) == 0 and capsys.readouterr().out.endswith(f"{cases[1].name}\n")
+
+
+def test_a_few_plans_are_made_unless_all_are_asked_for(monkeypatch, capsys):
+    """Seen to fail: the command without options took 3.9 hours, and said nothing."""
+    listed = {}
+    for words in ([], ["--all"]):
+        assert plans.main([*words, "--list"]) == 0
+        listed[bool(words)] = capsys.readouterr().out.splitlines()
+    assert listed[False] == [name for name in listed[True] if name in plans.QUICK] and len(listed[False]) == 4
+    seconds = {
+        which: sum(plans.expected_seconds([case for case in plans.CASES if case.name in names]).values())
+        for which, names in listed.items()
+    }
+    assert seconds[False] < 600 and seconds[True] > 3 * 3600
+    with pytest.raises(SystemExit):
+        plans.main(["--all", "--only", "gpt2"])
+    new = replace(plans.CASES[0], card="another")
+    known = sorted(plans.expected_seconds(list(plans.CASES)).values())
+    assert known[0] < plans.expected_seconds([new])[new.name] < known[-1]
 
 
 @pytest.mark.parametrize("program, known", [(plans, "--list names them"), (measure, "slice: largest")])
@@ -178,8 +202,34 @@ def test_slices_become_rows(tiny, tmp_path, monkeypatch, capsys):
     assert [row["blocks"] for row in (two, three, largest)] == [2, 3, 3] and len(commands) == 3
     assert all(two["checks"].values()) and largest["one_block_more_is_too_large_for"] is None
     assert "--states disk" in " ".join(commands[0]) and str(tmp_path) not in json.dumps(two)
-    assert "+2.0%" in table.section([two]) and "2 slices" not in table.verdict([two])
+    assert "+2.0%" in table.tables([two]) and "2 slices" not in table.verdict([two])
     assert "ok" in capsys.readouterr().out
+
+
+def test_a_slice_that_learns_becomes_a_row_and_one_that_does_not_fails(tiny, tmp_path, monkeypatch, capsys):
+    def report_of(command, out, name):
+        assert command.count("--fixed-batch") == 1 and "--steps 20" in " ".join(command)
+        out.mkdir(parents=True)
+        losses = falling if command[command.index("--warmup-steps") + 1] == "0.5" else (5.0, 9.0, 7.0)
+        rows = ({"loss": loss, "grad_norm": 1.0} for loss in losses)
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return report()
+
+    monkeypatch.setattr(measure, "report_of", report_of)
+    assert measure.LEARNING.fields["n_embd"] == 4096
+    for falling, code in (((5.0, 6.0, 3.0), 0), ((5.0, 4.0, 5.5), 1)):
+        out = tmp_path / str(code)
+        assert measure.main(["--only", "learns", "--out", str(out)]) == code
+        rows = row_file.read(out / measure.NAME)
+        assert [row["losses"][-1] for row in rows] == [falling[-1], 7.0] and str(tmp_path) not in json.dumps(rows)
+    assert "loss 5.00 to 5.50  FAILED (the loss falls)" in capsys.readouterr().out
+    said = table.tables(rows)
+    assert "| 0.5 | 5.00, 5.50, 5.50 |" in said and "| 0 | 5.00, 9.00, 7.00 |" in said
+
+
+def test_the_committed_slice_learns():
+    (row,) = [row for row in table.committed_rows() if row["kind"] == measure.LEARNED and row["warmup_steps"]]
+    assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0] and all(row["checks"].values())
 
 
 def test_a_run_that_fails_and_a_size_that_is_none_are_said(tiny, tmp_path, monkeypatch, capsys):
@@ -207,7 +257,7 @@ def test_runs_on_a_card_become_rows(tmp_path, monkeypatch):
     *large, narrow = row_file.read(tmp_path / measure.NAME)
     assert not narrow["checks"]["losses and norms are those without a cap"] and narrow["computed"]
     assert len(large) == 2 and not any(row["computed"] for row in large)
-    assert "NOT the losses" in table.section([narrow]) and "+0.0%" in table.verdict(large)
+    assert "NOT the losses" in table.tables([narrow]) and "+0.0%" in table.verdict(large)
 
 
 def test_what_is_not_on_the_card_is_left_out(tmp_path):
@@ -225,7 +275,8 @@ def test_what_is_not_on_the_card_is_left_out(tmp_path):
 
 def test_the_readme_says_what_the_committed_rows_say():
     rows = table.committed_rows()
-    assert written(table.README, table.BEGIN) == table.section(rows)
+    assert written(table.README, table.BEGIN) == table.verdict(rows)
+    assert written(table.TABLES, table.BEGIN) == table.tables(rows)
 
 
 # --- will it fit?

@@ -235,6 +235,21 @@ def test_a_small_model_is_trained_and_compared(small_run):
     assert {"samples.html", "samples.txt"} <= {path.name for path in compare.Path(folder).iterdir()}
 
 
+def test_a_model_that_is_there_is_trained_and_compared(small_run, tmp_path, capsys):
+    """Seen to fail: only a model of random weights could be trained."""
+    options, report = small_run
+    before = str(Path(options[-1]) / "before")
+    assert compare.main([*options[4:-2], "--before", before, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["before"] == report["before"] and found["training"]["pretrained"]
+    assert found["after"]["loss"] < found["before"]["loss"] and not (tmp_path / "before").exists()
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["lr"] == compare.RATES["pretrained"]
+    assert compare.main([*options[4:-2], "--before", f"{before}/", "--out", str(tmp_path)]) == 2
+    assert "its model was made with other data" in capsys.readouterr().err
+    assert compare.main(["--after", before, "--out", str(tmp_path)]) == 2
+    assert "--after needs --before" in capsys.readouterr().err
+
+
 def test_two_folders_are_compared_as_they_are(small_run, tmp_path, capsys):
     options, report = small_run
     folder = compare.Path(options[-1])
@@ -244,6 +259,16 @@ def test_two_folders_are_compared_as_they_are(small_run, tmp_path, capsys):
     assert found["training"] is None and "bits per byte" in capsys.readouterr().out
     for name in ("before", "after"):
         assert found[name] | {"model": ""} == report[name] | {"model": ""}
+
+
+def test_a_model_that_diverged_is_no_success(small_run, tmp_path, capsys, monkeypatch):
+    """Seen to fail: a table of its continuations, and exit code 0."""
+    options, _ = small_run
+    losses = iter([5.0, math.nan])
+    monkeypatch.setattr(compare.generation, "held_out_loss", lambda *_: {"loss": next(losses), "bits_per_byte": 1.0})
+    before = str(Path(options[-1]) / "before")
+    assert compare.main([*options[8:-2], "--before", before, "--after", before, "--out", str(tmp_path)]) == 1
+    assert "error: the training diverged: the loss of step 2 is not finite" in capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_kept_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
@@ -267,8 +292,8 @@ def test_weights_that_were_cut_off_are_said_in_a_sentence(small_run, tmp_path, c
 @pytest.mark.parametrize(
     "other, said",
     [
-        (["--seed", "1"], "before was made with other data, or another --seed or model"),
-        (["--held-out-bytes", "20KB"], "before was made with other data, or another --seed or model"),
+        (["--seed", "1"], "its model was made with other data, or another --seed or model"),
+        (["--held-out-bytes", "20KB"], "its model was made with other data, or another --seed or model"),
         (["--lr", "-1"], "--lr -1 must be more than 0"),
         (["--lr", "0.5"], "the training ended before it was done"),  # and has said that --lr is another
     ],

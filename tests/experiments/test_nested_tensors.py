@@ -1,6 +1,8 @@
 """Ragged batches of stock models: small models here, the real shapes in experiments/nested_tensors/eval.py."""
 
 import json
+import math
+import re
 import time
 
 import pytest
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
-from experiments.nested_tensors import eval, main, memory, ragged, table, time_profiling
+from experiments.nested_tensors import eval, main, memory, picture, ragged, run, table, time_profiling, timeline
 from experiments.nested_tensors.attention import Documents
 
 VOCABULARY = 97
@@ -69,6 +71,17 @@ def test_a_wrong_position_or_a_document_that_sees_another_is_far_above_the_toler
     monkeypatch.setattr(eval, "collate", mistaken)
     found = eval.distances("gpt2", mode, samples, expected, CPU)
     assert min(found.values()) > 100 * eval.TOLERANCES["fp32"]
+
+
+def test_a_distance_that_is_no_number_is_no_success(monkeypatch, tmp_path, capsys):
+    """Seen to fail: max() passes over NaN, and the command ended with exit code 0."""
+    monkeypatch.setattr(eval, "truth", lambda *_: [None])
+    monkeypatch.setattr(eval, "computed", lambda *_: [None])
+    monkeypatch.setattr(eval, "distribution", lambda *_: {})
+    monkeypatch.setattr(eval, "compared", lambda *_: {"output": 1e-7, "gradient": math.nan})
+    rows = str(tmp_path / "rows.jsonl")
+    assert eval.main(["--model", "gpt2", "--mode", "packed", "--lengths", "one token", "--rows", rows]) == 1
+    assert "a distance of nan is above 1e-05" in capsys.readouterr().err
 
 
 def test_an_empty_sample_is_refused():
@@ -181,6 +194,80 @@ def test_stages_are_timed_drawn_and_add_up_to_the_whole(monkeypatch, tmp_path):
 
 def test_the_readme_says_what_the_rows_say():
     assert written(table.README, table.BEGIN) == table.sections()
+    shown = re.findall(r"\(results/(.*?\.png)\)", table.sections())
+    assert {"memory-lines.png", table.OUTPUTS} < set(shown) and all((table.RESULTS / name).exists() for name in shown)
+
+
+# --- memory over time, the distribution of outputs, and all of it by one command
+
+
+def test_memory_over_time_shows_what_was_held_for_a_while(monkeypatch):
+    used = iter([100, 100, 400, 900, 200, 100])
+    monkeypatch.setattr(timeline, "ram_now_bytes", lambda: next(used))
+    monkeypatch.setattr(timeline, "EVERY_SECONDS", 0)
+    made = timeline.MemoryTimeline(CPU)
+    made._began = 0.0
+    waits = iter([False] * 5 + [True])
+    monkeypatch.setattr(made._over, "wait", lambda _: next(waits))
+    made._read()
+    assert [size for _, size in made.samples] == [100, 100, 400, 900, 200, 100]
+    thinned = timeline.thinned(made.samples, held_bytes=100, points=3)
+    assert [size for _, size in thinned] == [0, 800, 100] and len(timeline.thinned(made.samples, 0)) == 6
+    assert timeline.thinned([], 0) == []
+
+
+def test_a_process_s_memory_is_read_while_it_grows():
+    with timeline.MemoryTimeline(CPU) as made:
+        held = torch.ones(64 * 2**20)
+        while len(made.samples) < 3:
+            time.sleep(0.001)
+    sizes = [size for _, size in made.samples]
+    assert len(held) and sizes[-1] > 200 * 2**20 and sorted(seconds for seconds, _ in made.samples)
+
+
+def test_outputs_are_counted_by_value_and_by_distance():
+    expected = [torch.tensor([[3.0, 4.0], [0.05, 0.0]]), torch.tensor([[-9.0, 0.0]])]
+    found = [expected[0].clone(), torch.tensor([[-9.0, 0.9]])]
+    counts = eval.distribution(found, expected)
+    assert sum(counts["logits"]) == sum(counts["expected"]) == 6 and sum(counts["distances"]) == 3
+    place = picture.LOGIT_EDGES.index(0.9)
+    assert 1 <= counts["logits"][place - 1] + counts["logits"][place] and counts["expected"][0] == 1  # -9: the last bin
+    assert counts["distances"][0] == 2 and counts["distances"][picture.DISTANCE_EDGES.index(-1.0)] == 1
+    broken = [found[0], torch.tensor([[math.nan, 0.0]])]
+    assert eval.distribution(broken, expected)["distances"][-1] == 1
+
+
+def test_one_command_makes_rows_tables_and_all_pictures(monkeypatch, tmp_path, capsys):
+    small = {name: _whole_vocabulary(config) for name, config in SHAPES.items()}
+    monkeypatch.setattr(ragged, "SHAPES", small)
+
+    def here(model, mode, options):
+        words = ["--model", model, "--mode", mode, "--num_samples", "6", "--batch_size", "4", "--backward"]
+        assert main.main([*words, "--memory_over_time", "--out", str(tmp_path / "process")]) == 0
+        found = json.loads((tmp_path / "process" / "data" / f"{model}-{mode}.json").read_text())
+        return {"model": model, "mode": mode, "data": "lines"} | {
+            key: found[key] for key in ("tokens", "positions", "peak_bytes", "memory")
+        }
+
+    monkeypatch.setattr(memory, "in_process", here)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "stages-older.png").touch()
+    words = ["--num_samples", "6", "--batch_size", "4", "--lengths", "one token", "--out", str(tmp_path)]
+    assert run.main(words) == 0
+    pictures = sorted(path.name for path in (tmp_path / "plots").glob("*.png"))
+    assert pictures == ["memory-lines.png", table.OUTPUTS, "stages-lines.png"]
+    assert "3 of 3: time by stage" in capsys.readouterr().err
+    for name in ("eval", "peaks", "stages"):
+        models = {row["model"] for row in row_file.read(tmp_path / f"{name}.jsonl")}
+        assert models == SHAPES.keys(), name
+    assert all(row["memory"] for row in row_file.read(tmp_path / "peaks.jsonl"))
+
+
+def test_a_wrong_mode_makes_one_command_fail(monkeypatch, tmp_path):
+    monkeypatch.setattr(eval, "main", lambda words: 1)
+    monkeypatch.setattr(memory, "main", lambda words: 0)
+    monkeypatch.setattr(time_profiling, "main", lambda words: 0)
+    assert run.main(["--num_samples", "2", "--out", str(tmp_path)]) == 1
 
 
 def test_a_stage_has_the_time_of_its_modules(monkeypatch):

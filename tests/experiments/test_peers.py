@@ -6,6 +6,7 @@ made up.
 """
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -155,6 +156,11 @@ def test_the_largest_micro_batch_that_fits_is_taken_and_the_reference_is_made_on
     assert [(case.peer, case.micro_batch) for case in attempts[3:]] == [("lowmem", None)]
 
 
+@pytest.mark.parametrize("losses, holds", [([2.0, 1.0], True), ([2.0, math.nan], False), ([2.0, 9.0, 9.0], False)])
+def test_a_training_that_diverges_fails(losses, holds):
+    assert train._checks({"peer": "flashoptim", "losses": losses}) == {"the training does not diverge": holds}
+
+
 def test_what_fits_with_no_micro_batch_is_a_result_for_a_peer_and_a_failure_for_lowmem(attempts, tmp_path, monkeypatch):
     def nothing_fits(case: Case) -> dict:
         attempts.append(case)
@@ -251,7 +257,7 @@ def test_the_table_shows_the_newest_row_of_each_peer_and_says_what_is_missing():
 
 def test_the_readme_says_what_the_committed_rows_say():
     rows = table.table(table.committed_rows())
-    assert written(table.README, table.BEGIN) == rows, "python -m experiments.peers.table writes it anew"
+    assert written(table.TABLES, table.BEGIN) == rows, "python -m experiments.peers.table writes it anew"
 
 
 # The update alone.

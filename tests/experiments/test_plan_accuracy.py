@@ -54,10 +54,10 @@ def test_the_cases_are_what_the_experiment_says():
 def test_the_readme_says_what_the_committed_rows_say():
     assert written(table.README, table.BEGIN) == table.tables(table.committed_rows())
     ends = table.promise_table(table.committed_rows(table.PROMISE, PROMISED))
-    assert written(table.README, table.BEGIN_PROMISE) == ends
+    assert written(table.PROMISES, table.BEGIN_PROMISE) == ends
     ram = table.promise_ram_table(table.committed_rows(table.PROMISE_RAM, PROMISED_RAM))
-    assert written(table.README, table.BEGIN_RAM) == ram
-    assert written(table.README, table.BEGIN_WHOLE_LIFE) == table.whole_life_table(row_file.read(table.WHOLE_LIFE))
+    assert written(table.PROMISES, table.BEGIN_RAM) == ram
+    assert written(table.PROMISES, table.BEGIN_WHOLE_LIFE) == table.whole_life_table(row_file.read(table.WHOLE_LIFE))
 
 
 def test_the_table_counts_what_is_exact_and_lists_what_is_outside():

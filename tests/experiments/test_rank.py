@@ -129,6 +129,15 @@ def test_fsdp2_divides_parameters_gradients_and_states(ranks):
     assert peak.persistent_bytes == 16 * padded + persistent_beside_parameters(len(parameters))
 
 
+@pytest.mark.parametrize("method, ranks, divided", [("fsdp2", 8, 8), ("dp+tp", 8, 4)])
+def test_a_model_that_is_sharded_never_lies_whole_on_the_gpu(method, ranks, divided):
+    decoder = Decoder(build_model(gpt2()))
+    if divided < ranks:
+        keep_share(decoder, ranks // divided)
+    share = sum(-(-p.shape[0] // divided) * (p.numel() // p.shape[0]) for p in decoder.model.parameters())
+    assert most_live(record(method, ranks), {"parameters"}) == 4 * share
+
+
 def test_fsdp2_holds_one_units_parameters_twice_while_they_are_gathered():
     decoder = Decoder(build_model(gpt2()))
     block = sum(p.numel() for p in decoder.blocks[0].parameters())

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from experiments.harness.rows import read
 from experiments.harness.tables import written
-from experiments.tensor_parallel import measure, models, run, sharding, table, worker
+from experiments.tensor_parallel import measure, models, rounding, rules, run, sharding, table, theory, worker
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.layers import PlacedDropout, vocabulary_cross_entropy
 from experiments.tensor_parallel.models import SMALL, kind_of
 from experiments.tensor_parallel.sharding import Cut, Sharder, evenly, padded
 from experiments.tensor_parallel.worker import Job
+from lowmem.models.build import build_model, load_config
 
 
 def job(model: str, **more) -> Job:
@@ -78,13 +79,22 @@ def test_ranks_drop_what_one_process_drops():
     assert not torch.equal(whole(x), before)
 
 
+def test_samples_that_come_apart_drop_what_they_drop_together():
+    """A sample's mask is that of its number in the batch: micro-batches and replicas draw the same."""
+    drop, x = PlacedDropout(0.5, number=4, seed=1), torch.ones((6, 8, 3))
+    whole = drop(x)
+    assert not torch.equal(whole[1], whole[2])
+    drop.first_sample = 2
+    assert torch.equal(drop(x[2:5]), whole[2:5])
+
+
 @pytest.mark.parametrize("model", ["mlp", "mlp-norm", "resnet", "gpt2", "llama"])
 def test_one_rank_is_the_ordinary_model(model):
     """Compares the cut layers, the loss and the clipping with transformers' and PyTorch's own."""
     ours, theirs = worker.work(job(model), 0), worker.reference(job(model))
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-12)
-    assert run.largest_difference(ours.gradients, theirs.gradients) < 1e-12
-    assert run.largest_difference(ours.weights, theirs.weights) < 1e-12
+    assert rounding.largest_difference(ours.gradients, theirs.gradients) < 1e-12
+    assert rounding.largest_difference(ours.weights, theirs.weights) < 1e-12
     assert not ours.calls and all(gradient.any() for gradient in theirs.gradients.values())
 
 
@@ -113,12 +123,12 @@ def test_a_weight_that_differs_is_found():
     theirs = worker.reference(job("mlp", steps=1))
     for name in ("blocks.1.into.weight", "blocks.1.into.bias"):
         other = {**theirs.weights, name: theirs.weights[name] + 1e-6}
-        assert run.largest_difference(other, theirs.weights) > 1e-7
+        assert rounding.largest_difference(other, theirs.weights) > 1e-7
     for name in ("norm.weight", "head.weight"):
         other = {**theirs.weights, name: torch.full_like(theirs.weights[name], torch.nan)}
-        assert math.isnan(run.largest_difference(other, theirs.weights))
+        assert math.isnan(rounding.largest_difference(other, theirs.weights))
     with pytest.raises(ValueError, match="other tensors"):
-        run.largest_difference({}, theirs.weights)
+        rounding.largest_difference({}, theirs.weights)
 
 
 def test_a_rank_makes_its_part_alone():
@@ -132,6 +142,41 @@ def test_a_rank_makes_its_part_alone():
     whole = sum(p.numel() for n, p in shards[0].model.named_parameters() if n not in shards[0].cuts)
     filled_up_by = 3 * SMALL["gpt2"].n_embd
     assert cut + whole == sum(p.numel() for p in kind.build(torch.float32).parameters()) + filled_up_by
+
+
+# --- theory
+
+
+@pytest.mark.parametrize(
+    "model, ranks", [("gpt2", 1), ("gpt2", 2), ("gpt2", 3), ("llama", 1), ("llama", 2), ("llama", 4)]
+)
+def test_a_rank_holds_what_theory_says(model, ranks):
+    """Theory has seen the config alone. Heads divide among these ranks; the 250 features of Llama's MLP may not."""
+    kind = kind_of(model)
+    sharded = kind.shard(Sharder(kind.build(torch.float32), Ranks(0, ranks)))
+    held = sum(map(torch.numel, sharded.model.parameters()))
+    assert held == pytest.approx(theory.parameters(kind.config, ranks), rel=0.005)
+    uncut = [name for name, _ in sharded.model.named_parameters() if name not in sharded.cuts]
+    assert sum(sharded.model.get_parameter(name).numel() for name in uncut) == theory.whole(kind.config)
+
+
+def test_a_cut_that_is_forgotten_is_off_theory(monkeypatch):
+    """Seen to pass: the expected number came from the ranks' own, and said +0.0004% of an MLP that was not cut."""
+    forgets = {name: rule for name, rule in rules.RULES.items() if name != "gpt2"}
+    forgets["gpt2"] = lambda *given: {n: rule for n, rule in rules.gpt2_rules(*given).items() if ".mlp" not in n}
+    monkeypatch.setattr(models, "RULES", forgets)
+    kind = kind_of("gpt2")
+    sharded = kind.shard(Sharder(kind.build(torch.float32), Ranks(0, 3)))
+    held = sum(map(torch.numel, sharded.model.parameters()))
+    assert held > 1.45 * theory.parameters(kind.config, 3)
+
+
+def test_theory_knows_the_parameters_of_the_whole_model():
+    """By transformers' own count of GPT-2 and of a Llama whose head is a matrix of its own."""
+    for config in (load_config("gpt2", "random"), SMALL["llama"]):
+        whole = build_model(config)
+        assert theory.parameters(config, 1) == sum(map(torch.numel, whole.parameters()))
+    assert theory.parameters(load_config("gpt2", "random"), 1) == 124_439_808
 
 
 # --- real processes
@@ -167,6 +212,13 @@ def test_ranks_train_as_one_process(options, of_a_block, tmp_path, capsys):
         per_block = {pass_: sum(kinds.values()) for pass_, kinds in of_a_block.items()}
         assert report["collectives_per_block"] == per_block
     assert report["bytes_per_step"] > 0 and len(report["parameters_per_rank"]) == report["ranks"]
+    if report["model"] in models.DECODERS:
+        given = run.parser().parse_args(words)
+        tokens = given.batch * given.seq
+        of = (SMALL[given.model], given.ranks, tokens, 8, given.sequence_parallel)
+        assert report["bytes_per_step"] == pytest.approx(theory.sent_bytes(*of), rel=0.02)
+        assert min(report["saved_bytes_per_rank"]) <= 1.02 * theory.kept_bytes(*of)
+        assert max(report["saved_bytes_per_rank"]) >= 0.99 * theory.kept_bytes(*of)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "beside one process" in capsys.readouterr().out
 
@@ -210,10 +262,55 @@ def test_a_folder_goes_in_and_comes_out(tmp_path, capsys):
     assert torch.equal(saved(tokens).logits, model(tokens).logits)
 
 
-def test_a_difference_beyond_rounding_is_exit_code_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(run.ALLOWED, "fp32", 1e-9)
-    assert run.main(["--model", "mlp", "--ranks", "1", "--steps", "2", "--compare", "--out", str(tmp_path)]) == 1
-    assert "differ MORE" in capsys.readouterr().out
+def test_a_training_that_diverges_is_no_success(tmp_path, capsys):
+    words = "--model mlp --ranks 1 --steps 4 --learning-rate 0.3 --compare --out"
+    assert run.main([*words.split(), str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "error: the training diverged: its loss rose from" in said.err and "beside one process" not in said.out
+
+
+LONG = "--model mlp --ranks 1 --steps 60 --batch 64 --learning-rate 5e-3 --compare --out"
+
+
+def test_rounding_that_grows_with_the_steps_is_no_difference(tmp_path, capsys):
+    """Seen to fail: a loss that goes to zero was off by 5e-4 of itself, and 1e-5 was allowed after any steps."""
+    assert run.main([*LONG.split(), str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["max_rel_loss_difference"] > 1e-4 and max(report["in_roundings"].values()) < rounding.MOST
+    assert "differ MORE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype, mistake", [("fp32", 1e-4), ("fp64", 1e-12)])
+def test_a_difference_beyond_rounding_is_exit_code_1(dtype, mistake, tmp_path, monkeypatch, capsys):
+    """After as many steps a learning rate that is one part in 10,000 too large is found, in fp64 one in 10^12."""
+    real = run.train
+    monkeypatch.setattr(
+        run, "train", lambda job: real(dataclasses.replace(job, learning_rate=job.learning_rate * (1 + mistake)))
+    )
+    assert run.main([*LONG.split(), str(tmp_path), "--dtype", dtype]) == 1
+    assert "losses and weights differ MORE" in capsys.readouterr().out
+
+
+def test_rounding_in_fp64_is_not_only_judged_by_fp32_where_it_has_grown_as_large_as_the_weights():
+    """Seen to fail: two ranks of Llama in fp64 differed by 2,000 times a share of fp32's distance after 100 steps."""
+
+    def result(distance: float) -> worker.RankResult:
+        value = {"weight": torch.full((2, 2), 1 + distance, dtype=torch.float64)}
+        return worker.RankResult([5.0, 1 + distance], {}, {}, (0, 4), 0, 0, 0, value, value)
+
+    exact = result(0)
+    measures = [(2.0**-29, result(0.02), exact), (1.0, result(1e-8), exact)]
+    times = rounding.in_roundings(result(4e-8), exact, measures, torch.float64)
+    assert times == pytest.approx({"losses": 4, "gradients": 4, "weights": 4}, rel=1e-5)
+    assert rounding.in_roundings(result(4e-8), exact, measures[:1], torch.float64)["losses"] > 1000
+
+
+def test_a_difference_that_is_no_number_is_too_large():
+    assert rounding.too_large({"dtype": "fp32", "in_roundings": {"losses": math.nan, "weights": None}}) == [
+        "losses", "weights",
+    ]  # fmt: skip
+    assert rounding.too_large({"dtype": "fp32", "in_roundings": {"gradients": 99.0}}) == []
+    assert rounding.too_large({"dtype": "fp64", "in_roundings": {"gradients": 99.0}}) == ["gradients"]
 
 
 def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
@@ -238,23 +335,22 @@ def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
 def test_the_tables_are_those_of_the_rows():
     rows = read(table.ROWS)
     assert {row["section"] for row in rows} == measure.CASES.keys()
-    assert written(table.README, table.BEGIN) == table.sections(rows)
+    assert written(table.TABLES, table.BEGIN) == table.sections(rows)
 
 
 def test_the_rows_are_what_the_issue_wants():
-    """Every model on 1, 2 and 4 ranks is within rounding of one process, except in the row about rounding. Parameters
-    are within 2% of theory, bytes sent and kept within 1%; peaks fall. Nothing survives for 30 seconds."""
+    """Every model on 1, 2 and 4 ranks is within rounding of one process. Parameters, bytes sent and kept are within 1%
+    of what a formula says of the config; peaks fall. Nothing survives for 30 seconds."""
     rows = {section: table.newest(read(table.ROWS), section) for section in measure.CASES}
     assert {row["options"] for row in rows["equal"]} == set(measure.CASES["equal"])
     for row in rows["equal"]:
-        differs = run.too_large(row)
-        assert not differs or ("--learning-rate" in row["options"] and row["dtype"] == "fp32"), row["options"]
-        assert row["steps"] == 50
+        judged = row.get("in_roundings") or row["model"] == "resnet"  # whose older rows are not judged
+        assert judged and not rounding.too_large(row) and row["steps"] >= 50, row["options"]
     for row in rows["memory"]:
-        one = table.alone(row, rows["memory"])
-        assert max(row["parameters_per_rank"]) == pytest.approx(table.expected_parameters(row, one), rel=0.02)
-        assert max(row["saved_bytes_per_rank"]) == pytest.approx(table.saved_by_theory(row, one), rel=0.01)
-        assert row["bytes_per_step"] == pytest.approx(table.sent_by_theory(row), rel=0.01)
+        one, expected = table.alone(row, rows["memory"]), table.by_theory(row)
+        assert max(row["parameters_per_rank"]) == pytest.approx(expected["parameters"], rel=0.001)
+        assert max(row["saved_bytes_per_rank"]) == pytest.approx(expected["kept"], rel=0.01)
+        assert row["bytes_per_step"] == pytest.approx(expected["sent"], rel=0.01)
         if row["ranks"] > 1:
             peaks = [max(of["peak_bytes_per_rank"]) - max(of["bytes_before_per_rank"]) for of in (row, one)]
             assert peaks[0] < peaks[1] * (1 / row["ranks"] + 0.2)

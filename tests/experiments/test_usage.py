@@ -8,6 +8,7 @@ from experiments.code_generation import compare
 from experiments.harness import group
 from experiments.memory_estimation import run as memory_estimation
 from experiments.nested_tensors import main as nested_tensors
+from experiments.parallel_3d import run as parallel_3d
 from experiments.peers import run as peers
 from experiments.pipeline_parallel import run as pipeline_parallel
 from experiments.tensor_parallel import run as tensor_parallel
@@ -19,6 +20,7 @@ PROGRAMS = {  # the function, and words before those of a case
     "code_generation": (compare.main, f"{CODE} --train-bytes 3MB"),
     "memory_estimation": (memory_estimation.main, ""),
     "nested_tensors": (nested_tensors.main, ""),
+    "parallel_3d": (parallel_3d.main, ""),
     "peers": (peers.main, "--model gpt2-demo --device cpu --seq 32"),
     "pipeline_parallel": (pipeline_parallel.main, ""),
     "tensor_parallel": (tensor_parallel.main, ""),
@@ -62,6 +64,18 @@ PROGRAMS = {  # the function, and words before those of a case
         ("nested_tensors", "--device gpu", "--device gpu: neither cpu nor cuda"),
         ("nested_tensors", "--data no/such", "no/such is neither in the cache nor to be had from the hub"),
         ("nested_tensors", "--data wikitext", "wikitext-2-raw-v1 is neither in the cache nor to be had from the hub"),
+        ("parallel_3d", "--pp 3 --processes 8", "3 stages of 2 parts are 6 processes, which do not divide 8"),
+        ("parallel_3d", "--dp 3 --processes 8", "a mesh of 2 x 3 x 2 has 12 processes, and not 8"),
+        ("parallel_3d", "--pp 9 --tp 1 --dp 1", "8 layers with embedding and head, which make no 9 stages"),
+        ("parallel_3d", "--tp 9", "the model has 8 heads: 9 ranks are more"),
+        ("parallel_3d", "--tp 8 --model llama", "4 heads of keys and values: 8 ranks are more"),
+        ("parallel_3d", "--dp 8", "--batch 16 has no sample for each of 4 micro-batches of 8 replicas"),
+        ("parallel_3d", "--seq 65", "--seq 65 is longer than the 64 positions"),
+        ("parallel_3d", "--model llama --shape gpt2", "gpt2 is of type gpt2, and --model is llama"),
+        ("parallel_3d", "--shape no/such/config.json", "no/such/config.json"),
+        ("parallel_3d", "--dp 0", "invalid whole number of at least 1 value: '0'"),
+        ("parallel_3d", "--schedule pipedream", "invalid choice: 'pipedream'"),
+        ("parallel_3d", "--micro-batches 300000 --batch 600000", "400,000 micro-batches times stages at most"),
         ("peers", "--ram-limit 16GBs", "--ram-limit"),
         ("peers", "--steps 1", "--steps 1 is too few"),
         ("peers", "--batch 0", "--batch"),

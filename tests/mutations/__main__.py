@@ -1,4 +1,4 @@
-"""Whether the tests find a mistake in the training core: every mutation of mutation_list.py in turn, in a private copy.
+"""Whether the tests find mistakes: every mutation of mutation_list.py in turn, in a private copy.
 
     python -m tests.mutations --out tests/mutations/results.jsonl        all of them, a quarter of an hour on one core
     python -m tests.mutations --only "dropout"
@@ -45,7 +45,7 @@ def private_copy(mutation: Mutation | None) -> Iterator[Path]:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(row_file.ROOT / path, folder / path)
         if mutation is not None:
-            mutation.apply(folder / "lowmem")
+            mutation.apply(folder / mutation.package)
         yield folder
 
 

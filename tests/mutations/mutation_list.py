@@ -1,4 +1,5 @@
-"""Mistakes that a training step could have and still train: each one changed text of lowmem/, which occurs there once.
+"""Mistakes that a training step could have and still train: each one changed text of lowmem/ or of an experiment,
+which occurs there once.
 
 They are what a loss curve does not show: weights come out a little wrong, or wrong now and then. The tests have to find
 each of them (README.md).
@@ -12,14 +13,21 @@ from tests.stream_order import mutation_list
 @dataclass(frozen=True)
 class Mutation(mutation_list.Mutation):
     """`tests`: files of tests/ that have to find it, the fastest first, or single tests where a file takes minutes. A
-    file is not named together with one of its tests, which pytest would run in the file's order."""
+    file is not named together with one of its tests, which pytest would run in the file's order. `package`: the folder
+    that `file` is in."""
 
     tests: tuple[str, ...] = ()
+    package: str = "lowmem"
 
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
+UNCUT_MLP = """\
+        "transformer.h.*.mlp": s.enters,
+        "transformer.h.*.mlp.c_fc": s.column(inner),
+        "transformer.h.*.mlp.c_proj": s.row(inner),
+"""
 LIKE_TRANSFORMERS = f"{STEP}::test_fp32_follows_plain_transformers_and_torch_adamw"
 PLACEMENT = f"{STEP}::test_placement_and_order_change_no_bit"
 EVALUATION = f"{STEP}::test_evaluation_sees_the_last_update_and_leaves_training_alone"
@@ -46,7 +54,7 @@ EVALUATE = """\
         self.flush()
         self._decoder.model.eval()
 """
-DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in range(len(micro_batches))]"
+DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in own]"
 SUMMED_LOSS = "return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)"
 NEXT_UPDATE = "self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale"
 STOPPED_AT = 'model.step.updates = state["updates"]'
@@ -351,15 +359,15 @@ MUTATIONS = (
     Mutation(
         "core/operations.py",
         "the norm is of gradients rounded to the weights' dtype",
-        "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop])",
-        "torch.linalg.vector_norm(piece.part.gradient[piece.start : piece.stop].to(piece.part.working.dtype)).float()",
+        "torch.linalg.vector_norm(part.gradient[piece.start : piece.stop])",
+        "torch.linalg.vector_norm(part.gradient[piece.start : piece.stop].to(part.working.dtype)).float()",
         tests=(NORM,),
     ),
     Mutation(
         "core/final_gradients.py",
         "the norm leaves out the unit that was final last",
-        "for piece in self._store.pieces if id(piece) in self._norms]",
-        "for piece in self._store.pieces[1:] if id(piece) in self._norms]",
+        "for part in self._store.parts if id(part) in self._norms]",
+        "for part in self._store.parts[1:] if id(part) in self._norms]",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
@@ -468,5 +476,14 @@ MUTATIONS = (
         '    model.step.loss_scale.load(state["loss_scale"])\n',
         "",
         tests=("run/test_scripts.py", "faults/test_stops.py"),
+    ),
+    # experiments
+    Mutation(
+        "tensor_parallel/rules.py",
+        "GPT-2's MLP is left whole on every rank",
+        UNCUT_MLP,
+        "",
+        tests=("experiments/test_tensor_parallel.py::test_a_rank_holds_what_theory_says",),
+        package="experiments",
     ),
 )

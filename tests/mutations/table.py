@@ -22,13 +22,17 @@ LIVES, NOT_RUN = "**nothing**", "not run yet"
 def table(rows: list[dict], mutations: Sequence[Mutation] = MUTATIONS) -> str:
     """Returns how many are found, and one line for each mutation."""
     last = {row["mutation"]: row for row in rows}
-    lines = [[mutation.file, mutation.name, _found_by(mutation, last.get(mutation.name))] for mutation in mutations]
+    lines = [[_file_of(one), one.name, _found_by(one, last.get(one.name))] for one in mutations]
     found = [last[mutation.name] for mutation in mutations if mutation.name in last]
     number = sum(row["caught_by"] is not None for row in found)
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in found))
     said = f"{number} of {len(mutations)} found"
     said += f"; {found[-1]['machine']}, commit {commits}" if found else ""
     return f"{said}.\n\n{markdown(('file', 'mutation', 'found by'), lines)}"
+
+
+def _file_of(mutation: Mutation) -> str:
+    return mutation.file if mutation.package == "lowmem" else f"{mutation.package}/{mutation.file}"
 
 
 def _found_by(mutation: Mutation, row: dict | None) -> str:

@@ -637,20 +637,6 @@ def test_settings_that_cannot_be_are_refused_before_a_plan_is_made():
         Settings(batch=64, micro_batch=4, group=3)
 
 
-def test_for_several_cards_there_is_advice_by_method(tmp_path, capsys):
-    GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1_000).save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--seq", "64", "--batch", "4", "--gpu", "rtx3090", "--gpus", "2"]
-    assert plan_command.main(options) == 0
-    out, _ = capsys.readouterr()
-    assert all(method in out for method in ("ddp", "fsdp2", "tp", "dp+tp")) and "Take " in out
-    assert plan_command.main([*options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["advice"].startswith("Take ")
-    assert plan_command.main([*options[:-1], "0"]) == 2
-    capsys.readouterr()
-    assert plan_command.main([*options, "--gpu-limit", "1MiB"]) == 3
-    assert capsys.readouterr().err.startswith("lowmem.plan: ")
-
-
 def test_states_that_take_less_than_the_staging_ring_are_kept_and_nothing_inexact_is_chosen(tmp_path, capsys):
     """A small model with a large vocabulary fits with everything resident, but not with everything streamed."""
     GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=20_000, n_positions=128).save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lowmem.core.ranks import Ranks
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -130,6 +131,7 @@ def test_the_answer_does_not_wait_for_a_main_thread_that_is_busy():
     """It computes in C without a pause, as one that waits for a GPU does."""
     work = """
 import hashlib, sys
+from lowmem.core.ranks import Ranks
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 with StopRequest():
@@ -185,6 +187,7 @@ def test_it_works_in_the_main_thread_only():
 
 LOOP = """
 import sys, time
+from lowmem.core.ranks import Ranks
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
 
 with StopRequest() as stop:
@@ -209,3 +212,26 @@ def test_a_signal_within_a_step_ends_the_run_at_its_end(number):
     *micro_batches, saved = rest
     assert micro_batches[-1].split()[1] == "3"
     assert saved == f"saved after {micro_batches[-1].split()[0]} {number.name}"
+
+
+class Two(Ranks):
+    """Two ranks, of which the other has got `others` signals."""
+
+    count, others = 2, 0
+
+    def most(self, number: int) -> int:
+        return max(number, self.others)
+
+
+def test_ranks_stop_together():
+    ranks = Two()
+    with StopRequest() as stop:
+        stop.agree(ranks)
+        send(stop, signal.SIGTERM)
+        assert not stop.requested, "until they agree"
+        stop.agree(ranks)
+        assert stop.requested
+    with StopRequest() as stop:
+        ranks.others = 1
+        stop.agree(ranks)
+        assert stop.requested and stop.name is None

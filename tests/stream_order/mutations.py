@@ -12,7 +12,6 @@ mutation was found or another one was not.
 """
 
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -29,11 +28,11 @@ from experiments.harness import rows as row_file
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
 
 SECONDS = 900  # after which one mutation counts as hung
-METHODS = {"checker": "cpu", "sanitizer": "cuda", "orders": "orders"}  # and the device that check.py looks at
-PRELOADED = [
-    "torch.cuda._sanitizer",
-    "transformers.models.gpt2.modeling_gpt2",
-]  # all but the package: seconds each time
+METHODS = {  # and check.py's options for it
+    "checker": [],
+    "sanitizer": ["--device", "cuda", "--races-only"],
+    "orders": ["--orders"],
+}
 
 
 @contextmanager
@@ -51,49 +50,24 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
 def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: str, jobs: int = 1) -> Iterator[dict]:
     """Runs check.py on each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of counting
     .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the first
-    that did not reach its end, and why. multiprocessing.TimeoutError if one hangs."""
-    if method == "orders":  # the stand-in imports lowmem itself, so a process has to begin with the copy of it
-        with ThreadPool(jobs) as threads:
-            yield from threads.imap(lambda mutation: _tried_in_orders(mutation, arrangements), mutations)
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with context.Pool(jobs, maxtasksperchild=1) as pool:
-        tasks = [pool.apply_async(_tried, (mutation, arrangements, method)) for mutation in mutations]
-        for task in tasks:
-            yield task.get(SECONDS * len(tasks))
+    that did not reach its end, and why. subprocess.TimeoutExpired if one hangs."""
+    with ThreadPool(jobs) as threads:
+        yield from threads.imap(lambda mutation: _tried(mutation, arrangements, method), mutations)
 
 
 def _tried(mutation: Mutation, arrangements: Sequence[str], method: str) -> dict:
-    """Runs check.py in a separate process that has not imported lowmem yet."""
+    """Runs check.py in a new process, which imports the copy of lowmem before anything else can import another."""
     started = time.monotonic()
     with broken_copy(mutation) as folder:
-        sys.path.insert(0, str(folder))
-        import torch
-
-        import lowmem
-        from tests.stream_order import check
-
-        assert Path(lowmem.__file__).is_relative_to(folder)
-        torch.set_num_threads(1)
-        names = arrangements or check.ARRANGEMENTS
-        on_cuda = METHODS[method] == "cuda"
-        lines = list(check.lines(names, METHODS[method], races_only=on_cuda, until_found=True))
-    return _row(mutation, method, lines, started)
-
-
-def _tried_in_orders(mutation: Mutation, arrangements: Sequence[str]) -> dict:
-    started = time.monotonic()
-    with broken_copy(mutation) as folder:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), os.environ["PYTHONPATH"]))}
-        command = ["-m", "tests.stream_order.check", "--orders", "--until-found", *arrangements]
-        result = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [sys.executable, "-m", "tests.stream_order.check", *METHODS[method], "--until-found", *arrangements]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
     lines = [json.loads(text) for text in result.stdout.splitlines()]
-    if result.returncode not in (0, 1):
-        lines.append({"arrangement": "the one after these", "error": f"ended with exit code {result.returncode}"})
-    return _row(mutation, "orders", lines, started)
+    if result.returncode not in (0, 1) or not lines:
+        error = f"ended with exit code {result.returncode}: {result.stderr[-300:]}"
+        lines.append({"arrangement": "the one after these", "error": error})
+    return _row(mutation, method, lines, started)
 
 
 def _row(mutation: Mutation, method: str, lines: Sequence[dict], started: float) -> dict:

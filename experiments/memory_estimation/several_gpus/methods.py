@@ -1,4 +1,6 @@
-"""Which way to divide a decoder among several GPUs: each method's largest micro-batch that fits, and how long it takes.
+"""Which of PyTorch's ways divides a decoder among several GPUs: each one's largest micro-batch that fits, and its time.
+
+    python -m experiments.memory_estimation.several_gpus.methods --model gpt2-large --gpu rtx3090 --gpus 4
 
 `advise` tries powers of two by bisection: a recording (rank.py) fits where its run completes in the simulated
 allocator, under the card's memory less CUDA's context. NCCL's buffers are not known and not subtracted: a figure within
@@ -12,6 +14,7 @@ Cost: some seconds per method, whatever the number of blocks if they are alike.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -19,15 +22,19 @@ from transformers import PretrainedConfig
 from experiments.memory_estimation.several_gpus.rank import METHODS, PLAIN, RankPeak, peak_of, record, tensor_ranks
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
-from lowmem.errors import InputError, PlanError
+from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import build_model
 from lowmem.models.compatibility import architecture_blamed
 from lowmem.planning.simulated_step import Target, gpu_target
+from lowmem.run.cli import parse_plan
+from lowmem.run.early import check_target
+from lowmem.run.prepare import ask
 from lowmem.run.terminal import say
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
+GPUS = 2
 _FIGURES = (  # of a RankPeak, in JSON
     "ranks", "tensor_ranks", "micro_batch", "allocated_peak_bytes", "reserved_peak_bytes", "persistent_bytes",
     "at_peak",
@@ -45,10 +52,21 @@ class Advice:
     refusal: str = ""
 
 
+def main(arguments: list[str] | None = None) -> int:
+    program = {"prog": f"python -m {__spec__.name}", "description": __doc__.split("\n")[0]}
+    try:
+        settings, options = parse_plan(sys.argv[1:] if arguments is None else arguments, program)
+        question = ask(check_target(settings, say))
+        return answer(question.settings, question.config, question.card, options.gpus or GPUS, options.json)
+    except LowmemError as error:
+        say(f"error: {error}")
+        return error.exit_code
+
+
 def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int, as_json: bool) -> int:
-    """Prints what `python -m lowmem.plan --gpus` has to say; returns its exit code."""
+    """Prints the advice; returns the exit code."""
     if settings.target_tokens is not None:
-        raise InputError("--gpus is advice for decoders, and this model is an encoder-decoder: leave it out")
+        raise InputError("the advice is for decoders, and this model is an encoder-decoder")
     limit = settings.gpu_limit_bytes
     memory = card.memory_bytes if limit is None else min(limit + CONTEXT_BYTES, card.memory_bytes)
     with architecture_blamed(settings.model, "16 bit"):
@@ -56,7 +74,7 @@ def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int,
     print(json.dumps(to_dict(rows, sentence), indent=2) if as_json else describe(rows, sentence))
     if any(row.peak is not None for row in rows):
         return 0
-    say(f"lowmem.plan: {sentence}")
+    say(f"error: {sentence}")
     return PlanError.exit_code
 
 
@@ -176,3 +194,7 @@ def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: T
     activation = peak.micro_batch * seq * text.hidden_size * 2
     exposed = 2 * tensor_share * activation * (6 * text.num_hidden_layers + 2) * accumulation
     return max(compute, hidden / target.copies_in) + exposed / target.copies_in
+
+
+if __name__ == "__main__":
+    sys.exit(main())

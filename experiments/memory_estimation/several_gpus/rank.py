@@ -1,6 +1,6 @@
 """Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder.
 
-This is plain transformers and torch.distributed, not lowmem's own step (which uses one GPU). The recipe, the same for
+This is plain transformers and torch.distributed, not lowmem's own step (docs/several-gpus.md). The recipe, the same for
 every method (recipe.py): fp32 parameters, bf16 compute, blocks recomputed in backward (activation
 checkpointing), the loss over all logits as transformers computes it, fused AdamW, `zero_grad()` that frees, no
 clipping. Bytes per parameter and rank, for N parameters on R ranks (parameters, two moments, gradients), and what comes
@@ -25,10 +25,12 @@ sees). It consists of
   Tensor parallelism is rank 0's share of the model, trained as if it were all. What CUDA does otherwise than the CPU:
   cuda_ops.py, and autocast's list of functions that get fp32.
 - left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB); the broadcast and the second set of buckets when DDP
-  begins; clipping (under fsdp2 a norm per parameter). Also layer norm's statistics under fsdp2 (4 bytes per token
+  begins; the whole parameters before fully_shard divides them, because real runs divide them on meta or block by block
+  from the CPU; clipping (under fsdp2 a norm per parameter). Also layer norm's statistics under fsdp2 (4 bytes per token
   more), and a few bytes per token of a loss over a divided vocabulary.
 
-**None of it was compared with a GPU.** Tests compare ddp and fsdp2 with two processes that train on the CPU.
+published.py compares it with peaks that others measured on GPUs; none was measured here. Tests compare ddp and fsdp2
+with two processes that train on the CPU.
 
 Cost: one to two seconds per recording, whatever the number of blocks if they are alike (more_blocks.py).
 """
@@ -118,6 +120,7 @@ class _StreamRecorder(Recorder):
         super().__init__(machine, lambda frame: _NAMES.get(frame.f_code.co_name))
         self.streams = defaultdict(int)  # a workspace is not born
         self.blocks: dict[int, int | None] = {}  # of storages that are made outside of the blocks, for one
+        self._forgotten: set[int] = set()
         self._indices = {torch.cpu.current_stream(): 0}
 
     def mark(self, block: int | None) -> None:
@@ -128,11 +131,15 @@ class _StreamRecorder(Recorder):
     def belongs(self, tensor: Tensor, block: int | None) -> None:
         self.blocks[self.number_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)] = block
 
+    def forget_dead(self) -> None:
+        """Leaves out every storage that was made and freed until now."""
+        self._forgotten = set(range(self._count)) - set(self._numbers.values())
+
     def placed(self) -> list[Placed]:
         """Sorts storages that are freed together between blocks: autocast's cache is emptied in the order of
         addresses."""
         placed: list[Placed] = []
-        no_memory: set[int] = set()
+        no_memory = set(self._forgotten)
         section, block, freed = 0, None, []
 
         def sort_freed() -> None:
@@ -195,10 +202,11 @@ class _CudaAutocast(TorchFunctionMode):
 
 
 def peak_of(
-    recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None
-) -> RankPeak:
+    recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None,
+    expandable_segments: bool = True,
+) -> RankPeak:  # fmt: skip
     """Returns the peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
-    allocator = CachingAllocator(expandable_segments=True, limit_bytes=limit_bytes)
+    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for stream, storage, size, _ in recording.operations:
@@ -285,7 +293,9 @@ def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, t
             place(model)
             for parameter, block in owners_of(decoder):
                 recorder.belongs(parameter, block)
+            del parameter  # it would keep the last one whole
             step, optimizer = prepare(decoder, method, mesh, micro_batch, seq, lambda: _functions(target), mark)
+            recorder.forget_dead()  # whole parameters that were sharded
             step(1)
             began = now()
             step(min(accumulation, 2))

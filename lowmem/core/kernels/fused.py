@@ -4,6 +4,7 @@ If Triton is missing, or a kernel does not compile or does not agree, the plain 
 """
 
 import importlib.util
+from collections.abc import Iterable
 from functools import cache
 from itertools import product
 
@@ -75,13 +76,13 @@ def why_not(device: torch.device) -> str | None:
         return "Triton compiles for cards from Turing on"
     in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # what runs may ask for
     try:
-        worst = max(
+        worst = _largest(
             ulps
             for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
             for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
-        loss = max(
+        loss = _largest(
             loss_error(device, dtype, size, with_bias, differentiate, function)
             for dtype, size, differentiate, (with_bias, function) in product(
                 in_16_bit, SIZES, (False, True), KINDS_OF_LOGITS
@@ -119,7 +120,12 @@ def loss_error(
         return [tensor.cpu().double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
 
     pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
-    return max(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
+    return _largest(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """Returns the largest number, or NaN where any is, which max() may pass over."""
+    return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:

@@ -1,0 +1,67 @@
+"""Tells a person how far a command is whose cases take minutes each."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+EVERY_SECONDS = 30.0
+
+
+def span(seconds: float) -> str:
+    """Returns a duration for people, in seconds, minutes or hours."""
+    for unit, length, least in (("h", 3600, 5400), ("min", 60, 90)):
+        if seconds >= least:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class Countdown:
+    """Says on stderr which case is under way and how long the rest takes, and says so again while a case runs.
+
+    `expected`: {name of a case: seconds that it took elsewhere}, of all cases that are still to be done. The cases that
+    are done say how much slower or faster this machine is. If all are 0, it does not say how long the rest takes.
+    """
+
+    def __init__(self, expected: Mapping[str, float], every_seconds: float = EVERY_SECONDS):
+        self._expected, self._every = dict(expected), every_seconds
+        self._count, self._took, self._should = len(expected), 0.0, 0.0
+
+    def announce(self) -> None:
+        """Says how long all cases take."""
+        self._say(f"{self._count} to do{self._rest('about {}')}")
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Within it the case of this name is under way."""
+        number = self._count - len(self._expected) + 1
+        title, began, over = f"{number} of {self._count}: {name}", time.perf_counter(), threading.Event()
+        self._say(title + self._rest("about {} left"))
+
+        def repeat() -> None:
+            while not over.wait(self._every):
+                took = time.perf_counter() - began
+                self._say(f"{title}, {span(took)} so far" + self._rest("about {} left", took))
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        self._took += time.perf_counter() - began
+        self._should += self._expected.pop(name)
+
+    def _rest(self, text: str, took: float = 0.0) -> str:
+        """Returns `text` with the seconds that are left; nothing if nobody knows how long cases take."""
+        left = self._left()
+        return ", " + text.format(span(max(left - took, 0))) if left or not self._expected else ""
+
+    def _left(self) -> float:
+        pace = self._took / self._should if self._should else 1.0
+        return pace * sum(self._expected.values())
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)

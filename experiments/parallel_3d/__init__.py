@@ -1,0 +1,1 @@
+"""Pipeline, tensor and data parallelism at once, on a mesh of processes."""

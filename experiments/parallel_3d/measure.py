@@ -1,0 +1,77 @@
+"""Measures the README's table, and keeps rows: `python -m experiments.parallel_3d.measure`.
+
+python -m experiments.parallel_3d.measure --only mesh
+
+mesh    every mesh of eight processes in fp64, beside one process
+more    other schedules, dropout, uneven micro-batches, and fp32
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
+from experiments.parallel_3d import forked, run
+from experiments.parallel_3d.table import ROWS, sections
+
+PROGRAM = "experiments.parallel_3d.measure"
+MESHES = {  # stages, replicas, parts
+    "gpt2": ("8 1 1", "4 2 1", "4 1 2", "2 4 1", "2 2 2", "2 1 4", "1 8 1", "1 4 2", "1 2 4", "1 1 8"),
+    "llama": ("8 1 1", "4 2 1", "2 2 2", "1 8 1", "1 2 4"),
+}
+SMALL_MESH = "--pp 2 --dp 2 --tp 2 --batch 32 --compare"
+CASES = {
+    "mesh": [
+        "--model {} --pp {} --dp {} --tp {} --batch 32 --compare".format(model, *mesh.split())
+        for model, meshes in MESHES.items()
+        for mesh in meshes
+    ],
+    "more": [
+        f"--model gpt2 --dtype fp32 {SMALL_MESH}",
+        f"--model llama --dtype fp32 {SMALL_MESH}",
+        f"--model gpt2 --dropout 0.1 {SMALL_MESH}",
+        f"--model llama --dropout 0.1 --schedule zb-h1 {SMALL_MESH}",
+        f"--model gpt2 --schedule gpipe {SMALL_MESH}",
+    ],
+}
+KEPT = (
+    *("model", "mesh", "schedule", "micro_batches", "steps", "dtype", "dropout", "layers_per_stage", "diverged"),
+    *("copies_differ", "loss_distance", "weight_distance", "allowed", "bubble_planned", "peak_in_flight"),
+    *("off_theory_bytes", "parameters_bytes", "gradients_bytes", "moments_bytes", "sent_bytes"),
+)
+
+
+def sources() -> str:
+    """Returns a digest of the code that makes these rows: this experiment, and those that it is made of."""
+    folders = ("harness", "parallel_3d", "pipeline_parallel", "tensor_parallel")
+    return row_file.digest(*(f"experiments/{folder}/*.py" for folder in folders))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
+    parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
+    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
+    options = parser.parse_args(arguments)
+    common = {"sources": sources()} | row_file.made_by(PROGRAM, arguments)
+    for section in options.only or CASES:
+        for words in (words for words in CASES[section] if options.matching in words):
+            print(section, words, flush=True)
+            row_file.append(options.rows, common | {"section": section, "options": words} | trained(words))
+    print(sections(row_file.read(options.rows)))
+    return 0
+
+
+def trained(words: str) -> dict:
+    """Runs with these options, and returns a row."""
+    options = run.parser().parse_args(shlex.split(words))
+    job = run.planned(options)
+    report = run.report_of(job, forked.train(job), options.compare)
+    return {key: report[key] for key in KEPT}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Runs one process of a mesh. It has a part of each layer of one stage, and the samples of one replica.
+
+run.py starts it, as `python -m experiments.parallel_3d.worker FOLDER RANK`.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.harness import group
+from experiments.harness.group import peer_errors
+from experiments.parallel_3d.mesh import Axes, Mesh, Place
+from experiments.parallel_3d.pieces import Piece, piece_of
+from experiments.pipeline_parallel.checker import Checked, check
+from experiments.pipeline_parallel.runtime import MicroBatches, ProcessTransfers, Rank
+from experiments.pipeline_parallel.schedules import schedule
+from experiments.pipeline_parallel.stage import Stage
+from experiments.pipeline_parallel.tasks import cut
+from experiments.pipeline_parallel.worker import clip_scale, squares_of
+from experiments.tensor_parallel import worker as tensor_parallel
+from experiments.tensor_parallel.collectives import BACKWARD
+from experiments.tensor_parallel.layers import vocabulary_cross_entropy
+from experiments.tensor_parallel.sharding import Cut, padded
+from experiments.tensor_parallel.worker import DTYPES
+
+RESULT = "result.pt"
+# Adam divides by |gradient| + epsilon. Where a gradient cancels out, epsilon decides how far rounding moves a weight.
+# With the usual 1e-8 and a learning rate of 1e-3, one process with micro-batches is 1e-12 from itself without.
+EPSILON = 1e-6
+AXES = ("tensor", "pipeline", "data", "clipping")
+
+
+@dataclass(frozen=True)
+class Job(tensor_parallel.Job):
+    """A training on a mesh; `ranks` are those of tensor parallelism. `micro_batches`: of each replica."""
+
+    pp: int
+    dp: int
+    schedule: str
+    micro_batches: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.pp, self.dp, self.ranks)
+
+    @property
+    def layers(self) -> int:
+        """How many there are to divide: blocks, the embedding and the head."""
+        return self.kind.config.num_hidden_layers + 2
+
+    @property
+    def sizes(self) -> list[int]:
+        """Layers of each stage, as equal as can be."""
+        return cut([1.0] * self.layers, self.pp)
+
+    def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, eps=EPSILON, weight_decay=0.01)
+
+    def checked(self) -> Checked:
+        return check(schedule(self.schedule, self.pp, self.micro_batches), self.pp, self.micro_batches)
+
+    def samples_of(self, replica: int) -> list[range]:
+        """Returns the places in the batch of each micro-batch's samples; if they do not divide, the first have more."""
+        own = np.array_split(np.arange(self.batch), self.dp)[replica]
+        return [range(part[0], part[-1] + 1) for part in np.array_split(own, self.micro_batches)]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A process's results. `losses`: its share of each step's, if it has the last stage. `sent`: bytes in the first
+    step, by axis. `gradients_bytes`: before the update. `moments_bytes`: Adam's. `weights`: its parts at the end, by
+    name in the whole model; `cuts`: of those that are cut."""
+
+    place: Place
+    losses: list[float]
+    sent: dict[str, int]
+    parameters_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+    weights: dict[str, Tensor]
+    cuts: dict[str, Cut]
+
+
+class Process:
+    """One process's stage and its groups."""
+
+    def __init__(self, job: Job, process: int, device: torch.device):
+        self.job, self.device = job, device
+        self.place = job.mesh.place(process)
+        self.axes = Axes(job.mesh, process)
+        self.samples = job.samples_of(self.place.replica)
+        sharded = job.kind.shard(job.sharder(self.axes.tensor, device))
+        first_samples = [samples[0] for samples in self.samples]
+        self.piece: Piece = piece_of(sharded, job.sizes, self.place.stage, job.seed, first_samples)
+        self.stage = Stage(self.piece.layers, job.optimizer_of)
+        self.gradients_bytes = 0
+        shape = (torch.Size((job.seq, job.kind.config.hidden_size)), DTYPES[job.dtype])
+        self.transfers = ProcessTransfers(self.place.stage, job.pp, [shape] * job.pp, device, job.mesh.pipelines())
+        self.runtime = Rank({self.place.stage: self.stage}, job.pp, self.transfers, self.before_updates)
+
+    def micro_batches(self, inputs: Tensor, targets: Tensor) -> MicroBatches:
+        """Returns this replica's part of a batch, whose losses are shares of the whole batch's mean."""
+        job, ranks = self.job, self.axes.tensor
+        vocabulary = job.kind.classes
+        first = int(padded(vocabulary, ranks.count).indices[ranks.rank][0])
+
+        def loss_of(m: int, logits: Tensor) -> Tensor:
+            own = targets[self.samples[m]].flatten()
+            mean = vocabulary_cross_entropy(logits.flatten(0, 1), own, first, vocabulary, ranks)
+            return mean * (len(self.samples[m]) / job.batch)
+
+        return MicroBatches(lambda m: inputs[self.samples[m]], loss_of, [len(samples) for samples in self.samples])
+
+    def before_updates(self) -> None:
+        """Completes the gradients, and clips them."""
+        self.gradients_bytes = sum(gradient.nbytes for gradient in self.stage.gradients)
+        self.add_replicas()
+        self.add_tied()
+        if self.job.clip_norm is not None:
+            self.clip()
+
+    def add_replicas(self) -> None:
+        """Adds up the replicas' gradients, in one message."""
+        if self.axes.data.count == 1:
+            return
+        gradients = self.stage.gradients
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.axes.data.all_reduce(flat, ("gradients", BACKWARD))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        self.stage.gradients = [part.view_as(one) for part, one in zip(parts, gradients, strict=True)]
+
+    def add_tied(self) -> None:
+        """Adds up the gradients of a tied embedding's copies in the first and in the last stage."""
+        if self.piece.tied is not None:
+            place = self.stage.names.index(self.piece.tied)
+            total = self.stage.gradients[place].contiguous()
+            self.stage.gradients[place] = self.axes.ends.all_reduce(total, ("tied", BACKWARD))
+
+    def clip(self) -> None:
+        """Scales all gradients by that of the norm over the replica's processes."""
+        square = torch.tensor(self.counted_square(), dtype=torch.float64, device=self.device)
+        self.axes.replica.all_reduce(square, ("clipping", BACKWARD))
+        scale = clip_scale([float(square)], self.job.clip_norm)
+        for gradient in self.stage.gradients:
+            gradient.mul_(scale)
+
+    def counted_square(self) -> float:
+        """Returns this process's summand of the squared norm, so that every weight of the model counts once: what is
+        whole on all parts counts in the first, and a tied embedding in the first stage."""
+        squares = squares_of(self.stage.gradients, self.stage.names)
+        if self.piece.tied is not None and self.place.stage > 0:
+            del squares[self.piece.tied]
+        is_first = self.place.part == 0
+        return math.fsum(
+            square for name, square in squares.items() if is_first or self.piece.names[name] in self.piece.cuts
+        )
+
+    def sent(self) -> dict[str, int]:
+        """Returns the bytes sent so far, by axis."""
+        axes = self.axes
+        of_ends = 0 if axes.ends is None else axes.ends.sent.total()
+        counts = (axes.tensor.sent.total(), self.transfers.sent_bytes + of_ends)
+        return dict(zip(AXES, (*counts, axes.data.sent.total(), axes.replica.sent.total()), strict=True))
+
+    def train(self) -> Told:
+        actions = self.job.checked().actions[self.place.stage]
+        losses, sent = [], {}
+        for step, (inputs, targets) in enumerate(self.job.batches(self.device)):
+            done = self.runtime.run(actions, self.micro_batches(inputs, targets), step)
+            losses += [math.fsum(done.losses.values())] if done.losses else []
+            sent = sent or self.sent()
+        parameters = self.stage.parameters
+        moments = [tensor for state in self.stage.optimizer.state.values() for tensor in state.values() if tensor.dim()]
+        names = self.piece.names
+        weights = {names[name]: p.detach().cpu() for name, p in zip(self.stage.names, parameters, strict=True)}
+        return Told(
+            self.place, losses, sent, sum(p.nbytes for p in parameters), self.gradients_bytes,
+            sum(moment.nbytes for moment in moments), weights,
+            {name: self.piece.cuts[name] for name in weights if name in self.piece.cuts},
+        )  # fmt: skip
+
+
+def work(job: Job, process: int, device: torch.device) -> list[Told] | None:
+    """Trains this process's part, and returns what all have told on process 0. The process group is there already."""
+    told = Process(job, process, device).train()
+    if job.mesh.processes == 1:
+        return [told]
+    found = [None] * job.mesh.processes if process == 0 else None
+    with peer_errors():
+        dist.gather_object(told, found)
+    return found
+
+
+def saved(job: Job) -> str:
+    """Serializes the job, for `process`."""
+    return json.dumps(asdict(job))
+
+
+def process(folder: Path, rank: int) -> None:
+    """Runs a process that run.py started."""
+    job = Job(**json.loads((folder / "job.json").read_text()))
+    device = group.begin(folder, rank, job.mesh.processes)
+    told = work(job, rank, device)
+    if told is not None:
+        torch.save(told, folder / RESULT)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from experiments.parallel_3d import worker  # results are of that module's classes, not of __main__'s
+
+    sys.exit(group.member(worker.process))

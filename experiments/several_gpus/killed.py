@@ -1,0 +1,128 @@
+"""Kills (SIGKILL) one of torchrun's processes at drawn moments: `python -m experiments.several_gpus.killed`.
+
+A small model trains on two processes of the CPU, with a checkpoint after every step, so that many kills hit a save.
+torchrun starts the processes again, and they go on from the newest checkpoint. The end is compared, bit by bit, with
+that of a run that nobody kills. Exit code 1 if an end differs.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from experiments.harness import rows as row_file
+from experiments.harness.options import at_least, under_runs
+from experiments.harness.rows import ROOT
+
+PROGRAM = "experiments.several_gpus.killed"
+RESULTS = Path(__file__).resolve().parent / "results" / "killed.jsonl"
+RANKS, STEPS = 2, 12
+OPTIONS = (
+    *("--demo", "--device", "cpu", "--steps", str(STEPS), "--seq", "64", "--batch", "4", "--micro-batch", "1"),
+    *("--save-every", "1", "--eval-every", "4", "--eval-batches", "1", "--wandb", "disabled"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--kills", type=at_least(int, 1), default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments and ranks (%(default)s)")
+    parser.add_argument("--rows", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl", help="%(default)s")
+    options = parser.parse_args(arguments)
+    common, drawn = row_file.made_by(PROGRAM, arguments), random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        whole = Path(name) / "whole"
+        process, began = started(whole), time.monotonic()
+        wait_for_a_row(process, whole)
+        first = time.monotonic() - began
+        code, seconds = process.wait(), time.monotonic() - began - first
+        if code:
+            print(f"error: the run that nobody kills ended with exit code {code}", file=sys.stderr)
+            return 1
+        expected, differ = digest_of(whole), 0
+        for number in range(options.kills):
+            case = {"kill": number, "rank": drawn.randrange(RANKS), "delay": drawn.uniform(0, seconds)}
+            row = case | killed(Path(name) / str(number), case["rank"], case["delay"], expected)
+            row_file.append(options.rows, row | common)
+            print(f"{number + 1} of {options.kills}: {said(row)}", flush=True)
+            differ += not row["equal"]
+    return 1 if differ else 0
+
+
+def started(out: Path) -> subprocess.Popen:
+    launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+    script = [str(ROOT / "train_gpt2_large.py"), *OPTIONS, "--out", str(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_a_row(process: subprocess.Popen, out: Path, after: float = 0.0) -> None:
+    """Waits until a step's row was written, at a time later than `after`, or the process has ended."""
+    rows = out / "metrics.jsonl"
+    while process.poll() is None and not (rows.exists() and rows.stat().st_size and rows.stat().st_mtime > after):
+        time.sleep(0.01)
+
+
+def killed(out: Path, rank: int, delay: float, expected: str) -> dict:
+    """Trains in `out`, and kills the process of `rank` `delay` seconds after the first step. Returns what was going on
+    then, how long it took until a process had made another step, and whether the end has the digest `expected`."""
+    process = started(out)
+    wait_for_a_row(process, out)
+    time.sleep(delay)
+    workers = ranks_of(process)
+    if rank in workers:
+        os.kill(workers[rank], signal.SIGKILL)
+    moment, began = time.time(), time.monotonic()
+    unfinished = [path.name for path in (out / "checkpoints").glob("*") if not path.name.startswith("step-")]
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    while process.poll() is None and set(workers.values()) & set(ranks_of(process).values()):
+        time.sleep(0.01)
+    wait_for_a_row(process, out, moment)
+    again = time.monotonic() - began
+    code = process.wait()
+    return {
+        "steps_at_kill": steps, "in_a_save": bool(unfinished), "killed": rank in workers, "exit_code": code,
+        "seconds_until_a_step": round(again, 2), "equal": code == 0 and digest_of(out) == expected,
+    }  # fmt: skip
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Returns torchrun's processes: {rank: its process id}."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error, KeyError):  # one that has just ended, or is no rank
+            found[int(child.environ()["RANK"])] = child.pid
+    return found
+
+
+def digest_of(out: Path) -> str:
+    """Returns a digest of the exported weights and of the last checkpoint, which has the optimizer's states."""
+    found = hashlib.sha256()
+    for path in sorted(
+        [*(out / "model").glob("*.safetensors"), *(out / "checkpoints").glob(f"step-*{STEPS}/*.safetensors")]
+    ):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def said(row: dict) -> str:
+    where = "in a save" if row["in_a_save"] else "between saves" if row["killed"] else "when it had ended"
+    end = "the same bits" if row["equal"] else f"OTHER BITS or exit code {row['exit_code']}"
+    return f"rank {row['rank']} after {row['steps_at_kill']} steps, {where}; {row['seconds_until_a_step']} s; {end}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

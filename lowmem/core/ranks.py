@@ -1,0 +1,62 @@
+"""Defines what a training step asks of ranks, the processes that train one model together.
+
+A process that trains alone needs nothing, so `Ranks` does nothing. lowmem/distributed has a subclass for several ranks.
+Each of them stores an equal share of a unit's matrices, and of their gradients and optimizer states. Each stores all
+vectors.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Thing = TypeVar("Thing")
+
+
+class Ranks:
+    """Answers for a process that trains alone. `rank`: this process's number, from 0 to `count` - 1."""
+
+    count, rank = 1, 0
+
+    def share(self, elements: int) -> int:
+        """Returns how many of a flat tensor's `elements` each process stores."""
+        return elements
+
+    def window(self, decoder, store):
+        """Returns the window (window.py) through which the weights of other processes come; None: there are none."""
+
+    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
+        """Returns the micro-batches of a step that this process computes."""
+        return micro_batches
+
+    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+        """Returns the micro-batches of an evaluation that this process computes, and whether each counts."""
+        return [(each, True) for each in micro_batches]
+
+    def summed(self, parts: Sequence, now: bool) -> Sequence:
+        """Takes parts (units' matrices or vectors) to whose gradients this process adds nothing more. Returns the parts
+        whose gradients are summed over all processes; `now`: all that were taken so far."""
+        return [part for part in parts if part.gradient is not None]
+
+    def total(self, value: float) -> float:
+        """Returns the sum of all processes' values, in fp64."""
+        return value
+
+    def norm(self, norms: Sequence[tuple]) -> float:
+        """Returns the norm of all gradients, in fp64. `norms`: (part, norms of its pieces' gradients [pieces]) of every
+        part with a gradient."""
+        return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
+
+    def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
+        """Returns elements `start` to `stop` of a flat tensor, of which `shares` is what this process stores."""
+        return shares[start:stop]
+
+    def on_first(self, work: Callable[[], Thing]) -> Thing:
+        """Calls `work` in process 0 alone, where it may read every process's shares. Returns its result, or raises its
+        error, in all."""
+        return work()
+
+    def most(self, number: int) -> int:
+        """Returns the largest of all processes' numbers."""
+        return number

@@ -1,0 +1,222 @@
+"""Trains one model on several ranks, of which each stores a share of every unit's matrices.
+
+    forward    each block's weights are gathered once for all micro-batches
+    backward   they are gathered once more; the fp32 sum of a block's gradients over the micro-batches is reduced once
+    norm       each rank's squares, added in fp64
+    updates    each rank updates its share, before it is gathered for the next forward pass
+
+Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
+Whatever sends the numbers is a subclass's: PyTorch's process groups (lowmem/distributed), or a simulated link
+(planning/simulated_ranks.py).
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from math import sqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.optimizers import BLOCK
+from lowmem.core.parameters import Part, Store
+from lowmem.core.ranks import Ranks, Thing
+
+SLICE = 2**22  # gradients of a share that are exchanged at a time, with a copy of as many per rank on each side
+
+
+class Unit(Protocol):
+    """Gathers one unit's matrices."""
+
+    @property
+    def is_here(self) -> bool:
+        """Returns True if the present weights are gathered."""
+
+    def start(self) -> None:
+        """Starts to gather, unless the weights are here or on their way."""
+
+    def wait(self) -> None:
+        """Makes kernels launched from now on find the weights."""
+
+    def let_go(self) -> None:
+        """Frees the memory of the gathered weights."""
+
+
+class GatheredWeights:
+    """Is the weight window (core/window.py) of several ranks. `units` gather: by block, -1 and n are the embeddings and
+    the last unit of a model of n blocks. These two stay until `let_go`. `keep`: blocks stay, too."""
+
+    any = True
+
+    def __init__(self, units: dict[int, Unit], blocks: range, keep: bool):
+        self._units, self._blocks, self._keep = units, blocks, keep
+
+    def watch(self, decoder: Decoder) -> None:
+        """Lets a unit that runs without `bring`, as in an evaluation, gather its weights at that moment, on all
+        ranks."""
+        decoder.before_blocks(self._blocks, self._called)
+        decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
+        last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
+        for module in decoder.model.modules():
+            if any(id(parameter) in last for parameter in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_: self._called(len(self._blocks)))
+
+    def fit(self, segments: Iterable[range]) -> None:
+        """Does nothing: memory is allocated when weights are gathered."""
+
+    def any_of(self, blocks: range) -> bool:
+        return True
+
+    def bring(self, blocks: range, following: range | None = None) -> None:
+        """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
+        `following` blocks. Frees those of all others. All ranks must call this in the same order. No update of all
+        these blocks may be waiting."""
+        following = following or range(0)
+        for block in () if self._keep else self._blocks:
+            if block not in blocks and block not in following:
+                self.let_go(block)
+        for unit in (here := self._of(blocks)):
+            unit.start()
+        for unit in here:
+            unit.wait()
+        for unit in self._of(following):
+            unit.start()
+
+    def let_go(self, block: int) -> None:
+        """Frees the gathered weights of a block that no kernel needs any more."""
+        for unit in self._of([block]):
+            unit.let_go()
+
+    def _of(self, blocks: Iterable[int]) -> list[Unit]:
+        return [self._units[block] for block in blocks if block in self._units]
+
+    def _called(self, block: int) -> None:
+        if not all(unit.is_here for unit in self._of([block])):
+            following = range(block + 1, block + 2) if block + 1 in self._blocks and block in self._blocks else None
+            self.bring(range(block, block + 1), following)
+
+
+class Shares(Ranks):
+    """Answers for rank `rank` of `count`. `keep_weights`: blocks keep their gathered weights from forward to
+    backward."""
+
+    def __init__(self, count: int, rank: int, keep_weights: bool = False):
+        self.count, self.rank, self._keep_weights = count, rank, keep_weights
+        self._weights: GatheredWeights | None = None
+        self._vectors: list[Part] = []  # whose gradients wait for their sum
+        self._leaving: list[tuple[Part, Tensor, object]] = []  # whose sums are being made
+
+    # --- what a subclass sends
+
+    def unit(self, part: Part, parameters: dict[str, Tensor]) -> Unit:
+        """Returns what gathers the matrices `part`, of which `parameters` are the model's, by name."""
+        raise NotImplementedError
+
+    def exchange(self, came: Tensor, sent: Tensor) -> None:
+        """Sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`."""
+        raise NotImplementedError
+
+    def gather(self, came: Tensor, own: Tensor) -> None:
+        """Gathers `own` [n] of all ranks in `came` [ranks x n]."""
+        raise NotImplementedError
+
+    def beside(self) -> AbstractContextManager:
+        """Launches kernels inside the block beside those of the compute stream, after those launched so far."""
+        raise NotImplementedError
+
+    def mark(self) -> object:
+        """Returns an event: everything launched `beside` so far has ended."""
+        raise NotImplementedError
+
+    def wait(self, event: object) -> None:
+        """Makes kernels of the compute stream that are launched from now on wait for an event of `mark`."""
+        raise NotImplementedError
+
+    # --- a step
+
+    def share(self, elements: int) -> int:
+        return -(-elements // (self.count * BLOCK)) * BLOCK
+
+    def window(self, decoder: Decoder, store: Store) -> GatheredWeights:
+        units = {
+            part.unit - 1: self.unit(part, {name: decoder.units[part.unit].parameters[name] for name in part.names()})
+            for part in store.parts
+            if part.is_matrices
+        }
+        self._weights = GatheredWeights(units, range(len(decoder.blocks)), self._keep_weights)
+        return self._weights
+
+    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
+        return micro_batches[self.rank :: self.count]
+
+    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+        # All ranks gather as often; who has no micro-batch in the last round computes one that does not count.
+        missing = -len(micro_batches) % self.count
+        padded = [*((each, True) for each in micro_batches), *[(micro_batches[0], False)] * missing]
+        return padded[self.rank :: self.count]
+
+    def summed(self, parts: Sequence[Part], now: bool) -> list[Part]:
+        # The sums of one call are made beside the backward pass of the next unit, and are ready in the next call.
+        ready, self._leaving = self._leaving, []
+        for part in parts:
+            if part.is_matrices:
+                (ready if now else self._leaving).append(self._sum_matrices(part))
+                self._weights.let_go(part.unit - 1)
+            else:
+                self._vectors.append(part)
+        for _, _, event in ready:
+            self.wait(event)
+        if now:
+            self._sum_vectors()
+            vectors, self._vectors = self._vectors, []
+        return [part for part, _, _ in ready] + (vectors if now else [])
+
+    def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
+        """Starts to replace the gradient of `part`, [ranks x share], by this rank's share of the sum over all ranks.
+        Returns the part, the tensor to keep until that is done, and the event that says so."""
+        size = part.working.numel()
+        own = _gradient(part, size * self.count).view(self.count, size)
+        part.gradient = own.new_empty(size)
+        with self.beside():
+            self._sum_slices(part.gradient, own)
+        return part, own, self.mark()
+
+    def _sum_slices(self, total: Tensor, own: Tensor) -> None:
+        for start in range(0, len(total), SLICE):
+            sent = own[:, start : start + SLICE].contiguous()
+            came = torch.empty_like(sent)
+            self.exchange(came, sent)
+            total[start : start + SLICE] = in_order(came)
+
+    def _sum_vectors(self) -> None:
+        """Replaces the gradients of vectors, which all ranks have whole, by the sums over all ranks."""
+        if not self._vectors:
+            return
+        sizes = [part.working.numel() for part in self._vectors]
+        own = torch.cat([_gradient(part, size) for part, size in zip(self._vectors, sizes, strict=True)])
+        came = own.new_empty(self.count, own.numel())
+        self.gather(came, own)
+        for part, total in zip(self._vectors, in_order(came).split(sizes), strict=True):
+            part.gradient = total
+
+    def norm(self, norms: Sequence[tuple[Part, Tensor]]) -> float:
+        # Every rank has all vectors; the first one counts them.
+        counted = [(part, norms_of_part) for part, norms_of_part in norms if part.is_matrices or self.rank == 0]
+        own = super().norm(counted)
+        return sqrt(self.total(own * own))
+
+
+def _gradient(part: Part, size: int) -> Tensor:
+    """Returns the gradient of `part`; zeros [size] if no micro-batch was this rank's."""
+    if part.gradient is None:
+        return torch.zeros(size, device=part.working.device)
+    return part.gradient
+
+
+def in_order(parts: Tensor) -> Tensor:
+    """Returns the sum of the rows of `parts`, first to last."""
+    total = parts[0].clone()
+    for other in parts[1:]:
+        total += other
+    return total

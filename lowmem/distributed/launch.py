@@ -1,0 +1,68 @@
+"""Joins the processes that torchrun starts. Does not import PyTorch before there is something to join."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from lowmem.errors import InputError, Stopped
+
+_TIMEOUT = timedelta(hours=2)  # rank 0 plans, tokenizes or exports while the others wait
+
+
+def launched_rank() -> int:
+    """Returns the number of this process among those that torchrun has started; 0 without torchrun."""
+    return _variable("RANK", 0)
+
+
+def first_rank_here() -> int:
+    """Returns the lowest number of a process on this machine; 0 without torchrun."""
+    return launched_rank() - _variable("LOCAL_RANK", 0)
+
+
+def local_ranks() -> int:
+    """Returns how many processes torchrun has started on this machine; 1 without torchrun."""
+    return _variable("LOCAL_WORLD_SIZE", 1)
+
+
+@contextmanager
+def joined(device: str) -> Iterator:
+    """Yields the Ranks (core/ranks.py) that this process is one of. With several, each has a separate GPU, unless
+    `device` is "cpu" or there is no GPU. Raises InputError if there are too few. Must be called before CUDA starts. An
+    error that one rank meets gets `said_by`, that rank's number. Of the others (wrong input, a request to stop) the
+    first rank of each machine tells the user."""
+    from lowmem.core.ranks import Ranks
+
+    count = _variable("WORLD_SIZE", 1)
+    if count == 1:
+        yield Ranks()
+        return
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem.distributed.several import SeveralRanks
+
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        if torch.cuda.device_count() < local_ranks():
+            raise InputError(
+                f"torchrun has started {local_ranks()} processes here, and there are {torch.cuda.device_count()} GPUs: "
+                "give as many with --nproc-per-node, or --device cpu"
+            )
+        torch.cuda.set_device(_variable("LOCAL_RANK", 0))
+    # gloo sends tensors in RAM, such as a loss and the shares that rank 0 saves. Builds for Windows have no NCCL.
+    nccl = on_gpu and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_TIMEOUT)
+    ranks = SeveralRanks(init_device_mesh("cuda" if on_gpu else "cpu", (count,)))
+    try:
+        yield ranks
+    except Exception as error:
+        if not hasattr(error, "said_by") and not isinstance(error, InputError | Stopped):
+            error.said_by = ranks.rank
+        raise
+    dist.destroy_process_group()  # not after an error: others may wait in a collective
+
+
+def _variable(name: str, otherwise: int) -> int:
+    return int(os.environ.get(name, otherwise))

@@ -1,0 +1,120 @@
+"""Is one process of several that train one model, on torch.distributed: the answer to core/ranks.py."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lowmem.core.decoder import Decoder
+from lowmem.core.parameters import Part, Store
+from lowmem.core.ranks import Thing
+from lowmem.core.shares import GatheredWeights, Shares, in_order
+from lowmem.distributed.gathered import GatheredUnit
+
+_END = -1
+
+
+class SeveralRanks(Shares):
+    """Answers for one of the processes of `mesh`. `keep_weights`: blocks keep their gathered weights from forward to
+    backward."""
+
+    def __init__(self, mesh: DeviceMesh, keep_weights: bool = False):
+        super().__init__(mesh.size(), mesh.get_rank(), keep_weights)
+        self._mesh = mesh
+        self._shares: list[Tensor] = []  # in the same order on all ranks
+        self._stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
+
+    # --- a step
+
+    def window(self, decoder: Decoder, store: Store) -> GatheredWeights:
+        self._shares = [t for part in store.parts if part.is_matrices for t in (part.working, *part.state.values())]
+        window = super().window(decoder, store)
+        window.watch(decoder)
+        return window
+
+    def unit(self, part: Part, parameters: dict[str, Tensor]) -> GatheredUnit:
+        return GatheredUnit(part, self._mesh, parameters)
+
+    def exchange(self, came: Tensor, sent: Tensor) -> None:
+        dist.all_to_all_single(came, sent)
+
+    def gather(self, came: Tensor, own: Tensor) -> None:
+        dist.all_gather(list(came), own)
+
+    def beside(self) -> AbstractContextManager:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.Event | None:
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: torch.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def total(self, value: float) -> float:
+        came = [torch.zeros(1, dtype=torch.float64) for _ in range(self.count)]
+        dist.all_gather(came, torch.tensor([value], dtype=torch.float64))
+        return in_order(torch.cat(came)).item()
+
+    # --- between steps
+
+    def most(self, number: int) -> int:
+        came = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(came, torch.tensor([number]))
+        return max(map(int, came))
+
+    def on_first(self, work: Callable[[], Thing]) -> Thing:
+        outcome = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except Exception as error:
+                outcome[1] = error
+            finally:
+                self._ask(_END, 0, 0)
+        else:
+            self._answer()
+        dist.broadcast_object_list(outcome, 0)
+        if outcome[1] is not None:
+            outcome[1].said_by = 0  # distributed/launch.py
+            raise outcome[1]
+        return outcome[0]
+
+    def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
+        """Must be called inside `on_first`: the other ranks send what they have."""
+        number = next(number for number, each in enumerate(self._shares) if each is shares)
+        self._ask(number, start, stop)
+        whole = torch.empty(stop - start, dtype=shares.dtype)
+        for rank in range(self.count):
+            first, last = self._overlap(rank, shares, start, stop)
+            if first < last and rank == 0:
+                whole[first - start : last - start] = shares[first:last]
+            elif first < last:
+                dist.recv(whole[first - start : last - start].view(torch.uint8), rank)
+        return whole
+
+    def _answer(self) -> None:
+        """Sends shares to rank 0 as it asks for them, until it has enough."""
+        while (request := self._ask(_END, 0, 0))[0] != _END:
+            shares = self._shares[request[0]]
+            first, last = self._overlap(self.rank, shares, *request[1:])
+            if first < last:
+                own = self.rank * shares.numel()
+                dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
+
+    def _ask(self, *request: int) -> list[int]:
+        """Returns the request of rank 0 on all ranks: number of a tensor in `_shares`, first element, last one + 1."""
+        asked = torch.tensor(request)
+        dist.broadcast(asked, 0)
+        return asked.tolist()
+
+    @staticmethod
+    def _overlap(rank: int, shares: Tensor, start: int, stop: int) -> tuple[int, int]:
+        own = rank * shares.numel()
+        return max(start, own), min(stop, own + shares.numel())

@@ -1,0 +1,133 @@
+"""Simulates one of several ranks (core/shares.py): what it gathers and sums takes memory of its card, and time.
+
+PyTorch's FSDP2 gathers a unit's weights into a buffer, and copies them from there into the tensor of which the model's
+parameters are views; then it frees the buffer. Here both are tensors on the list of allocations, and the parameters are
+views of a tensor that is not.
+
+A rank's link to the others does one thing after the other. Without NVLink every byte goes through the machine's RAM: it
+is written there and read again, for all cards at once. So the link is as fast as a copy over the bus, or as each card's
+part of half the RAM's speed, if that is less.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lowmem.core.parameters import Part
+from lowmem.core.ranks import Thing
+from lowmem.core.shares import Shares
+from lowmem.cudasim.recorder import Recorder
+
+RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
+
+
+def bytes_per_second_through_ram(copies: float, ranks: int) -> float:
+    """Returns how fast a rank receives. `copies`: bytes per second of a copy to its card."""
+    return min(copies, RAM_BYTES_PER_SECOND / (2 * ranks))
+
+
+class SimulatedRanks(Shares):
+    """Is the first of `count` ranks. The batch that it is given is its own part. `bytes_per_second`: of its link, None
+    if sending takes no time. `exposed_seconds`: how long its card stood still only because of the link."""
+
+    def __init__(self, count: int, recorder: Recorder, bytes_per_second: float | None):
+        super().__init__(count, 0)
+        self.exposed_seconds, self.sent_bytes = 0.0, 0
+        self._recorder, self._rate, self._free = recorder, bytes_per_second, 0.0
+
+    def unit(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedUnit":
+        return _SimulatedUnit(part, self, parameters)
+
+    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
+        return micro_batches
+
+    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+        # An evaluation gathers each block when it runs. Its memory is that of two blocks, one here and one coming.
+        self._weights.bring(range(-1, 0))
+        self._weights.bring(range(1), range(1, 2))
+        return [(each, True) for each in micro_batches]
+
+    def total(self, value: float) -> float:
+        return value
+
+    def exchange(self, came: Tensor, sent: Tensor) -> None:
+        self.send(sent.nbytes // self.count * (self.count - 1))
+
+    def gather(self, came: Tensor, own: Tensor) -> None:
+        self.wait(self.send(own.nbytes * (self.count - 1)))
+
+    def beside(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def mark(self) -> float:
+        return self._free
+
+    def wait(self, event: float) -> None:
+        clock = self._recorder.clock
+        self.exposed_seconds += max(0.0, event - max(clock.gpu, clock.host))
+        clock.wait(event)
+
+    def send(self, size_bytes: int) -> float:
+        """Sends and receives that many bytes as soon as the link is free and all kernels so far have run. Returns the
+        time when that is done."""
+        clock = self._recorder.clock
+        self.sent_bytes += size_bytes
+        seconds = size_bytes / self._rate if self._rate else 0.0
+        self._free = max(self._free, clock.gpu, clock.host) + seconds
+        return self._free
+
+    def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor that is not on the list of allocations."""
+        with self._recorder.paused():
+            tensor = torch.empty(entries, dtype=dtype, device="meta")
+        self._recorder.leave_out(tensor)
+        return tensor
+
+
+class _SimulatedUnit:
+    """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
+
+    def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
+        self._part, self._ranks, self._size = part, ranks, part.working.numel() * ranks.count
+        self._buffer: Tensor | None = None
+        self._gathered: Tensor | None = None
+        self._coming = 0.0
+        self._updates: int | None = None  # of the gathered weights; None if they are not gathered
+        weights = ranks.without_memory(self._size, part.working.dtype)
+        for name, parameter in parameters.items():
+            parameter.data = part.view(weights, name)
+
+    @property
+    def is_here(self) -> bool:
+        return self._updates == self._part.updates and self._buffer is None
+
+    def start(self) -> None:
+        if self._updates == self._part.updates:
+            return
+        self.let_go()
+        working = self._part.working
+        self._buffer, self._updates = working.new_empty(self._size), self._part.updates
+        self._buffer[: working.numel()].copy_(working)
+        self._coming = self._ranks.send(working.nbytes * (self._ranks.count - 1))
+
+    def wait(self) -> None:
+        if self._buffer is None:
+            return
+        self._ranks.wait(self._coming)
+        self._gathered = torch.empty_like(self._buffer).copy_(self._buffer)
+        self._buffer = None
+
+    def let_go(self) -> None:
+        self._buffer = self._gathered = self._updates = None
+
+
+BESIDE = "gradient_sums"  # the storages that are made beside the compute stream
+STREAMS = {BESIDE: 1}
+NAMES = {  # of what is born in these functions, or in what they call
+    _SimulatedUnit.start.__code__: "gathered_weights",
+    _SimulatedUnit.wait.__code__: "gathered_weights",
+    Shares._sum_slices.__code__: BESIDE,
+    Shares.summed.__code__: "gradients",
+}

@@ -1,0 +1,104 @@
+"""Does what a training run on several ranks (torchrun's processes) does differently from one on a single process.
+
+Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is that of one rank: its share of
+the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lowmem.core.ranks import Ranks
+from lowmem.data.dataset import Data
+from lowmem.errors import InputError, PlanError
+from lowmem.planning.plan import Plan
+from lowmem.planning.planner import Question, make_plan
+from lowmem.run.log import read_metrics
+
+
+class QuietLog:
+    """Takes the place of RunLog in all ranks but the first. Keeps the rows, and writes nothing."""
+
+    def __init__(self, folder: Path):
+        self.rows: list[dict] = []
+        self._folder = folder
+
+    def start(self, first_step: int, *_) -> None:
+        self.rows = [row for row in read_metrics(self._folder / "metrics.jsonl") if row["step"] <= first_step]
+
+    def step(self, row: dict) -> None:
+        self.rows.append(row)
+
+    def say(self, *_) -> None:
+        pass
+
+    sample = end_bar = pictures = close = say
+
+
+def of_one_rank(question: Question, count: int, on_this_machine: int) -> Question:
+    """Returns the question for the plan of one of `count` ranks. Raises InputError for what several ranks cannot do
+    yet."""
+    if count == 1:
+        return question
+    settings, limit = question.settings, question.settings.ram_limit_bytes
+    refused = {
+        "encoder-decoders": question.config.is_encoder_decoder,
+        "--weights streamed": settings.weights == "streamed",
+        "--states disk and --states-folder": settings.states == "disk" or settings.states_folder is not None,
+        "--group": settings.group is not None,
+    }
+    if any(refused.values()):
+        said = ", ".join(what for what, is_asked in refused.items() if is_asked)
+        raise InputError(f"{said}: not with several processes of torchrun; run it in one process")
+    size = settings.micro_batch or 1
+    rows = math.ceil(settings.batch / (size * count)) * size
+    share = replace(settings, batch=rows, weights="resident", ram_limit_bytes=limit and limit // on_this_machine)
+    return replace(question, settings=share, ranks=count)
+
+
+def plan_for(question: Question, gpus: int) -> Plan:
+    """Returns the plan for torchrun with `gpus` processes on one machine, or for one process."""
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: there has to be at least one")
+    return plan_of_ranks(question, gpus, gpus, lambda share: share.answer(make_plan))
+
+
+def plan_of_ranks(question: Question, count: int, on_this_machine: int, make: Callable[[Question], Plan]) -> Plan:
+    """Returns what `make` plans for one of `count` ranks, with the settings of all of them. Raises PlanError if nothing
+    fits; with several ranks, says that its sizes are one rank's."""
+    share = of_one_rank(question, count, on_this_machine)
+    if share is question:
+        return make(question)
+    try:
+        plan = make(share)
+    except PlanError as error:
+        error.args = (f"{error} These sizes are of one of {count} processes; --ram-limit is for all on a machine.",)
+        raise
+    whole = {name: getattr(question.settings, name) for name in ("batch", "weights", "ram_limit_bytes")}
+    return replace(
+        plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * count,
+        seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit
+    )  # fmt: skip
+
+
+def rehearsal_folder(folder: Path, ranks: Ranks) -> Path:
+    """Returns the folder for the rehearsal of the export: in the run's `folder`, or a temporary one of this rank."""
+    temporary = Path(tempfile.gettempdir()) / f"lowmem-rehearsal-{os.getpid()}"
+    return folder / ".model.rehearsal" if ranks.rank == 0 else temporary
+
+
+def shared_data(load: Callable[[], Data], ranks: Ranks) -> Data:
+    """Returns what `load` returns. With several ranks, rank 0 loads it first and keeps its tokens in the run's folder,
+    where the others find them."""
+
+    def load_and_keep() -> None:
+        data = load()
+        data.keep()
+        data.close()
+
+    if ranks.count > 1:
+        ranks.on_first(load_and_keep)
+    return load()

@@ -1,0 +1,105 @@
+"""A rank that trains CASES: `python -m tests.distributed.worker FOLDER RANK` (experiments/harness/group.py).
+
+With "stored" in asked.json, loads that checkpoint or, if it is null, makes a step; then saves a checkpoint in FOLDER.
+Otherwise rank 0 leaves FOLDER/results.pt: {case: losses, norms, tensors of the store by name, calls of collectives and
+bytes sent in a step}.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from experiments.harness import group
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from cases import CASES, DEVICE, LEARNING_RATE  # noqa: E402
+
+from lowmem.core import parameters, shares  # noqa: E402
+from lowmem.distributed import several  # noqa: E402
+from lowmem.run.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+
+
+class Calls(TorchDispatchMode):
+    """Counts the collectives of its block, by name, and the bytes that a rank sends in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.sent_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name, own = func._schema.name.split("::")[1], args[1][0] if isinstance(args[1], list) else args[1]
+            self.counts[name] += 1
+            others = dist.get_world_size() - 1
+            self.sent_bytes += own.nbytes * others // (others + 1 if name.startswith("alltoall") else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def work(folder: Path, rank: int) -> None:
+    asked = json.loads((folder / "asked.json").read_text())
+    where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": asked["ranks"]}
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", **where)
+    parameters.PIECE, shares.SLICE = 4096, 1000  # several of each in a share
+    mesh = init_device_mesh(DEVICE.type, (asked["ranks"],))
+    if "stored" in asked:
+        saved_again(CASES[asked["cases"][0]], folder, asked["stored"], several.SeveralRanks(mesh))
+        return
+    results = {name: trained(CASES[name], mesh) for name in asked["cases"]}
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def trained(case, mesh) -> dict:
+    ranks = several.SeveralRanks(mesh, case.keep_weights)
+    step, store = case.step(ranks)
+    rows = []
+    for number, batch in enumerate(case.batches()):
+        with Calls() as calls:
+            rows.append(step(batch, number, LEARNING_RATE))
+    evaluated = step.evaluate(case.batches()[0])
+    return {
+        "losses": [row.loss for row in rows],
+        "norms": [row.grad_norm for row in rows],
+        "evaluated": evaluated,
+        "tensors": ranks.on_first(lambda: whole(store)),
+        "masters": ranks.on_first(lambda: {name: store.part_of(name).master(name) for name in store.names()}),
+        "calls": dict(calls.counts),
+        "sent_bytes": calls.sent_bytes,
+    }
+
+
+def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
+    """Saves what is in `checkpoint` or, without one, what a step has trained."""
+    step, store = case.step(ranks)
+    if checkpoint is None:
+        step(case.batches()[0], 0, LEARNING_RATE)
+        step.flush()
+    else:
+        load_checkpoint(Path(checkpoint), store, lambda *_: None)
+    state = dict.fromkeys(("updates", "loss_scale", "skipped", "eval_first", "recoveries"))
+    save_checkpoint(folder, store, {"step": 1} | state, keep_last=1)
+
+
+def whole(store) -> dict[str, torch.Tensor]:
+    """All numbers of the store, of all ranks, by name."""
+    return {
+        f"{part.name} {key}": part.ranks.range_of(tensor, 0, tensor.numel() * part.ranks.count).clone()
+        for part in store.parts
+        for key, tensor in {"working": part.working, **part.state}.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(group.member(work))

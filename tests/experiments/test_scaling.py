@@ -1,0 +1,51 @@
+"""The plans for one to eight cards: their table is that of the rows, and one is made anew; a rank that is killed."""
+
+import pytest
+
+from experiments.harness.rows import read
+from experiments.harness.tables import written
+from experiments.several_gpus import killed, scaling
+from experiments.several_gpus.scaling import CASES, Case, committed_rows, planned
+
+
+def test_the_table_is_that_of_the_rows():
+    assert {row["name"] for row in committed_rows()} == {case.name for case in CASES}
+    assert written(scaling.README, scaling.BEGIN) == scaling.table(committed_rows())
+
+
+def computing_seconds(row: dict) -> float:
+    return row["predicted"]["step_seconds"] - row["seconds_waiting_for_copies"]
+
+
+def test_each_of_more_cards_computes_for_a_shorter_time_and_sends_a_larger_share_of_the_model():
+    """More cards may still be slower: all of them send through one machine's RAM."""
+    rows = {row["name"]: row for row in committed_rows() if not row["error"]}
+    assert len(rows) >= 20
+    for row in rows.values():
+        fewer = rows.get(Case(*row["name"].split(", ")[:1], row["card"], row["gpus"] // 2).name)
+        if fewer is None:
+            continue
+        assert computing_seconds(row) < 0.7 * computing_seconds(fewer), row["name"]
+        if fewer["gpus"] > 1:  # 2 x 2 N and 4 N, times (R - 1) / R
+            grown = (1 - 1 / row["gpus"]) / (1 - 1 / fewer["gpus"])
+            assert row["sent_bytes"] == pytest.approx(grown * fewer["sent_bytes"], rel=0.02)
+
+
+def test_a_plan_that_does_not_fit_says_why_and_its_cell_says_no(monkeypatch):
+    monkeypatch.setattr(scaling, "RAM_LIMIT", "1GiB")
+    row = planned(Case("GPT-2-XL", "rtx3060", 2))
+    assert "does not fit" in row["error"] and scaling._cell({"name": ""} | row, None) == "no"
+
+
+def test_a_committed_plan_is_that_of_today():
+    case = next(case for case in CASES if (case.title, case.card, case.gpus) == ("GPT-2-XL", "rtx3090", 4))
+    committed = next(row for row in committed_rows() if row["name"] == case.name)
+    today = planned(case)
+    assert today["predicted"]["step_seconds"] == pytest.approx(committed["predicted"]["step_seconds"], rel=1e-3)
+    assert (today["choice"], today["sent_bytes"]) == (committed["choice"], committed["sent_bytes"])
+
+
+def test_a_rank_that_is_killed_at_a_drawn_moment_costs_no_bit(tmp_path):
+    assert killed.main(["--kills", "1", "--seed", "4", "--rows", str(tmp_path / "rows.jsonl")]) == 0
+    (row,) = read(tmp_path / "rows.jsonl")
+    assert row["equal"] and row["killed"] and row["exit_code"] == 0

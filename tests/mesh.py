@@ -1,0 +1,40 @@
+"""Faults of a mesh's processes, each in all of them."""
+
+from functools import partial
+
+from experiments.parallel_3d import forked
+from experiments.parallel_3d.worker import Job, Process, Told
+
+COUNTED, CLIP = Process.counted_square, Process.clip
+FAULTS = {  # methods of Process, and what stands in their place
+    "a tied embedding's gradients are not added up": ("add_tied", lambda self: None),
+    "the replicas' gradients are not added up": ("add_replicas", lambda self: None),
+    "a tied embedding counts twice in the norm": (
+        "counted_square",
+        lambda self: _with(self.piece, "tied", None, lambda: COUNTED(self)),
+    ),
+    "what is whole on all parts counts in each": (
+        "counted_square",
+        lambda self: _with(self, "place", self.place._replace(part=0), lambda: COUNTED(self)),
+    ),
+    "a stage's norm counts alone": ("clip", lambda self: _with(self.axes.replica, "count", 1, lambda: CLIP(self))),
+}
+
+
+def trained(job: Job, fault: str | None = None) -> list[Told]:
+    """Trains a job in as many processes as it has; with one of FAULTS in all of them."""
+    return forked.train(job, None if fault is None else partial(_put, fault))
+
+
+def _put(fault: str) -> None:
+    setattr(Process, *FAULTS[fault])
+
+
+def _with(of, name: str, value, work):
+    """Calls `work` while an attribute has another value."""
+    before = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        return work()
+    finally:
+        setattr(of, name, before)

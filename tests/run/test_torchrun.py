@@ -1,0 +1,168 @@
+"""The Large script under torchrun: two processes that train one model, on the CPU."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import GPT2Config, T5Config
+
+from lowmem.errors import InputError
+from lowmem.planning.planner import Question
+from lowmem.run.log import read_metrics
+from lowmem.run.main import _in_a_sentence
+from lowmem.run.several import of_one_rank
+from lowmem.settings import Settings
+from lowmem.units import GIB
+from runs import ROOT, SMALL, assert_same_run, loss_rows, stored, weights
+
+RANKS = 2
+OPTIONS = (*SMALL, "--micro-batch", "1", "--steps", "6", "--save-every", "2", "--eval-every", "3", "--clip-norm", "0.5")
+
+
+def started(out: Path, text: Path, *options: str, restarts: int = 0) -> subprocess.Popen:
+    launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", str(restarts)]
+    script = [str(ROOT / "train_gpt2_large.py"), *OPTIONS, "--data", str(text), "--out", str(out), *options]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text) -> tuple[Path, str]:
+    """The folder of a run that nothing interrupted, and what it printed."""
+    out = tmp_path_factory.mktemp("torchrun") / "run"
+    process = started(out, text, "--sample-prompt", "one")
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    return out, said
+
+
+def worker(process: subprocess.Popen, rank: int) -> psutil.Process:
+    workers = [child for child in psutil.Process(process.pid).children() if child.name().startswith("python")]
+    return next(child for child in workers if child.environ().get("RANK") == str(rank))
+
+
+def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
+    while not any(row["step"] >= step for row in read_metrics(out / "metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def test_a_run_of_two_ranks_is_one_run(trained, train, tmp_path):
+    out, said = trained
+    assert train(tmp_path / "one", *OPTIONS[len(SMALL) :]) == 0
+    for row, of_one in zip(loss_rows(out), loss_rows(tmp_path / "one"), strict=True):
+        losses = [key for key in ("loss", "eval_loss") if key in of_one]
+        assert [row[key] for key in losses] == pytest.approx([of_one[key] for key in losses], rel=1e-6)
+        assert row["tokens"] == of_one["tokens"] and row["learning_rate"] == of_one["learning_rate"]
+    assert said.count("step 6: saved in") == said.count("done: loss") == said.count("2 ranks train together") == 1
+    assert said.count("before training, sample: one") == 2, "the last sample is shown below it"
+    assert stored(out / "report.json")["steps"] == 6
+    assert (out / "data/manifest.json").exists()
+    shutil.copytree(out / "checkpoints", tmp_path / "ended/checkpoints")
+    assert train(tmp_path / "ended", *OPTIONS[len(SMALL) :]) == 0, "one process goes on from it"
+    assert weights(tmp_path / "ended") == weights(out)
+
+
+def test_a_killed_rank_costs_no_bit(trained, tmp_path, text):
+    out = tmp_path / "run"
+    process = started(out, text, "--sample-prompt", "one", restarts=2)
+    wait_for_step(process, out, 3)
+    worker(process, 1).kill()
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "going on from" in said
+    assert_same_run(out, trained[0])
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on(trained, tmp_path, text, rank):
+    out = tmp_path / "run"
+    process = started(out, text, "--sample-prompt", "one")
+    wait_for_step(process, out, 2)
+    worker(process, rank).send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert said.count("stopped by") == 1 and "exitcode  : 75" in said, said
+    assert process.returncode == 1, "torchrun's own"
+    done = len(read_metrics(out / "metrics.jsonl"))
+    assert (out / f"checkpoints/step-{done:08d}/manifest.json").exists()
+    process = started(out, text, "--sample-prompt", "one")
+    assert process.communicate() and process.returncode == 0
+    assert_same_run(out, trained[0])
+
+
+def test_a_refusal_is_said_once(tmp_path, text):
+    process = started(tmp_path / "run", text, "--weights", "streamed")
+    _, printed = process.communicate()
+    assert process.returncode == 1 and "exitcode  : 2" in printed
+    assert printed.count("train_gpt2_large.py: ") == printed.count("train_gpt2_large.py: --weights streamed:") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"states": "disk", "states_folder": "."}, "--states disk"),
+        ({"weights": "streamed"}, "--weights streamed"),
+        ({"group": 2}, "--group"),
+        ({"model": T5Config()}, "encoder-decoders"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(options, said):
+    config = options.get("model", GPT2Config())
+    settings = Settings(batch=12, **options | {"model": "a model"})
+    with pytest.raises(InputError, match=said):
+        of_one_rank(Question(settings, config, "cpu", "fp32", None), 2, 2)
+
+
+@pytest.mark.parametrize(("batch", "micro_batch", "rows"), [(12, None, 6), (13, None, 7), (12, 4, 8), (12, 12, 12)])
+def test_the_plan_is_for_the_rank_with_the_most_rows(batch, micro_batch, rows):
+    settings = Settings(batch=batch, micro_batch=micro_batch, ram_limit_bytes=GIB)
+    question = Question(settings, GPT2Config(), "cpu", "fp32", None)
+    share = of_one_rank(question, 2, 2).settings
+    assert (share.batch, share.ram_limit_bytes, share.weights) == (rows, GIB // 2, "resident")
+    assert of_one_rank(question, 1, 1) is question
+
+
+LOOP = """
+import sys, torch, warnings
+import lowmem
+warnings.simplefilter("ignore")
+settings = lowmem.Settings(model="gpt2-demo", init="random", seq=16, batch=4, micro_batch=1, device="cpu")
+def batch(number):
+    tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+model = lowmem.load(settings, resume=sys.argv[1])
+losses = [model.step(batch(number), number, learning_rate=1e-3).loss for number in range(model.done, 3)]
+losses.append(model.evaluate([batch(9)]))
+model.save(sys.argv[1], 3)
+lowmem.export(model, sys.argv[1] + "/model")
+if model.step.store.ranks.rank == 0:
+    print(losses)
+"""
+
+
+def test_a_loop_of_one_s_own_trains_on_two_ranks(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    launchers = {"one": [], "two": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+    losses = {}
+    for name, launcher in launchers.items():
+        command = [sys.executable, *launcher, str(tmp_path / "loop.py"), str(tmp_path / name)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        losses[name] = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+        assert (tmp_path / name / "model/model.safetensors").exists()
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-6) and len(losses["one"]) == 4
+
+
+def test_a_rank_whose_neighbour_has_ended_says_so_in_a_sentence():
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    said = _in_a_sentence(lost, Settings())
+    assert str(said).startswith("another rank has ended") and said.exit_code == 1
+    assert _in_a_sentence(RuntimeError("a mistake"), Settings()) is None
