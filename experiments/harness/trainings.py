@@ -74,14 +74,15 @@ LAYOUTS = {
     "half on a disk, deferred": STREAMED | {"states_on_disk": 2},
     "half on a disk, gradients in RAM": STREAMED | SENT | {"states_on_disk": 3},
 }
-# Without clipping, and with the whole batch as one group, updates are made during backward.
+# Without clipping, and with the whole batch as one group, updates can be made during backward.
 UNCLIPPED = {"clip_norm": None} | WHOLE
+APPLIED = UNCLIPPED | {"fate": "applied"}
 IN_BACKWARD = {
-    "in backward, half streamed": UNCLIPPED | {"defer": True, "states_on_gpu": 3, "segment_blocks": 2},
-    "in backward, all streamed": UNCLIPPED | STREAMED,
-    "in backward, weights streamed": UNCLIPPED | WEIGHTS_STREAMED,
-    "in backward, boundaries in RAM": UNCLIPPED | STREAMED | {"boundaries_in_ram": True},
-    "in backward, half on a disk, weights streamed": UNCLIPPED | WEIGHTS_STREAMED | {"states_on_disk": 3},
+    "in backward, half streamed": APPLIED | {"defer": True, "states_on_gpu": 3, "segment_blocks": 2},
+    "in backward, all streamed": APPLIED | STREAMED,
+    "in backward, weights streamed": APPLIED | WEIGHTS_STREAMED,
+    "in backward, boundaries in RAM": APPLIED | STREAMED | {"boundaries_in_ram": True},
+    "in backward, half on a disk, weights streamed": APPLIED | WEIGHTS_STREAMED | {"states_on_disk": 3},
 }
 
 

@@ -38,8 +38,8 @@ class Layout:
         states_on_disk     how many of the streamed units have their matrices' states on a disk
         weights_on_gpu     how many units, the first ones, have weights on the GPU (None: all); the last unit always has
         boundaries_in_ram  whether inputs of segments wait in RAM for their backward
-        fate               of gradients that must wait for the norm: HELD, SENT or DROPPED. With the last two the whole
-                           batch is one group
+        fate               of final gradients. If they are not HELD, the whole batch is one group. They can be APPLIED
+                           only if no update waits for the norm
         evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
     """
 
@@ -56,8 +56,6 @@ class Layout:
 
     def __post_init__(self):
         object.__setattr__(self, "fate", Fate(self.fate))  # a str where it comes from a file
-        if self.fate is Fate.APPLIED:
-            raise ValueError("gradients are applied at once where nothing waits for the norm; that is not chosen")
         if self.weights_on_gpu is not None and self.states_on_gpu > max(self.weights_on_gpu, 1):
             raise ValueError("if the weights of a unit are streamed, its states are too")
 
@@ -75,21 +73,17 @@ class Layout:
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """Cuts a step's micro-batches into consecutive groups, and returns a slice for each. `positions[i]` is the
         number of positions of micro-batch i, with padding. A group has at most `self.group` x `self.micro_batch` x
-        `seq` positions, so short micro-batches make larger groups."""
+        `seq` positions, so short micro-batches make larger groups. Raises ValueError if the batch is not one group, but
+        has to be."""
         starts, room = [], 0
         for index, size in enumerate(positions):
             if not starts or size > room:
                 room = self.micro_batch * seq * self.group
                 starts.append(index)
             room -= size
-        return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
-
-    def fate_in(self, groups: int, needs_all_gradients: bool) -> Fate:
-        """Returns what happens to final gradients in a step with so many `groups`. `needs_all_gradients`: whether
-        updates wait for all gradients, to clip them by their norm, or to check that scaled ones are finite."""
-        if self.whole_batch and groups > 1:
+        if self.whole_batch and len(starts) > 1:
             raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
-        return Fate.APPLIED if groups == 1 and not needs_all_gradients else self.fate
+        return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
         """Chooses the units (blocks, mostly) whose optimizer states for matrices are on disk. Spreads them evenly over

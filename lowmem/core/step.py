@@ -120,8 +120,7 @@ class TrainingStep:
         work = self._prepare(batch, step, self.loss_scale.scale / tokens)
         self._decoder.model.train()
 
-        fate = self.layout.fate_in(len(work.groups), self.needs_all_gradients)
-        gradients = self._final_gradients(fate, 1.0, learning_rate)
+        gradients = self._final_gradients(self.layout.fate, 1.0, learning_rate)
         loss, norm = self._forward_and_backward(work, gradients)
         norm = norm / self.loss_scale.scale
         updated = math.isfinite(norm)
@@ -316,6 +315,8 @@ class TrainingStep:
             self._weights.fit([each.blocks for each in self.segments])
 
     def _set_layout(self, layout: Layout) -> None:
+        if layout.fate is Fate.APPLIED and self.needs_all_gradients:
+            raise ValueError("gradients cannot be applied in backward if updates wait for all of them")
         self.layout = replace(layout, states_on_gpu=self.store.states_on_gpu)
         self.segments = layout.segments(len(self._decoder.blocks))
 

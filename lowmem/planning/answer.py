@@ -115,6 +115,7 @@ def _faster(plan: "Plan") -> Iterator[str]:
     if plan.card is None or plan.gpu_limit_bytes is None:
         return
     usable, layout = plan.card.memory_bytes - CONTEXT_BYTES, plan.layout
-    slower = layout.recomputes(plan.blocks) or layout.states_on_gpu < plan.units or layout.fate is not Fate.HELD
+    waits = layout.states_on_gpu < plan.units or layout.fate in (Fate.SENT, Fate.DROPPED)
+    slower = waits or layout.recomputes(plan.blocks)
     if slower and usable > _WORTH_RAISING * plan.gpu_limit_bytes:
         yield f"with a higher --gpu-limit; {plan.card.name} has {format_size(usable)}"

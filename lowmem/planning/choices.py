@@ -121,11 +121,11 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
     """Yields `choices` once for each thing that the settings allow to happen to final gradients (their fate): held,
-    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm, the last two are of
-    no use, because one group updates during backward. With several ranks the whole batch is always one group."""
+    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm, gradients are applied
+    in backward instead of sent or dropped. With several ranks the whole batch is always one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
-    held = not (needs_all and (inputs_in_ram or settings.gradients == "streamed"))
-    if held and not inputs_in_ram and case.ranks == 1:
+    held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
+    if held and case.ranks == 1:
         yield choices
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     whole = replace(choices, segments=segments, whole_batch=True)
@@ -134,10 +134,10 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
     if not whole.micro_batches:
         return
     if held:
-        most = FEW_MICRO_BATCHES if needs_all else settings.batch
-        held_sizes = tuple(size for size in possible if settings.batch // size <= most)
+        held_sizes = tuple(size for size in possible if settings.batch // size <= FEW_MICRO_BATCHES)
         yield replace(whole, micro_batches=held_sizes)
     if not needs_all:
+        yield replace(whole, base=replace(whole.base, fate=Fate.APPLIED))
         return
     smallest, *larger = whole.micro_batches
     whole = replace(whole, micro_batches=(smallest, *(size for size in larger if size <= FEW_SEQUENCES)))

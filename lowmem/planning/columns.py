@@ -98,9 +98,7 @@ class Columns:
 
     def _held(self, column: Column) -> bool:
         """Returns True if gradients stay on the GPU until their norm is known."""
-        base = self.simulations.base
-        groups = base.batch // (column.group * column.micro_batch)
-        return column.choices.base.fate_in(groups, base.needs_all_gradients) is Fate.HELD
+        return column.choices.base.fate is Fate.HELD
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory. `kept` and `on_gpu` are indices. For each `kept`, one number of

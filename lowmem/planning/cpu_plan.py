@@ -62,13 +62,14 @@ class _Case:
     def first(self, layouts: Iterable[Layout], fits: Callable[[Plan], bool]) -> Plan | None:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
-    def twice(self, layout: Layout) -> list[Layout]:
-        """Returns a list with the layout that runs forward and backward twice instead; an empty list if that is not
-        possible."""
-        waits = self.simulations.base.needs_all_gradients and layout.fate is Fate.HELD
-        if not waits or self.settings.group is not None:
+    def without_gradients(self, layout: Layout) -> list[Layout]:
+        """Returns a list with the layout that never holds all gradients: it applies them in backward or, if updates
+        wait for their norm, runs forward and backward twice. Returns an empty list if that is not possible."""
+        whole = self.settings.batch // layout.micro_batch
+        if layout.fate is not Fate.HELD or self.settings.group not in (None, whole):
             return []
-        return [replace(layout, fate=Fate.DROPPED, group=self.settings.batch // layout.micro_batch)]
+        fate = Fate.DROPPED if self.simulations.base.needs_all_gradients else Fate.APPLIED
+        return [replace(layout, fate=fate, group=whole)]
 
     def on_disk(self, layout: Layout, units: int) -> Layout:
         return replace(layout, states_on_gpu=self.simulations.units - units, states_on_disk=units)
@@ -83,7 +84,7 @@ def cpu_plan(
     simulations = Simulations(decoder, step_case(settings, precision, ranks), cpu_target())
     case = _Case(settings, simulations, precision, ram_free_bytes, process)
     once = _layouts(settings, simulations)
-    layouts = once + [layout for each in once for layout in case.twice(each)]
+    layouts = once + [layout for each in once for layout in case.without_gradients(each)]
     plan = case.first(layouts, case.fits)
     if settings.states_folder is not None and (plan is None or not case.fits_here(plan)):
         layouts = [case.on_disk(layout, simulations.units) for layout in layouts]
@@ -99,7 +100,7 @@ def cpu_plan(
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(settings, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
-        plan = next((case.plan(layout) for layout in case.twice(plan.layout)), plan)
+        plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
     if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
         kept = case.plan(replace(plan.layout, kept=2 * simulations.blocks, segment_blocks=1))
@@ -144,7 +145,11 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
     groups = {size: choices.groups_of(settings.batch, size) for size in reversed(sizes)}
-    return [replace(base, micro_batch=size, group=found[0]) for size, found in groups.items() if found]
+    layouts = [replace(base, micro_batch=size, group=found[0]) for size, found in groups.items() if found]
+    if simulations.base.needs_all_gradients:
+        return layouts
+    whole = settings.batch
+    return [replace(each, fate=Fate.APPLIED) if each.micro_batch * each.group == whole else each for each in layouts]
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:

@@ -62,7 +62,8 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
                 best = search.fastest(choices, best)
                 continue
             best = faster(best, _fastest_with_disk(choices, search, best))
-        if best is not None and best.layout.fate is Fate.HELD and best.layout.weights_on_gpu is None:
+        on_gpu = best is not None and best.layout.weights_on_gpu is None
+        if on_gpu and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
 

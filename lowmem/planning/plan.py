@@ -189,6 +189,7 @@ class Plan:
             f"states of {on_disk} of {units} units on the disk of {settings.states_folder}": layout.states_on_disk,
             "inputs of blocks wait in RAM for their backward": layout.boundaries_in_ram,
             "gradients wait in RAM for their updates": layout.fate is Fate.SENT,
+            "blocks are updated during backward": layout.fate is Fate.APPLIED,
         }
         return "; ".join(text for text, holds in said.items() if holds)
 

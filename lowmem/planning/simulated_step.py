@@ -219,9 +219,7 @@ def record_step(
         step.least_positions = target.least_positions
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
-        full = [layout.micro_batch * case.seq] * (case.batch // layout.micro_batch)
-        fate = layout.fate_in(len(layout.groups(full, case.seq)), case.needs_all_gradients)
-        if fate in (Fate.HELD, Fate.SENT) or whole_first_step:
+        if layout.fate in (Fate.HELD, Fate.SENT) or whole_first_step:
             whole = whole_first_step or case.lengths is not None  # a step of full rows takes more than one of those
             step(batch_of_zeros(case, case.batch if whole else layout.micro_batch), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)

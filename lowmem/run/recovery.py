@@ -114,7 +114,7 @@ class Recovery:
         else:
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
-                layout = with_micro_batch(layout, last["micro_batch"], self._step.needs_all_gradients)
+                layout = with_micro_batch(layout, last["micro_batch"])
         if layout.micro_batch < self._planned.micro_batch:  # a layout with larger ones would not be smaller
             self._smaller = [replace(layout, kept=0, states_on_gpu=0)]
         if layout != self._planned:
@@ -140,7 +140,7 @@ class Recovery:
                 yield STATES, replace(now, states_on_gpu=units)
         now = self._step.layout
         if where == STEP and now.micro_batch > 1:
-            yield MICRO_BATCH, with_micro_batch(now, _smaller_divisor(now.micro_batch), self._step.needs_all_gradients)
+            yield MICRO_BATCH, with_micro_batch(now, _smaller_divisor(now.micro_batch))
         rows = min(now.evaluation_rows or now.micro_batch, now.micro_batch)
         if where == EVALUATION and rows > 1:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
@@ -177,12 +177,11 @@ class Recovery:
         )  # fmt: skip
 
 
-def with_micro_batch(layout: Layout, micro_batch: int, needs_all_gradients: bool) -> Layout:
+def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
     """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group (micro-batches
-    that pass a segment together) keeps its number of sequences if it had several micro-batches, or if units are updated
-    during backward. Otherwise it is a single micro-batch, a smaller one now. `needs_all_gradients`: whether updates
-    wait for all gradients."""
-    several = layout.group > 1 or layout.whole_batch or not needs_all_gradients
+    that pass a segment together) keeps its number of sequences if it had several micro-batches, or if the whole batch
+    has to be one group. Otherwise it is a single micro-batch, a smaller one now."""
+    several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
 

@@ -129,4 +129,6 @@ def test_placement_and_order_change_no_bit_of_ragged_batches(family, precision):
     ):
         assert train(batches, **kind, **case).differences(plain) == [], case
     unclipped = kind | {"clip_norm": None}
-    assert train(batches, **unclipped, group=4).differences(train(batches, **unclipped, **PLAIN)) == []
+    plain = train(batches, **unclipped, **PLAIN)
+    for fate in ("held", "applied"):
+        assert train(batches, **unclipped, group=4, fate=fate).differences(plain) == [], fate

@@ -51,7 +51,7 @@ def test_updates_in_the_backward_are_seen_by_the_next_forward():
     kind = {"clip_norm": None, "micro_batch": 1}
     plain = train(batches, **kind, **PLAIN)
     for segment_blocks in (1, 2, 4):
-        outcome = train(batches, **kind, **WEIGHTS, group=BATCH, segment_blocks=segment_blocks)
+        outcome = train(batches, **kind, **WEIGHTS, group=BATCH, fate="applied", segment_blocks=segment_blocks)
         assert outcome.differences(plain) == []
 
 
@@ -169,7 +169,7 @@ def test_boundaries_in_ram_change_no_bit(family, precision):
         for case in (
             {"group": 1},
             {"group": 2, "segment_blocks": 3},
-            {"group": BATCH, "segment_blocks": 2, "fate": "held" if clip_norm is None else "dropped"},
+            {"group": BATCH, "segment_blocks": 2, "fate": "applied" if clip_norm is None else "dropped"},
             {"group": BATCH, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 1},
             {"group": 2, "kept": 5},
             {"group": 1, "segment_blocks": 4},
@@ -330,7 +330,7 @@ def test_an_attempt_that_fails_leaves_no_gradient_in_flight():
 
 def test_several_groups_are_refused():
     with pytest.raises(ValueError, match="only if the whole batch is one group"):
-        Layout(1, fate=Fate.SENT).fate_in(2, needs_all_gradients=True)
+        Layout(1, fate=Fate.SENT).groups([8, 8], seq=8)
 
 
 def test_what_waits_in_ram_is_page_locked(monkeypatch):

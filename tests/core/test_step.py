@@ -121,9 +121,15 @@ def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_uni
     monkeypatch.setattr(Updates, "run", watch)
     for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
-        assert train(batches, **kind, group=BATCH, **case).differences(plain) == [], case
+        assert train(batches, **kind, group=BATCH, fate="applied", **case).differences(plain) == [], case
         units = case.get("segment_blocks", 1) + 1
         assert most <= units, "the tied embedding's gradient, and one segment's"
+
+
+def test_gradients_are_not_applied_in_backward_if_updates_wait_for_all_of_them():
+    for waits in ({"clip_norm": 0.5}, {"clip_norm": None, "precision": "fp16"}):
+        with pytest.raises(ValueError, match="updates wait for all of them"):
+            train(make_batches(1), micro_batch=1, group=BATCH, fate="applied", **waits)
 
 
 @pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("llama", "bf16")])
@@ -169,7 +175,7 @@ def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole()
             step.flush()
             step.store.parts[-1].working.mul_(torch.inf)
 
-    outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, before_step=break_weights)
+    outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, fate="applied", before_step=break_weights)
     assert outcome.updated == [True, False, False]
 
 
@@ -179,7 +185,7 @@ def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than
         Operations, "norms", lambda self, part: norms(self, part) * (torch.inf if part.unit == 2 else 1.0)
     )
     with pytest.raises(UpdateInterrupted, match="unit 2 is not finite"):
-        train(make_batches(1), clip_norm=None, micro_batch=1, group=BATCH)
+        train(make_batches(1), clip_norm=None, micro_batch=1, group=BATCH, fate="applied")
 
 
 def test_micro_batch_sizes_agree_but_for_the_order_of_summation():
@@ -505,7 +511,7 @@ class AbandonedAt:
         {"states_on_gpu": 0},
         {"states_on_gpu": 2, "group": 2, "kept": 5},
         {"micro_batch": 1, "group": BATCH, "fate": "dropped"},
-        {"micro_batch": 1, "group": BATCH, "clip_norm": None, "segment_blocks": 2},
+        {"micro_batch": 1, "group": BATCH, "clip_norm": None, "fate": "applied", "segment_blocks": 2},
     ],
     ids=str,
 )
@@ -580,7 +586,7 @@ def test_a_step_keeps_the_homes_that_its_store_was_made_for():
 
 
 def test_no_step_follows_one_that_was_interrupted_while_it_updated():
-    step, _ = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, clip_norm=None)
+    step, _ = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, clip_norm=None, fate="applied")
     _interrupted_at(step, BATCH + 1)
     batch = make_batches(1)[0]
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
-from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, SENT, TWICE, UNCLIPPED, Outcome, Shape
+from experiments.harness.trainings import APPLIED, CPU, IN_BACKWARD, LAYOUTS, PLAIN, SENT, TWICE, Outcome, Shape
 from lowmem.core.kernels import fused
 from lowmem.core.step import STEP, TrainingStep
 from lowmem.device import collect_garbage
@@ -228,7 +228,7 @@ def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
 @pytest.mark.parametrize("downwards", [False, True])
 def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
     """When the last step's updates have come to the second unit; the ring has no slots before."""
-    case = {"states_on_gpu": 99, "defer": True} | (UNCLIPPED | {"group": 2} if downwards else {})
+    case = {"states_on_gpu": 99, "defer": True} | (APPLIED | {"group": 2} if downwards else {})
     batches = TINY.batches()
     truth = plain(TINY, case)
     with training(TINY, CUDA, case) as (step, _, _):

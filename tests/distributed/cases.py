@@ -61,6 +61,7 @@ CASES = {
     "states and gradients in RAM": Case(settings={"states_on_gpu": 0, "fate": "sent", "boundaries_in_ram": True}),
     "kept": Case(settings={"kept": 2.0}, keep_weights=True),
     "no clipping": Case(settings={"clip_norm": None}),
+    "no clipping, applied": Case(settings={"clip_norm": None, "fate": "applied"}),
     "fp32": Case(steps=20),
     "bf16": Case(settings={"precision": "bf16"}, steps=20),
     "bf16, untied": Case("llama", {"precision": "bf16"}, steps=20),

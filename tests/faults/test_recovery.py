@@ -35,8 +35,9 @@ FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
 DEFERRED = {"segment_blocks": 2}
 GROUPS = {"group": 2, "micro_batch": 1, "kept": 4, "states_on_gpu": 3}
-IN_BACKWARD = {"clip_norm": None, "group": 2, "segment_blocks": 2, "states_on_gpu": 2}
-IN_BACKWARD_KEPT = {"clip_norm": None, "group": 2, "kept": 4, "states_on_gpu": 99}
+APPLIED = {"clip_norm": None, "fate": "applied", "group": 2}
+IN_BACKWARD = APPLIED | {"segment_blocks": 2, "states_on_gpu": 2}
+IN_BACKWARD_KEPT = APPLIED | {"kept": 4, "states_on_gpu": 99}
 WEIGHTS = {"weights_on_gpu": 2, "states_on_gpu": 1, "group": 2, "micro_batch": 1}
 TWICE = {"fate": "dropped", "group": 4, "micro_batch": 1, "segment_blocks": 2, "states_on_gpu": 1}
 ARRANGEMENTS = {
@@ -49,7 +50,7 @@ ARRANGEMENTS = {
     "in backward, nothing recomputed": IN_BACKWARD | {"kept": 2 * BLOCKS, "segment_blocks": 1},
     "forward and backward twice": TWICE,
     "weights streamed": WEIGHTS | {"kept": 1},
-    "weights streamed, in backward": WEIGHTS | {"clip_norm": None, "group": 4, "segment_blocks": 2},
+    "weights streamed, in backward": WEIGHTS | APPLIED | {"group": 4, "segment_blocks": 2},
     "boundaries in RAM, in backward": IN_BACKWARD | {"boundaries_in_ram": True},
     "gradients in RAM": TWICE | {"fate": "sent"},
     "bf16": DEFERRED | {"precision": "bf16", "states_on_gpu": 2},
@@ -210,6 +211,7 @@ def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(name):
 def test_memory_that_runs_out_within_updates_costs_no_bit(name):
     """At the operations of a whole step's updates, which `flush` makes, in turn."""
     case = ARRANGEMENTS[name] | {"clip_norm": 0.5, "defer": True}
+    case |= {"fate": "held"} if case.get("fate") == "applied" else {}
     expected = make_training(**case)
     train_on(expected, range(2))
     with RunsOut(expected.step) as mode:
@@ -262,7 +264,7 @@ def test_smaller_micro_batches_are_the_last_measure_and_the_run_is_one_that_had_
 
     expected = make_training()
     before, _ = train_on(expected, range(2))
-    expected.step.change_layout(with_micro_batch(expected.step.layout, 1, needs_all_gradients=True))
+    expected.step.change_layout(with_micro_batch(expected.step.layout, 1))
     assert repr(before + train_on(expected, [2, 3])[0]) == results
     assert expected.bits() == training.bits()
 
@@ -325,15 +327,15 @@ def test_measures_that_made_a_step_possible_stay_if_its_evaluation_finds_no_room
 
 
 def test_a_group_keeps_its_sequences_where_smaller_micro_batches_would_cut_it():
-    for layout, needs_all_gradients, group in (
-        (Layout(2, group=4, fate="sent"), True, 8),
-        (Layout(8, group=1, fate="sent"), True, 2),
-        (Layout(2, group=2), True, 4),
-        (Layout(4, group=1), True, 1),
-        (Layout(4, group=1), False, 2),
+    for layout, group in (
+        (Layout(2, group=4, fate="sent"), 8),
+        (Layout(8, group=1, fate="sent"), 2),
+        (Layout(2, group=2), 4),
+        (Layout(4, group=1), 1),
+        (Layout(4, group=1, fate="applied"), 2),
     ):
         halved = layout.micro_batch // 2 if layout.micro_batch < 8 else 4
-        assert with_micro_batch(layout, halved, needs_all_gradients).group == group, layout
+        assert with_micro_batch(layout, halved).group == group, layout
 
 
 def test_waiting_updates_and_evaluations_only_take_states_from_the_device():

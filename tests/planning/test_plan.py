@@ -363,7 +363,23 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
     with pytest.raises(PlanError) as caught:
         plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB)
     plan = plan_for(clip_norm=None, micro_batch=1, **caps_named(caught.value))
-    assert plan.layout.fate is not Fate.DROPPED and plan.layout.group * plan.layout.micro_batch == 8
+    assert plan.layout.fate is Fate.APPLIED and plan.layout.group * plan.layout.micro_batch == 8
+    assert "blocks are updated during backward" in plan.describe()
+
+
+def test_what_is_not_clipped_may_wait_for_the_next_forward_too():
+    """A batch in one group of one micro-batch: its updates wait only if that is faster, and it never is slower."""
+    for changed in ({}, {"batch": 2}, {"gpu_limit_bytes": 700 * MIB}):
+        clipped, plan = plan_for(**changed), plan_for(clip_norm=None, **changed)
+        assert plan.layout.fate is Fate.HELD and plan.step_seconds <= 1.01 * clipped.step_seconds, changed
+
+
+def test_on_the_cpu_gradients_are_applied_in_backward_if_ram_is_short():
+    free = plan_for("cpu", "fp32", clip_norm=None, micro_batch=1)
+    assert free.layout.fate is Fate.HELD
+    short = plan_for("cpu", "fp32", clip_norm=None, micro_batch=1, ram_limit_bytes=free.ram_bytes - MIB)
+    assert short.layout.fate is Fate.APPLIED and short.ram_bytes < free.ram_bytes
+    assert plan_for("cpu", "fp32", clip_norm=None, micro_batch=8).layout.fate is Fate.APPLIED, "one group anyway"
 
 
 def test_where_the_loss_is_scaled_gradients_wait_without_clipping_too():

@@ -257,7 +257,7 @@ def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
     machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=(MIB,))
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    layout = Layout(micro_batch=2, group=2, states_on_gpu=99)
+    layout = Layout(micro_batch=2, group=2, states_on_gpu=99, fate="held" if clip_norm else "applied")
     case = StepCase(256, 4, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
     operations = list(record_step(decoder, case, Target(machine), {}).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
@@ -280,7 +280,7 @@ def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_ne
 def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_norm, micro_batches):
     """Each micro-batch brings ids and labels of 2 x 256 x 8 bytes; an evaluation, which comes first, has one."""
     decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    layout = Layout(micro_batch=2, group=group)
+    layout = Layout(micro_batch=2, group=group, fate="held" if clip_norm else "applied")
     case = StepCase(256, 8, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
     for whole, first in zip((False, True), micro_batches, strict=True):
         tape = record_step(decoder, case, Target(DeviceModel()), {}, whole_first_step=whole).tape
