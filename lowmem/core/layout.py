@@ -40,6 +40,8 @@ class Layout:
         boundaries_in_ram  whether inputs of segments wait in RAM for their backward
         fate               of final gradients. If they are not HELD, the whole batch is one group. They can be APPLIED
                            only if no update waits for the norm
+        gathered           how many blocks, the last ones, keep weights gathered from several ranks until backward. The
+                           others' are gathered again
         evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
     """
 
@@ -52,6 +54,7 @@ class Layout:
     weights_on_gpu: int | None = None
     boundaries_in_ram: bool = False
     fate: Fate = Fate.HELD
+    gathered: int = 0
     evaluation_rows: int | None = None
 
     def __post_init__(self):

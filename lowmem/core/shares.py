@@ -45,12 +45,12 @@ class Unit(Protocol):
 
 class GatheredWeights:
     """Is the weight window (core/window.py) of several ranks. `units` gather: by block, -1 and n are the embeddings and
-    the last unit of a model of n blocks. These two stay until `let_go`. `keep`: blocks stay, too."""
+    the last unit of a model of n blocks. These two stay until `let_go`, like the blocks `staying`."""
 
     any = True
 
-    def __init__(self, units: dict[int, Unit], blocks: range, keep: bool):
-        self._units, self._blocks, self._keep = units, blocks, keep
+    def __init__(self, units: dict[int, Unit], blocks: range, staying: range):
+        self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
         """Lets a unit that runs without `bring`, as in an evaluation, gather its weights at that moment, on all
@@ -73,7 +73,7 @@ class GatheredWeights:
         `following` blocks. Frees those of all others. All ranks must call this in the same order. No update of all
         these blocks may be waiting."""
         following = following or range(0)
-        for block in () if self._keep else self._blocks:
+        for block in self._leaving:
             if block not in blocks and block not in following:
                 self.let_go(block)
         for unit in (here := self._of(blocks)):
@@ -98,11 +98,10 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Answers for rank `rank` of `count`. `keep_weights`: blocks keep their gathered weights from forward to
-    backward."""
+    """Answers for rank `rank` of `count`."""
 
-    def __init__(self, count: int, rank: int, keep_weights: bool = False):
-        self.count, self.rank, self._keep_weights = count, rank, keep_weights
+    def __init__(self, count: int, rank: int):
+        self.count, self.rank = count, rank
         self._weights: GatheredWeights | None = None
         self._vectors: list[Part] = []  # whose gradients wait for their sum
         self._leaving: list[tuple[Part, Tensor, object]] = []  # whose sums are being made
@@ -144,7 +143,9 @@ class Shares(Ranks):
             for part in store.parts
             if part.is_matrices
         }
-        self._weights = GatheredWeights(units, range(len(decoder.blocks)), self._keep_weights)
+        blocks = range(len(decoder.blocks))
+        staying = blocks[max(0, len(blocks) - store.layout.gathered) :]
+        self._weights = GatheredWeights(units, blocks, staying)
         return self._weights
 
     def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:

@@ -18,11 +18,10 @@ _END = -1
 
 
 class SeveralRanks(Shares):
-    """Answers for one of the processes of `mesh`. `keep_weights`: blocks keep their gathered weights from forward to
-    backward."""
+    """Answers for one of the processes of `mesh`."""
 
-    def __init__(self, mesh: DeviceMesh, keep_weights: bool = False):
-        super().__init__(mesh.size(), mesh.get_rank(), keep_weights)
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__(mesh.size(), mesh.get_rank())
         self._mesh = mesh
         self._shares: list[Tensor] = []  # in the same order on all ranks
         self._stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None

@@ -73,7 +73,8 @@ def step_case(settings: Settings, precision: str, ranks: int = 1) -> StepCase:
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are
     on the GPU; then weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has
-    one entry for each thing that can happen to final gradients (their fate)."""
+    one entry for each thing that can happen to final gradients (their fate). With several ranks each is there twice: no
+    block, or all of them, keep their gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -82,7 +83,13 @@ def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     disk = (simulations.units,) if settings.states == "disk" else disk
     homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
     fates = (list(_fates(settings, choices, simulations.base)) for choices in homes)
+    if simulations.base.ranks > 1:
+        fates = ([_gathered(choices, kept) for choices in each for kept in (0, simulations.blocks)] for each in fates)
     return [choices for choices in fates if choices]
+
+
+def _gathered(choices: Choices, blocks: int) -> Choices:
+    return replace(choices, base=replace(choices.base, gathered=blocks))
 
 
 def _placed(

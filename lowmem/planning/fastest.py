@@ -58,6 +58,8 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
         for choices in fates:
+            if choices.base.gathered and best is not None and not best.waits:
+                continue  # weights that stay would save no time
             if not choices.disk:
                 best = search.fastest(choices, best)
                 continue

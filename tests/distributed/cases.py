@@ -12,22 +12,20 @@ from lowmem.core.batch import Batch
 from lowmem.core.ranks import Ranks
 from reference import VOCABULARY, tiny_model
 
-ROWS, SEQ = 4, 16
+ROWS, SEQ, BLOCKS = 4, 16, 4
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the first: on the stand-in
 DROPOUT, CLIP_NORM, LEARNING_RATE = 0.1, 0.5, 1e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training of `steps`. `settings`: keywords of make_step. `sorted_rows`: rows of several lengths.
-    `keep_weights`: blocks keep their gathered weights."""
+    """One training of `steps`. `settings`: keywords of make_step. `sorted_rows`: rows of several lengths."""
 
     family: str = "gpt2"
     settings: dict = field(default_factory=dict)
     sorted_rows: bool = False
     rows: int = ROWS
     steps: int = 4
-    keep_weights: bool = False
 
     def step(self, ranks: Ranks | None = None):
         model = tiny_model(self.family, DROPOUT)
@@ -59,7 +57,8 @@ CASES = {
     "four micro-batches a rank": Case(rows=8),
     "sixteen micro-batches a rank": Case(rows=32, steps=1),
     "states and gradients in RAM": Case(settings={"states_on_gpu": 0, "fate": "sent", "boundaries_in_ram": True}),
-    "kept": Case(settings={"kept": 2.0}, keep_weights=True),
+    "kept": Case(settings={"kept": 2.0, "gathered": BLOCKS}),
+    "one block kept": Case(settings={"gathered": 1}),
     "no clipping": Case(settings={"clip_norm": None}),
     "no clipping, applied": Case(settings={"clip_norm": None, "fate": "applied"}),
     "fp32": Case(steps=20),

@@ -10,13 +10,11 @@ import torch
 from experiments.harness import group
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES, LEARNING_RATE  # noqa: E402
+from cases import BLOCKS, CASES, LEARNING_RATE  # noqa: E402
 from in_parts import train_in_parts  # noqa: E402
 
 from lowmem.core import parameters  # noqa: E402
 from lowmem.core.shares import Shares  # noqa: E402
-
-BLOCKS = 4
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +73,27 @@ def test_losses_are_those_of_one_process_but_for_rounding(trained, name):
     assert found["evaluated"][0] == pytest.approx(loss, rel=1e-6) and found["evaluated"][1] == tokens
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16, 4 steps", "four micro-batches a rank", "sixteen micro-batches a rank", "untied", "kept"]
-)
+COUNTED = ["bf16, 4 steps", "sixteen micro-batches a rank", "untied", "kept", "one block kept"]
+
+
+@pytest.mark.parametrize("name", [*COUNTED, "four micro-batches a rank"])
 def test_a_unit_is_gathered_twice_and_reduced_once_in_a_step(trained, name):
     calls = trained(2)[name]["calls"]
     ends = 1 + (CASES[name].family == "llama")  # the embeddings, and the untied head with the last norm
-    gathers = BLOCKS * (1 if CASES[name].keep_weights else 2) + ends
+    gathers = 2 * BLOCKS - CASES[name].settings.get("gathered", 0) + ends
     assert calls.pop("_allgather_base_") == gathers
     assert calls.pop("allgather_") == 3, "all vectors once, the loss and the norm"
     assert calls.keys() == {"alltoall_base_"}
 
 
-@pytest.mark.parametrize("name", ["bf16, 4 steps", "sixteen micro-batches a rank", "untied", "kept"])
+@pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent_are_those_of_weights_and_gradients_for_any_number_of_micro_batches(trained, name, ranks):
     case, (_, store) = CASES[name], CASES[name].step()
     ends, sent = (0, max(part.unit for part in store.parts)), 2 * 8  # the loss and the norm, in fp64
+    ends = (*ends, *range(ends[1] - case.settings.get("gathered", 0), ends[1]))  # and blocks that stay
     for part in store.parts:
         share = Shares(ranks, 0).share(part.elements) if part.is_matrices else part.elements
-        gathers = 0 if not part.is_matrices else 1 if part.unit in ends or case.keep_weights else 2
+        gathers = 0 if not part.is_matrices else 1 if part.unit in ends else 2
         sent += share * (4 + gathers * part.working.itemsize)
     assert trained(ranks)[name]["sent_bytes"] == sent * (ranks - 1)

@@ -62,7 +62,7 @@ def work(folder: Path, rank: int) -> None:
 
 
 def trained(case, mesh) -> dict:
-    ranks = several.SeveralRanks(mesh, case.keep_weights)
+    ranks = several.SeveralRanks(mesh)
     step, store = case.step(ranks)
     rows = []
     for number, batch in enumerate(case.batches()):

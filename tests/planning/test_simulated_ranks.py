@@ -1,6 +1,7 @@
 """The simulated step of one of several ranks: its memory, what it sends, and the plan for several cards."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -15,11 +16,15 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.shares import Shares
 from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
+from lowmem.planning.choices import ways
+from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.replay import META
+from lowmem.planning.search import Room
 from lowmem.planning.simulated_ranks import bytes_per_second_through_ram
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.run import plan_command
+from lowmem.settings import Settings
 
 SMALL = {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_positions": 64, "vocab_size": 97}
 CONFIG = GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0)
@@ -45,6 +50,9 @@ def test_a_rank_sends_each_blocks_weights_twice_and_its_gradients_once(ranks):
         sent += part.working.numel() * (4 + gathers * BF16.itemsize)
     assert recorded(ranks).sent_bytes == sent * (ranks - 1)
     assert recorded(1).sent_bytes == 0
+    blocks = [part for part in store.parts if part.is_matrices and 0 < part.unit < last]
+    sent -= sum(part.working.nbytes for part in blocks[-2:])
+    assert recorded(ranks, gathered=2).sent_bytes == sent * (ranks - 1)
 
 
 def test_numbers_of_a_rank_are_a_share_of_one_processs():
@@ -65,6 +73,15 @@ def test_a_recording_from_replays_is_that_of_executing_everything():
 def test_a_machines_ram_bounds_what_many_cards_send():
     rates = [bytes_per_second_through_ram(25e9, ranks) for ranks in (2, 4, 8)]
     assert rates == [10e9, 5e9, 2.5e9] and bytes_per_second_through_ram(1e9, 2) == 1e9
+
+
+def test_weights_stay_gathered_if_that_saves_time():
+    case, slow = StepCase(64, 4, Layout(1), BF16, ADAMW, ranks=2), replace(TARGET, link=1e6)
+    for target, gathered in ((slow, 3), (replace(TARGET, link=math.inf), 0)):
+        simulations = Simulations(decoder, case, target)
+        every = ways(Settings(seq=64, batch=4, weights="resident"), simulations)
+        found = fastest_layout(every, simulations, Room(None, None))
+        assert found.layout.gathered == gathered
 
 
 def test_cards_with_nvlink_do_not_wait_for_ram():
