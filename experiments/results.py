@@ -30,7 +30,7 @@ BEGIN = "<!-- made by make results -->"
 
 def fits() -> str:
     """Returns the root README's table of today's models and cards."""
-    return f"{today.heading()}\n\n{today.table(today.committed_rows())}"
+    return f"{today.heading()}\n\n{today.table(today.ROWS.committed())}"
 
 
 def sections() -> str:

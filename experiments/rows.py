@@ -17,6 +17,7 @@ from pathlib import Path
 from experiments.bigger_models import plans, today
 from experiments.gpu_acceptance import predicted
 from experiments.harness import rows as row_file
+from experiments.harness.planned_rows import PlannedRows
 from experiments.memory_estimation import run as memory_estimation
 from experiments.memory_estimation.several_gpus import published as several_gpus
 from experiments.parallel_3d import measure as parallel_3d
@@ -49,6 +50,11 @@ def made(module, folder: Path, name: str, minutes: float, **more) -> Made:
     return Made(module.PROGRAM, ("--out", str(folder)), folder / name, minutes, module.sources, **more)
 
 
+def planned(rows: PlannedRows, minutes: float) -> Made:
+    """Returns the committed rows of plans."""
+    return Made(rows.program, ("--out", str(rows.file.parent)), rows.file, minutes, rows.sources)
+
+
 def everything() -> list[Made]:
     traffic = ("--only", "traffic", "--rows", str(unified_memory.ROWS))
     return [
@@ -60,13 +66,13 @@ def everything() -> list[Made]:
             parallel_3d.PROGRAM, ("--rows", str(parallel_3d.ROWS)), parallel_3d.ROWS, 5, parallel_3d.sources
         ),
         made(several_gpus, several_gpus.RESULTS, several_gpus.NAME, 2),
-        made(scaling, scaling.RESULTS, scaling.NAME, 15),
+        planned(scaling.ROWS, 15),
         made(memory_estimation, memory_estimation.RESULTS, "rows.jsonl", 15, is_of=lambda r: r["kind"] == "predicted"),
         Made(
             plans.PROGRAM, ("--all", "--out", str(plans.RESULTS)), plans.RESULTS / plans.NAME, 235, plans.sources,
             lambda row: row["kind"] == plans.KIND,
         ),
-        made(today, plans.RESULTS, today.NAME, 15),
+        planned(today.ROWS, 15),
         made(predicted, predicted.RESULTS, predicted.NAME, 30),
     ]  # fmt: skip
 

@@ -8,28 +8,16 @@ machine usually has. Optimizer states that exceed the cap are in a folder on a d
 made again.
 """
 
-import argparse
 import sys
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
-from pathlib import Path
-
-import torch
-from transformers import logging as transformers_logging
 
 import lowmem
 from experiments.bigger_models.plans import KIND, RESULTS, line, values_of
-from experiments.harness import rows as row_file
-from experiments.harness.options import at_least, make_folder, under_runs
+from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown
-from lowmem.errors import InputError, LowmemError
 from lowmem.settings import Settings
 from lowmem.units import GIB, parse_size
 
-PROGRAM = "experiments.bigger_models.today"
-NAME = "today.jsonl"
 SEQ, BATCH = 1024, 16
 MODELS = {  # by the name in the table; from the smallest to the largest
     "Qwen3 0.6B": "Qwen/Qwen3-0.6B",
@@ -92,20 +80,14 @@ class Case:
             f"--ram-limit {machine.ram_limit} --states-folder states"
         )
 
+    def row(self) -> dict:
+        """Returns the values of its row that are known before it is planned."""
+        known = {"kind": KIND, "model": MODELS[self.title], "card": self.machine.card, "seq": SEQ, "batch": BATCH}
+        return known | {"ram_limit": self.machine.ram_limit, "plan_command": self.command}
 
-CASES = tuple(Case(title, machine) for title in MODELS for machine in MACHINES)
-
-
-def planned(case: Case) -> dict:
-    """Returns the values of a case's row. `planning_seconds` are those of the processor."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    began, values = time.process_time(), {"error": None}
-    try:
-        values |= values_of(lowmem.plan(case.settings()))
-    except LowmemError as error:
-        values["error"] = str(error)
-    return values | {"planning_seconds": time.process_time() - began}
+    def plan(self) -> dict:
+        """Returns the values of its plan. Raises LowmemError if there is none."""
+        return values_of(lowmem.plan(self.settings()))
 
 
 def table(rows: list[dict]) -> str:
@@ -128,11 +110,6 @@ def heading() -> str:
     )
 
 
-def committed_rows() -> list[dict]:
-    """Returns the newest row of each name."""
-    return list({row["name"]: row for row in row_file.read(RESULTS / NAME)}.values())
-
-
 def _cell(row: dict | None) -> str:
     if row is None:
         return ""
@@ -144,51 +121,8 @@ def _cell(row: dict | None) -> str:
     return said + (f" + disk {on_disk / GIB:.0f}" if on_disk else "")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
-    chosen = [case for case in CASES if any(text in case.name for text in options.only)]
-    try:
-        if not chosen:
-            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name")
-        make_folder(options.out)
-    except InputError as error:
-        print(f"today: {error}", file=sys.stderr)
-        return error.exit_code
-    path = options.out / NAME
-    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
-    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-    left = [case for case in reversed(chosen) if case.name not in done]  # large models take longest
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        cases = {pool.submit(planned, case): case for case in left}
-        for future in as_completed(cases):
-            case = cases[future]
-            row = {
-                "kind": KIND, "name": case.name, "model": MODELS[case.title], "card": case.machine.card, "seq": SEQ,
-                "batch": BATCH, "ram_limit": case.machine.ram_limit, "plan_command": case.command,
-            }  # fmt: skip
-            row |= future.result() | common
-            row_file.append(path, row)
-            print(line(row), flush=True)
-    return 0
-
-
-def sources() -> str:
-    """Returns a digest of the code and the tables that make these rows."""
-    return row_file.plan_sources("experiments/bigger_models/today.py")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
-    parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help=f"folder of {NAME} (%(default)s)"
-    )
-    return parser
-
+CASES = tuple(Case(title, machine) for title in reversed(MODELS) for machine in MACHINES)  # the slowest plans first
+ROWS = PlannedRows("experiments.bigger_models.today", __doc__.split("\n")[0], RESULTS / "today.jsonl", CASES, line)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ROWS.main())

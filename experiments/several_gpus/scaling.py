@@ -5,27 +5,18 @@ has 256 GiB of RAM and one bus through it for all cards. Nothing of this was mea
 as its plan is made, and a plan that has a row of the same sources is not made again.
 """
 
-import argparse
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from transformers import logging as transformers_logging
-
 import lowmem
-from experiments.harness import rows as row_file
-from experiments.harness.options import at_least, make_folder, under_runs
+from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown, put
-from lowmem.errors import InputError, LowmemError
 from lowmem.settings import Settings
 from lowmem.units import GIB, parse_size
 
-PROGRAM = "experiments.several_gpus.scaling"
 HERE = Path(__file__).resolve().parent
-RESULTS, README, NAME = HERE / "results", HERE / "README.md", "scaling.jsonl"
+README = HERE / "README.md"
 BEGIN = "<!-- made by python -m experiments.several_gpus.scaling -->"
 SEQ, BATCH, RAM_LIMIT = 1024, 64, "256GiB"
 MODELS = {"GPT-2-XL": "gpt2-xl", "Llama 3.2 3B": "meta-llama/Llama-3.2-3B"}
@@ -51,21 +42,16 @@ class Case:
             gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT),
         )  # fmt: skip
 
+    def row(self) -> dict:
+        """Returns the values of its row that are known before it is planned."""
+        known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ, "batch": BATCH}
+        return known | {"ram_limit": RAM_LIMIT}
 
-CASES = tuple(Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS)
-
-
-def planned(case: Case) -> dict:
-    """Returns the values of a case's row; `error` says why there is no plan."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    try:
-        plan = lowmem.plan(case.settings(), case.gpus)
-    except LowmemError as error:
-        return {"error": str(error)}
-    content = plan.to_dict()
-    kept = ("predicted", "choice", "breakdown", "sent_bytes", "seconds_waiting_for_copies")
-    return {"error": None} | {name: content[name] for name in kept}
+    def plan(self) -> dict:
+        """Returns the values of its plan. Raises LowmemError if there is none."""
+        content = lowmem.plan(self.settings(), self.gpus).to_dict()
+        kept = ("predicted", "choice", "breakdown", "sent_bytes", "seconds_waiting_for_copies")
+        return {name: content[name] for name in kept}
 
 
 def table(rows: list[dict]) -> str:
@@ -100,58 +86,19 @@ def _cell(row: dict | None, times_faster: float | None) -> str:
     return said if times_faster is None else f"{said}; {times_faster:.2f}x"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
-    chosen = [case for case in CASES if any(text in case.name for text in options.only)]
-    try:
-        if not chosen:
-            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name")
-        make_folder(options.out)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    path = options.out / NAME
-    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
-    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        cases = {pool.submit(planned, case): case for case in chosen if case.name not in done}
-        for future in as_completed(cases):
-            case, values = cases[future], future.result()
-            row = {"name": case.name, "model": MODELS[case.title], "card": case.card, "gpus": case.gpus, "seq": SEQ}
-            row |= {"batch": BATCH, "ram_limit": RAM_LIMIT} | values | common
-            row_file.append(path, row)
-            seconds = values["error"] or f"{values['predicted']['step_seconds']:.3g} s a step"
-            print(f"{case.name}: {seconds}", flush=True)
-    print(table(row_file.read(path)))
-    return 0
-
-
-def sources() -> str:
-    """Returns a digest of the code and the tables that make these rows."""
-    return row_file.plan_sources("experiments/several_gpus/scaling.py")
-
-
-def committed_rows() -> list[dict]:
-    """Returns the newest row of each name."""
-    return list({row["name"]: row for row in row_file.read(RESULTS / NAME)}.values())
+def line(row: dict) -> str:
+    """Returns a row for people."""
+    return f"{row['name']}: {row['error'] or format(row['predicted']['step_seconds'], '.3g') + ' s a step'}"
 
 
 def write_readme() -> None:
-    put(README, BEGIN, table(committed_rows()))
+    put(README, BEGIN, table(ROWS.committed()))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
-    parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help=f"folder of {NAME} (%(default)s)"
-    )
-    return parser
-
+CASES = tuple(Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS)
+ROWS = PlannedRows(
+    "experiments.several_gpus.scaling", __doc__.split(":")[0], HERE / "results" / "scaling.jsonl", CASES, line
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ROWS.main())

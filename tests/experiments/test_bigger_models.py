@@ -11,6 +11,7 @@ from experiments.bigger_models import measure, on_card, plans, recipe, shapes, t
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness import whole_runs
+from experiments.harness.planned_rows import planned
 from experiments.harness.tables import written
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import parse_plan
@@ -283,7 +284,7 @@ def test_the_readme_says_what_the_committed_rows_say():
 
 
 def test_every_cell_has_a_committed_row_and_a_row_says_how_it_was_made():
-    rows = {row["name"]: row for row in today.committed_rows()}
+    rows = {row["name"]: row for row in today.ROWS.committed()}
     assert rows.keys() == {case.name for case in today.CASES}
     for row in rows.values():
         assert row["commit"] and row["versions"]["torch"] and row["machine"] and row["command"].startswith("python -m")
@@ -303,7 +304,7 @@ def test_a_case_is_planned_as_its_command_says_and_a_refusal_is_a_row(tmp_path, 
         raise InputError("it does not fit")
 
     monkeypatch.setattr(today.lowmem, "plan", refuse)
-    refused = today.planned(case)
+    refused = planned(case)
     assert refused["error"] == "it does not fit" and refused["planning_seconds"] >= 0
     assert "| no |" in today.table([refused | {"name": today.CASES[0].name}]).splitlines()[2]
-    assert today.main(["--only", "nothing of this name"]) == 2 and "no case" in capsys.readouterr().err
+    assert today.ROWS.main(["--only", "nothing of this name"]) == 2 and "no case" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from experiments.bigger_models import plans, today
 from experiments.gpu_acceptance import predicted
 from experiments.harness import rows as row_file
 from experiments.harness.options import under_runs
+from experiments.harness.planned_rows import planned
 from experiments.harness.rows import ROOT
 from experiments.memory_estimation import estimate
 from experiments.memory_estimation import run as memory_estimation
@@ -95,7 +96,7 @@ def test_memory_estimation_predicts_what_its_row_says(method):
 
 def test_will_it_fit_predicts_what_its_row_says():
     case = next(case for case in today.CASES if case.name.startswith("GPT-2-Large, RTX 3090"))
-    found, row = today.planned(case), committed(plans.RESULTS / today.NAME, name=case.name)
+    found, row = planned(case), committed(today.ROWS.file, name=case.name)
     as_committed(found["predicted"], row["predicted"], *row["predicted"])
 
 

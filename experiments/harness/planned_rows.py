@@ -1,0 +1,100 @@
+"""Makes a table of plans, one row for each case, in several processes."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import logging as transformers_logging
+
+from experiments.harness import rows as row_file
+from experiments.harness.options import at_least, make_folder, under_runs
+from lowmem.errors import InputError, LowmemError
+
+
+class Case(Protocol):
+    """Is a plan to be made. Cases are sent to other processes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def row(self) -> dict:
+        """Returns the values of its row that are known before it is planned."""
+
+    def plan(self) -> dict:
+        """Returns the values of its plan. Raises LowmemError if there is none."""
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """Describes a program that makes such rows. `program`: its module. `description`: one sentence. `file`: of the
+    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people."""
+
+    program: str
+    description: str
+    file: Path
+    cases: Sequence[Case]
+    line: Callable[[dict], str]
+
+    def sources(self) -> str:
+        """Returns a digest of the code and the tables that make these rows."""
+        own = f"{self.program.replace('.', '/')}.py"
+        return row_file.plan_sources(own, "experiments/harness/planned_rows.py")
+
+    def committed(self) -> list[dict]:
+        """Returns the newest row of each name."""
+        return list({row["name"]: row for row in row_file.read(self.file)}.values())
+
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Plans the cases that the arguments name, and writes each row as soon as its plan is made. A case that has a
+        row of the same sources is not planned again. Returns the exit code."""
+        arguments = sys.argv[1:] if arguments is None else arguments
+        options = self._parser().parse_args(arguments)
+        chosen = [case for case in self.cases if any(text in case.name for text in options.only)]
+        try:
+            if not chosen:
+                raise InputError(f"--only {' '.join(options.only)}: no case has that in its name")
+            make_folder(options.out)
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        path = options.out / self.file.name
+        common = row_file.made_by(self.program, arguments) | {"sources": self.sources()}
+        done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            cases = {pool.submit(planned, case): case for case in chosen if case.name not in done}
+            for future in as_completed(cases):
+                row = {"name": cases[future].name} | cases[future].row() | future.result() | common
+                row_file.append(path, row)
+                print(self.line(row), flush=True)
+        return 0
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m {self.program}", description=self.description, allow_abbrev=False
+        )
+        parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
+        parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
+        folder = under_runs(self.file.parent)
+        what = f"folder of {self.file.name} (%(default)s)"
+        parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help=what)
+        return parser
+
+
+def planned(case: Case) -> dict[str, Any]:
+    """Returns the values of a case's plan; `error` says why there is none. `planning_seconds` are those of the
+    processor."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    began, values = time.process_time(), {"error": None}
+    try:
+        values |= case.plan()
+    except LowmemError as error:
+        values["error"] = str(error)
+    return values | {"planning_seconds": time.process_time() - began}
