@@ -36,7 +36,7 @@ PROGRAMS = {  # the function, and words before those of a case
         ("bigger_models", "--blocks 29", "28 blocks"),
         ("bigger_models", "--blocks 2 --model gpt2", "--model gpt2 names another model"),
         ("bigger_models", "--blocks 2 --demo", "names another model"),
-        ("code_generation", "--before x", "give both"),
+        ("code_generation", "--after x", "--after needs --before"),
         ("code_generation", "--seq 32 --new-tokens 32", "leaves nothing of --seq 32"),
         ("code_generation", "--shape 2x64x5", "BLOCKSxWIDTHxHEADS"),
         ("code_generation", "--data missing-file", "no such file or folder"),
