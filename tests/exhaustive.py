@@ -92,7 +92,7 @@ QUICK_CASES = {
     "planning/test_ram.py::test_a_run_ends_under_a_cap_just_above_its_plan_and_goes_on_under_it": 0,
     "planning/test_plan.py::test_a_folder_that_is_not_needed_changes_no_plan": 0,
     "planning/test_plan.py::test_a_slower_disk_takes_longer_and_no_layout_depends_on_that": 0,
-    "planning/test_plan.py::test_no_plan_is_slower_than_one_with_less_memory_or_fewer_ways": 0,
+    "planning/test_search.py::test_no_layout_is_slower_than_one_with_less_memory_or_fewer_ways": 0,
     "planning/test_plan.py::test_a_refusal_with_a_folder_names_caps_that_do_fit_with_it": 0,
     "planning/test_lengths.py::test_no_lengths_take_more_memory_than_full_rows": 3,
     "planning/test_simulated_step.py::test_replaying_leaves_the_tape_that_running_everything_leaves": 1,

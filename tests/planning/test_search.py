@@ -4,20 +4,23 @@ The grid is small, the card is made up: fast enough that a slow bus matters, so 
 something.
 """
 
+import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
 from lowmem.models.build import make_decoder
-from lowmem.planning.choices import Choices, ways
+from lowmem.planning.caps import room_under
+from lowmem.planning.choices import Choices, step_case, ways
 from lowmem.planning.columns import Column, Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.search import Room, Search
@@ -192,6 +195,26 @@ def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(q
     named = smallest_room(*question, Room(gpu, 1))
     assert named.gpu == gpu
     never_slower(question, [Room(gpu, named.ram + step * MIB) for step in STEPS])
+
+
+def test_no_layout_is_slower_than_one_with_less_memory_or_fewer_ways():
+    """Over caps under which gradients are held, in RAM and twice made, weights and boundaries on the GPU and not."""
+    config = GPT2Config(n_layer=12, n_embd=256, n_head=4, vocab_size=1_000, n_positions=128)
+    settings = Settings(seq=128, batch=16)
+    target = gpu_target(CARDS["rtx3060"])
+    decoder = partial(make_decoder, config, "bf16", "fp32", target.fused_kernels)
+    simulations = Simulations(decoder, step_case(settings, "bf16"), target)  # of all caps together
+    few = replace(settings, gradients="resident", weights="resident")
+    kinds, before = set(), math.inf
+    for cap_mib in range(190, 260, 6):
+        room = Room(room_under(cap_mib * MIB), None)
+        found, with_fewer = (fastest_layout(ways(each, simulations), simulations, room) for each in (settings, few))
+        layout = found.layout
+        kinds.add((layout.fate is Fate.SENT, layout.weights_on_gpu is None, layout.boundaries_in_ram))
+        assert found.seconds <= 1.01 * before, "a larger cap may cost 1% at most"
+        before = min(before, found.seconds)
+        assert with_fewer is None or found.seconds <= 1.01 * with_fewer.seconds
+    assert len(kinds) > 2
 
 
 def test_bytes_on_a_disk_are_those_of_a_simulated_step(simulations):
