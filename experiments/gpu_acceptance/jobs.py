@@ -11,7 +11,7 @@ class Job:
 
     `seconds`: the time limit until the function states its planned seconds on this card (Setting.expect and attempt).
     `flops` are added for work before that or without such a statement. The function applies the caps, in GiB (None: no
-    cap), and the row states them.
+    cap), and the row states them. `cards`: how many GPUs it needs; a machine with fewer leaves it out.
     """
 
     section: str
@@ -22,6 +22,7 @@ class Job:
     ram_gib: float | None = None
     options: dict = field(default_factory=dict)
     flops: float = 0.0
+    cards: int = 1
 
     @property
     def full_name(self) -> str:
@@ -66,6 +67,7 @@ JOBS = (
     Job("correctness", "life", f"{_HERE}.life:check"),
     Job("correctness", "kernels", f"{_HERE}.kernels:check"),
     Job("correctness", "bitwise", f"{_HERE}.bitwise:check"),
+    Job("correctness", "two cards", f"{_HERE}.two_cards:check", cards=2),
     _training("large exact", update_cost=True),
     _training("xl exact", update_cost=True),
     _denominator("large", "gpt2-large"),

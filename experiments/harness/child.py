@@ -143,14 +143,16 @@ def machine_here() -> dict:
 
 
 def probe() -> dict:
-    """Describes this machine: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}}."""
+    """Describes this machine: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}, "cards": the
+    number of GPUs}."""
     import torch
 
     from lowmem.run.report import device_name, versions
 
     cuda = torch.cuda.is_available()
     names = {kind: device_name(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cuda else []))}
-    return {"names": names, "versions": versions() | {"cuda": torch.version.cuda}}
+    more = {"cuda": torch.version.cuda}
+    return {"names": names, "versions": versions() | more, "cards": torch.cuda.device_count()}
 
 
 def output_of(scratch: Path) -> str | None:

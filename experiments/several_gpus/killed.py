@@ -14,14 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from experiments.harness import rows as row_file
 from experiments.harness.options import at_least, under_runs
 from experiments.harness.rows import ROOT
+from experiments.harness.torchrun import ranks_of, start
 
 PROGRAM = "experiments.several_gpus.killed"
 RESULTS = Path(__file__).resolve().parent / "results" / "killed.jsonl"
@@ -62,11 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def started(out: Path) -> subprocess.Popen:
-    launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
     script = [str(ROOT / "train_gpt2_large.py"), *OPTIONS, "--out", str(out)]
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return start(script, RANKS, restarts=3, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def wait_for_a_row(process: subprocess.Popen, out: Path, after: float = 0.0) -> None:
@@ -97,15 +92,6 @@ def killed(out: Path, rank: int, delay: float, expected: str) -> dict:
         "steps_at_kill": steps, "in_a_save": bool(unfinished), "killed": rank in workers, "exit_code": code,
         "seconds_until_a_step": round(again, 2), "equal": code == 0 and digest_of(out) == expected,
     }  # fmt: skip
-
-
-def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Returns torchrun's processes: {rank: its process id}."""
-    found = {}
-    for child in psutil.Process(process.pid).children():
-        with suppress(psutil.Error, KeyError):  # one that has just ended, or is no rank
-            found[int(child.environ()["RANK"])] = child.pid
-    return found
 
 
 def digest_of(out: Path) -> str:

@@ -5,6 +5,7 @@ import json
 import on_card
 import pytest
 
+from experiments.harness import rows
 from runs import ROOT
 
 
@@ -27,3 +28,14 @@ def test_a_ranks_memory_is_its_plans(tmp_path, options):
     assert plan["ranks"] == 2 and last["step"] == 3
     assert last["gpu_allocated_peak_bytes"] == pytest.approx(plan["predicted"]["gpu_allocated_peak_bytes"], rel=0.001)
     assert last["gpu_reserved_peak_bytes"] == plan["predicted"]["gpu_reserved_peak_bytes"]
+
+
+@pytest.mark.timeout(600)
+def test_the_acceptance_command_trains_on_two_cards(tmp_path):
+    """Every arrangement with the same bits, memory as planned; a machine with one card leaves it out."""
+    command = ("-m", "experiments.gpu_acceptance", "--dry-run", "--minutes", "9", "--out", str(tmp_path))
+    on_card.output(*command, "--only", "correctness/two cards", options=("--values", "--devices", "2"))
+    cases = {row["name"]: row for row in rows.read(tmp_path / "rows.jsonl")}
+    assert list(cases) == ["two cards: resident", "two cards: in RAM", "two cards: killed", "two cards"]
+    assert all(row["ok"] and row["checks"].get("memory as planned", True) for row in cases.values())
+    assert "memory as planned" in cases["two cards: in RAM"]["checks"]

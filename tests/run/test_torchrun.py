@@ -9,17 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from transformers import GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, T5Config
 
+from experiments.harness.torchrun import ranks_of, start
 from lowmem.errors import InputError
 from lowmem.planning.planner import Question
 from lowmem.run.log import read_metrics
 from lowmem.run.main import _in_a_sentence
 from lowmem.run.several import of_one_rank
 from lowmem.settings import Settings
-from lowmem.units import GIB
+from lowmem.units import GIB, MIB
 from runs import ROOT, SMALL, assert_same_run, loss_rows, stored, weights
 
 RANKS = 2
@@ -27,11 +27,8 @@ OPTIONS = (*SMALL, "--micro-batch", "1", "--steps", "6", "--save-every", "2", "-
 
 
 def started(out: Path, text: Path, *options: str, restarts: int = 0) -> subprocess.Popen:
-    launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", str(restarts)]
     script = [str(ROOT / "train_gpt2_large.py"), *OPTIONS, "--data", str(text), "--out", str(out), *options]
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    return start(script, RANKS, restarts, stderr=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +39,6 @@ def trained(tmp_path_factory, text) -> tuple[Path, str]:
     _, said = process.communicate()
     assert process.returncode == 0, said
     return out, said
-
-
-def worker(process: subprocess.Popen, rank: int) -> psutil.Process:
-    workers = [child for child in psutil.Process(process.pid).children() if child.name().startswith("python")]
-    return next(child for child in workers if child.environ().get("RANK") == str(rank))
 
 
 def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
@@ -75,7 +67,7 @@ def test_a_killed_rank_costs_no_bit(trained, tmp_path, text):
     out = tmp_path / "run"
     process = started(out, text, "--sample-prompt", "one", restarts=2)
     wait_for_step(process, out, 3)
-    worker(process, 1).kill()
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert "going on from" in said
@@ -87,7 +79,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_same_command_goes_on(trained, tm
     out = tmp_path / "run"
     process = started(out, text, "--sample-prompt", "one")
     wait_for_step(process, out, 2)
-    worker(process, rank).send_signal(signal.SIGTERM)
+    os.kill(ranks_of(process)[rank], signal.SIGTERM)
     _, said = process.communicate()
     assert said.count("stopped by") == 1 and "exitcode  : 75" in said, said
     assert process.returncode == 1, "torchrun's own"
@@ -159,6 +151,34 @@ def test_a_loop_of_one_s_own_trains_on_two_ranks(tmp_path):
         losses[name] = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
         assert (tmp_path / name / "model/model.safetensors").exists()
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-6) and len(losses["one"]) == 4
+
+
+LOAD = """
+import json, resource, sys
+import lowmem
+from lowmem.limits import ram_now_bytes
+import lowmem.run.prepare
+before = ram_now_bytes()
+model = lowmem.load(lowmem.Settings(model=sys.argv[1], seq=16, batch=4, micro_batch=1, device="cpu"))
+grown = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+open(sys.argv[2] + f"/{model.step.store.ranks.rank}.json", "w").write(json.dumps(grown))
+"""
+
+
+def test_loading_takes_each_rank_its_share_of_weights_and_states(tmp_path):
+    """And the gathered embeddings twice, which FSDP2 copies; 61 million parameters in a file, fp32 on the CPU."""
+    config = GPT2Config(n_layer=8, n_embd=768, n_head=12, n_positions=64, vocab_size=5_000)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "load.py").write_text(LOAD)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launcher, "load.py", "model", "."], cwd=tmp_path, env=environment, check=True)
+    whole, embeddings = 12 * model.num_parameters(), 4 * config.vocab_size * config.n_embd
+    grown = [stored(tmp_path / f"{rank}.json") for rank in range(RANKS)]
+    assert max(grown) < whole / RANKS + 2 * embeddings + 96 * MIB < 0.8 * whole
+    assert min(grown) > whole / RANKS
 
 
 def test_a_rank_whose_neighbour_has_ended_says_so_in_a_sentence():

@@ -1,0 +1,30 @@
+"""Starts a script with torchrun, and finds its processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+
+from experiments.harness.rows import ROOT
+
+
+def start(arguments: Sequence[str], ranks: int = 2, restarts: int = 0, **how) -> subprocess.Popen:
+    """Runs a script with its `arguments` in so many processes. torchrun starts them again up to `restarts` times.
+    `how`: more arguments for Popen."""
+    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *arguments]
+    # A second attempt may hang with the store of the first (pytorch#135712).
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **how)
+
+
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """Returns torchrun's processes: {rank: its process id}."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error, KeyError):  # one that has just ended, or is no rank
+            found[int(child.environ()["RANK"])] = child.pid
+    return found
