@@ -19,7 +19,7 @@ from experiments.parallel_3d import table as parallel_3d
 from experiments.peers import table as peers
 from experiments.pipeline_parallel import table as pipeline_parallel
 from experiments.plan_accuracy import table as plan_accuracy
-from experiments.several_gpus import scaling
+from experiments.several_gpus import killed, scaling
 from experiments.tensor_parallel import table as tensor_parallel
 from experiments.unified_memory import table as unified_memory
 
@@ -70,6 +70,7 @@ def main() -> int:
     peers.main()
     pipeline_parallel.main()
     plan_accuracy.main()
+    killed.write_readme()
     scaling.write_readme()
     tensor_parallel.main()
     unified_memory.main()

@@ -19,10 +19,13 @@ from pathlib import Path
 from experiments.harness import rows as row_file
 from experiments.harness.options import at_least, under_runs
 from experiments.harness.rows import ROOT
+from experiments.harness.tables import put
 from experiments.harness.torchrun import ranks_of, start
 
 PROGRAM = "experiments.several_gpus.killed"
-RESULTS = Path(__file__).resolve().parent / "results" / "killed.jsonl"
+HERE = Path(__file__).resolve().parent
+RESULTS, README = HERE / "results" / "killed.jsonl", HERE / "README.md"
+BEGIN = "<!-- made by python -m experiments.several_gpus.killed -->"
 RANKS, STEPS = 2, 12
 OPTIONS = (
     *("--demo", "--device", "cpu", "--steps", str(STEPS), "--seq", "64", "--batch", "4", "--micro-batch", "1"),
@@ -108,6 +111,20 @@ def said(row: dict) -> str:
     where = "in a save" if row["in_a_save"] else "between saves" if row["killed"] else "when it had ended"
     end = "the same bits" if row["equal"] else f"OTHER BITS or exit code {row['exit_code']}"
     return f"rank {row['rank']} after {row['steps_at_kill']} steps, {where}; {row['seconds_until_a_step']} s; {end}"
+
+
+def in_a_sentence(rows: list[dict]) -> str:
+    """Returns what the kills of one call have shown."""
+    seconds = sorted(row["seconds_until_a_step"] for row in rows)
+    in_saves, equal = (sum(row[name] for row in rows) for name in ("in_a_save", "equal"))
+    return (
+        f"Of {len(rows)} runs {equal} ended with the same bits; {in_saves} were killed in a save. It took "
+        f"{seconds[0]:.0f} to {seconds[-1]:.0f} seconds until a step was made again."
+    )
+
+
+def write_readme() -> None:
+    put(README, BEGIN, in_a_sentence(row_file.read(RESULTS)))
 
 
 if __name__ == "__main__":

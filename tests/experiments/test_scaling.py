@@ -12,6 +12,7 @@ from experiments.several_gpus.scaling import CASES, ROWS, Case
 def test_the_table_is_that_of_the_rows():
     assert {row["name"] for row in ROWS.committed()} == {case.name for case in CASES}
     assert written(scaling.README, scaling.BEGIN) == scaling.table(ROWS.committed())
+    assert written(killed.README, killed.BEGIN) == killed.in_a_sentence(read(killed.RESULTS))
 
 
 def computing_seconds(row: dict) -> float:
