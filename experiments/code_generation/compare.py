@@ -36,8 +36,8 @@ from lowmem.data.records import StableHash
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.device import select_device
 from lowmem.errors import InputError, LowmemError, Stopped, first_line
+from lowmem.models.build import load_config
 from lowmem.models.gguf_cache import converted, is_gguf
-from lowmem.models.recognize import is_hub_name
 from lowmem.run.cli import parse_arguments
 from lowmem.run.demo import model_file
 from lowmem.run.log import write_json
@@ -87,10 +87,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     options.before = found_model(options.before)
     if options.new_tokens >= options.seq:
         raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
-    for name in ("before", "after"):
-        path = getattr(options, name)
-        if path is not None and not Path(path).is_dir() and not is_hub_name(path):
-            raise InputError(f"--{name} {path}: there is no such folder")
+    for model in filter(None, (options.before, options.after)):
+        load_config(model, "pretrained")  # refuses what is no model, or cannot be had here
     device = select_device(options.device or "auto")
     if options.after is None:
         parse_arguments(training_words(options), Settings())  # refuses what the training would

@@ -47,7 +47,7 @@ PROGRAMS = {  # the function, and words before those of a case
         (
             "code_generation",
             "--before /nonexistent --after /nonexistent",
-            "--before /nonexistent: there is no such",
+            "'/nonexistent' is neither a folder here nor a name",
         ),
         ("memory_estimation", "--only gpt5", "gpt5"),
         ("memory_estimation", "--limit 16GBs", "GBs"),
