@@ -45,17 +45,19 @@ def main(arguments: list[str] | None = None) -> int:
     common, drawn = row_file.made_by(PROGRAM, arguments), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name) / "whole"
-        process, began = started(whole), time.monotonic()
-        wait_for_a_row(process, whole)
-        first = time.monotonic() - began
-        code, seconds = process.wait(), time.monotonic() - began - first
-        if code:
+        process = started(whole)
+        wait_for_rows(process, whole, 1)
+        began = time.monotonic()
+        wait_for_rows(process, whole, STEPS)
+        seconds = (time.monotonic() - began) / (STEPS - 1)
+        if code := process.wait():
             print(f"error: the run that nobody kills ended with exit code {code}", file=sys.stderr)
             return 1
         expected, differ = digest_of(whole), 0
         for number in range(options.kills):
-            case = {"kill": number, "rank": drawn.randrange(RANKS), "delay": drawn.uniform(0, seconds)}
-            row = case | killed(Path(name) / str(number), case["rank"], case["delay"], expected)
+            case = {"rank": drawn.randrange(RANKS), "step": drawn.randrange(1, STEPS)}
+            case |= {"delay": drawn.uniform(0, seconds)}
+            row = {"kill": number} | case | killed(Path(name) / str(number), **case, expected=expected)
             row_file.append(options.rows, row | common)
             print(f"{number + 1} of {options.kills}: {said(row)}", flush=True)
             differ += not row["equal"]
@@ -67,18 +69,21 @@ def started(out: Path) -> subprocess.Popen:
     return start(script, RANKS, restarts=3, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def wait_for_a_row(process: subprocess.Popen, out: Path, after: float = 0.0) -> None:
-    """Waits until a step's row was written, at a time later than `after`, or the process has ended."""
+def wait_for_rows(process: subprocess.Popen, out: Path, count: int, after: float = 0.0) -> None:
+    """Waits until `count` steps' rows were written, the last one at a time later than `after`, or the process has
+    ended."""
     rows = out / "metrics.jsonl"
-    while process.poll() is None and not (rows.exists() and rows.stat().st_size and rows.stat().st_mtime > after):
+    while process.poll() is None:
+        if rows.exists() and rows.stat().st_mtime > after and rows.read_bytes().count(b"\n") >= count:
+            return
         time.sleep(0.01)
 
 
-def killed(out: Path, rank: int, delay: float, expected: str) -> dict:
-    """Trains in `out`, and kills the process of `rank` `delay` seconds after the first step. Returns what was going on
+def killed(out: Path, rank: int, step: int, delay: float, expected: str) -> dict:
+    """Trains in `out`, and kills the process of `rank` `delay` seconds after so many steps. Returns what was going on
     then, how long it took until a process had made another step, and whether the end has the digest `expected`."""
     process = started(out)
-    wait_for_a_row(process, out)
+    wait_for_rows(process, out, step)
     time.sleep(delay)
     workers = ranks_of(process)
     if rank in workers:
@@ -88,12 +93,13 @@ def killed(out: Path, rank: int, delay: float, expected: str) -> dict:
     steps = len((out / "metrics.jsonl").read_text().splitlines())
     while process.poll() is None and set(workers.values()) & set(ranks_of(process).values()):
         time.sleep(0.01)
-    wait_for_a_row(process, out, moment)
+    wait_for_rows(process, out, 1, moment)
     again = time.monotonic() - began
     code = process.wait()
     return {
         "steps_at_kill": steps, "in_a_save": bool(unfinished), "killed": rank in workers, "exit_code": code,
-        "seconds_until_a_step": round(again, 2), "equal": code == 0 and digest_of(out) == expected,
+        "seconds_until_a_step": round(again, 2),
+        "equal": rank in workers and code == 0 and digest_of(out) == expected,
     }  # fmt: skip
 
 
@@ -118,8 +124,8 @@ def in_a_sentence(rows: list[dict]) -> str:
     seconds = sorted(row["seconds_until_a_step"] for row in rows)
     in_saves, equal = (sum(row[name] for row in rows) for name in ("in_a_save", "equal"))
     return (
-        f"Of {len(rows)} runs {equal} ended with the same bits; {in_saves} were killed in a save. It took "
-        f"{seconds[0]:.0f} to {seconds[-1]:.0f} seconds until a step was made again."
+        f"{len(rows)} ranks were killed, {in_saves} of them in a save, and {equal} runs ended with the same bits. It "
+        f"took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds until a step was made again."
     )
 
 
