@@ -11,6 +11,7 @@ Memory is compared in all of them: allocated bytes within 1% of the plan.
 import json
 import os
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -60,10 +61,10 @@ def _trained(setting: Setting, name: str, *more: str, kill: bool = False) -> Res
     was_killed = kill and _killed(process, out)
     code = process.wait()
     rows = read_metrics(out / "metrics.jsonl")
-    if code or not rows:
+    if code or len(rows) < 2:
         return Result({"exit_code": code, "steps": len(rows)}, {"exit code 0": False})
     plan = json.loads((out / "plan.json").read_text())
-    seconds = sorted(row["step_ms"] / 1e3 for row in rows[1:])[len(rows) // 2 - 1]
+    seconds = statistics.median(row["step_ms"] / 1e3 for row in rows[1:])
     values = {"ranks": plan["ranks"], "losses": [row["loss"] for row in rows], "step_seconds": seconds}
     values |= {"planned": plan["predicted"], "sent_bytes": plan["sent_bytes"]}
     checks = {"two ranks": plan["ranks"] == RANKS} | ({"was killed": was_killed} if kill else {})
