@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
     if options.new_tokens >= options.seq:
         raise InputError(f"--new-tokens {options.new_tokens} leaves nothing of --seq {options.seq} to begin with")
     for model in filter(None, (options.before, options.after)):
-        load_config(model, "pretrained")  # refuses what is no model, or cannot be had here
+        load_config(model, "pretrained")  # refuses what is no model
     device = select_device(options.device or "auto")
     if options.after is None:
         parse_arguments(training_words(options), Settings())  # refuses what the training would

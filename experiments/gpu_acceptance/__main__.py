@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         if device not in machine["names"]:
             print("gpu_acceptance: PyTorch finds no GPU here; --dry-run runs it on the CPU, tiny.", file=sys.stderr)
             return 2
-        if device == "cuda" and not options.only:
-            chosen = [job for job in chosen if job.cards <= machine["cards"]]
+        if device == "cuda":
+            chosen = [job for job in chosen if job.cards <= machine.get("cards", 1) or job.full_name in options.only]
         with tempfile.TemporaryDirectory(prefix="gpu_acceptance_") as scratch:
             path = (options.out or OUT) / "rows.jsonl"
             if options.dry_run and options.out is None:

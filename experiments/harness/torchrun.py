@@ -1,6 +1,8 @@
 """Starts a script with torchrun, and finds its processes."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,8 @@ import psutil
 
 from experiments.harness.rows import ROOT
 
+_PR_SET_PDEATHSIG = 1  # of Linux, sys/prctl.h
+
 
 def start(arguments: Sequence[str], ranks: int = 2, restarts: int = 0, **how) -> subprocess.Popen:
     """Runs a script with its `arguments` in so many processes. torchrun starts them again up to `restarts` times.
@@ -18,7 +22,13 @@ def start(arguments: Sequence[str], ranks: int = 2, restarts: int = 0, **how) ->
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, *arguments]
     # A second attempt may hang with the store of the first (pytorch#135712).
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **how)
+    how |= {"text": True, "preexec_fn": _end_with_parent, "start_new_session": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **how)
+
+
+def _end_with_parent() -> None:
+    """Lets torchrun get SIGTERM if its parent dies, so that it ends its processes, which have sessions of their own."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -77,7 +78,7 @@ def _run(case: Case, folder: Path) -> dict:
         os.environ[name] = f"expandable_segments:{case.grow}"
     arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
-    with patch.object(gpu_plan, "ways", _in_two_passes if case.two_passes else ways):
+    with patch.object(gpu_plan, "ways", partial(_with_fate, Fate.DROPPED if case.two_passes else Fate.APPLIED)):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
         with memory_alone():
@@ -115,9 +116,11 @@ def _data(case: Case, folder: Path) -> list[str]:
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
 
 
-def _in_two_passes(settings: Settings, simulations) -> list[list[Choices]]:
-    dropped = ([each for each in fates if each.base.fate is Fate.DROPPED] for fates in ways(settings, simulations))
-    return [choices for choices in dropped if choices]
+def _with_fate(fate: Fate, settings: Settings, simulations) -> list[list[Choices]]:
+    """Returns the ways that do this with gradients; all ways if none does."""
+    every = ways(settings, simulations)
+    found = ([each for each in fates if each.base.fate is fate] for fates in every)
+    return [choices for choices in found if choices] or every
 
 
 def _tight_cap(arguments: list[str]) -> int:

@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name) / "whole"
         process = started(whole)
-        wait_for_rows(process, whole, 1)
+        wait_for_steps(process, whole, 1)
         began = time.monotonic()
-        wait_for_rows(process, whole, STEPS)
+        wait_for_steps(process, whole, STEPS)
         seconds = (time.monotonic() - began) / (STEPS - 1)
         if code := process.wait():
             print(f"error: the run that nobody kills ended with exit code {code}", file=sys.stderr)
@@ -69,31 +69,33 @@ def started(out: Path) -> subprocess.Popen:
     return start(script, RANKS, restarts=3, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def wait_for_rows(process: subprocess.Popen, out: Path, count: int, after: float = 0.0) -> None:
-    """Waits until `count` steps' rows were written, the last one at a time later than `after`, or the process has
-    ended."""
-    rows = out / "metrics.jsonl"
-    while process.poll() is None:
-        if rows.exists() and rows.stat().st_mtime > after and rows.read_bytes().count(b"\n") >= count:
-            return
+def wait_for_steps(process: subprocess.Popen, out: Path, count: int) -> None:
+    """Waits until `count` steps are made, or the process has ended."""
+    while process.poll() is None and steps_of(out) < count:
         time.sleep(0.01)
+
+
+def steps_of(out: Path) -> int:
+    """Returns how many steps the run in `out` has made."""
+    rows = out / "metrics.jsonl"
+    return rows.read_bytes().count(b"\n") if rows.exists() else 0
 
 
 def killed(out: Path, rank: int, step: int, delay: float, expected: str) -> dict:
     """Trains in `out`, and kills the process of `rank` `delay` seconds after so many steps. Returns what was going on
-    then, how long it took until a process had made another step, and whether the end has the digest `expected`."""
+    then, how long it took until the run had made one step more, and whether the end has the digest `expected`."""
     process = started(out)
-    wait_for_rows(process, out, step)
+    wait_for_steps(process, out, step)
     time.sleep(delay)
     workers = ranks_of(process)
     if rank in workers:
         os.kill(workers[rank], signal.SIGKILL)
-    moment, began = time.time(), time.monotonic()
+    began = time.monotonic()
     unfinished = [path.name for path in (out / "checkpoints").glob("*") if not path.name.startswith("step-")]
-    steps = len((out / "metrics.jsonl").read_text().splitlines())
     while process.poll() is None and set(workers.values()) & set(ranks_of(process).values()):
         time.sleep(0.01)
-    wait_for_rows(process, out, 1, moment)
+    steps = steps_of(out)  # a step may have been written after the kill
+    wait_for_steps(process, out, steps + 1)
     again = time.monotonic() - began
     code = process.wait()
     return {
@@ -120,12 +122,13 @@ def said(row: dict) -> str:
 
 
 def in_a_sentence(rows: list[dict]) -> str:
-    """Returns what the kills of one call have shown."""
+    """Returns what the kills of the newest call have shown."""
+    rows = [row for row in rows if row["killed"] and row["date"] == rows[-1]["date"]]
     seconds = sorted(row["seconds_until_a_step"] for row in rows)
     in_saves, equal = (sum(row[name] for row in rows) for name in ("in_a_save", "equal"))
     return (
         f"{len(rows)} ranks were killed, {in_saves} of them in a save, and {equal} runs ended with the same bits. It "
-        f"took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds until a step was made again."
+        f"took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds until the run had made one step more."
     )
 
 

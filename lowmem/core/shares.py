@@ -1,7 +1,8 @@
 """Trains one model on several ranks, of which each stores a share of every unit's matrices.
 
     forward    each block's weights are gathered once for all micro-batches
-    backward   they are gathered once more; the fp32 sum of a block's gradients over the micro-batches is reduced once
+    backward   they are gathered once more, unless they stay; the fp32 sum of a block's gradients over the micro-batches
+               is reduced once
     norm       each rank's squares, added in fp64
     updates    each rank updates its share, before it is gathered for the next forward pass
 
@@ -70,8 +71,8 @@ class GatheredWeights:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
-        `following` blocks. Frees those of all others. All ranks must call this in the same order. No update of all
-        these blocks may be waiting."""
+        `following` blocks. Frees those of all others but the staying ones. All ranks must call this in the same order.
+        No update of all these blocks may be waiting."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -93,6 +94,9 @@ class GatheredWeights:
 
     def _called(self, block: int) -> None:
         if not all(unit.is_here for unit in self._of([block])):
+            for other in self._blocks:  # also those that would stay until backward, which does not come
+                if other not in (block, block + 1):
+                    self.let_go(other)
             following = range(block + 1, block + 2) if block + 1 in self._blocks and block in self._blocks else None
             self.bring(range(block, block + 1), following)
 

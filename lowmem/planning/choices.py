@@ -1,7 +1,8 @@
 """Lists the layouts that the settings allow, in the order in which the search tries them.
 
 Working weights and saved block inputs are on the GPU or in RAM, optimizer states on the GPU, in RAM or on a disk.
-Gradients that wait for the norm are held on the GPU, sent to RAM, or dropped and computed a second time.
+Gradients that wait for the norm are held on the GPU, sent to RAM, or dropped and computed a second time. If nothing is
+clipped or scaled, they can be applied in backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,8 +74,8 @@ def step_case(settings: Settings, precision: str, ranks: int = 1) -> StepCase:
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are
     on the GPU; then weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has
-    one entry for each thing that can happen to final gradients (their fate). With several ranks each is there twice: no
-    block, or all of them, keep their gathered weights."""
+    one entry for each thing that can happen to final gradients (their fate). With several ranks, each entry comes
+    twice: first no block keeps its gathered weights, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -142,7 +143,8 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
         return
     if held:
         held_sizes = tuple(size for size in possible if settings.batch // size <= FEW_MICRO_BATCHES)
-        yield replace(whole, micro_batches=held_sizes)
+        if held_sizes:
+            yield replace(whole, micro_batches=held_sizes)
     if not needs_all:
         yield replace(whole, base=replace(whole.base, fate=Fate.APPLIED))
         return

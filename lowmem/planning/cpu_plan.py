@@ -1,9 +1,9 @@
 """Makes the plan for the CPU, without predicting time. Takes the first layout that fits, in order of preference.
 
-The largest micro-batch of at most 4,096 tokens comes first, then two passes for gradients, then states on a disk. All
-activations are kept if they fit into a quarter of the free RAM. The simulated peak counts RAM. The peak of the blocks'
-activations is added to it, because malloc does not reuse all small blocks that were freed. That is a rule of thumb
-(experiments/memory_estimation has figures of four models).
+The largest micro-batch of at most 4,096 tokens comes first, then layouts that never hold all gradients (two passes, or
+updates in backward), then states on a disk. All activations are kept if they fit into a quarter of the free RAM. The
+simulated peak counts RAM. The peak of the blocks' activations is added to it, because malloc does not reuse all small
+blocks that were freed. That is a rule of thumb (experiments/memory_estimation has figures of four models).
 
 The micro-batch changes the bits of the result, so neither free RAM nor a stopwatch helps to choose it.
 """

@@ -58,8 +58,8 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
         for choices in fates:
-            if choices.base.gathered and best is not None and not best.waits:
-                continue  # weights that stay would save no time
+            if choices.base.gathered and (best is None or not best.waits):
+                continue  # weights that stay would not fit, or save no time
             if not choices.disk:
                 best = search.fastest(choices, best)
                 continue
@@ -146,8 +146,8 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
     for choices in every:
-        if choices.base.fate is Fate.SENT and dropped:
-            continue  # computing gradients twice takes less of everything but time
+        if choices.base.gathered or (choices.base.fate is Fate.SENT and dropped):
+            continue  # gathering weights and computing gradients twice take less of everything but time
         ram = None if choices.disk else room.ram
         for segment in choices.segments:
             column = replace(columns.frugal(choices), segment=segment)

@@ -50,9 +50,9 @@ class _Case:
     gpu_limit: int | None
     process_bytes: int
 
-    def room(self, ram_limit: int | None) -> Room:
+    def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
         base = self.simulations.base
-        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, self.margins)
+        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, margins or self.margins)
         if ram_limit is not None:
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
@@ -90,7 +90,8 @@ class _Case:
         free = self.simulations.run(layout, None)
         if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
             return free  # the cap changes nothing
-        caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit, self.margins)
+        left_free = self.margins if layout.fate is Fate.APPLIED else 1
+        caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit, left_free)
         under_caps = (self.simulations.run(layout, cap) for cap in caps)  # holes may make the wider one fail
         found = next(filter(None, under_caps), None)
         return found or self.simulations.run(layout, self.simulations.smallest_cap_bytes(layout))
@@ -116,6 +117,10 @@ def gpu_plan(
     found = fastest_layout(ways(settings, simulations), simulations, room)
     if found is None:
         raise _refused(case, room, card_limit, decoder, target, process is not None)
+    if case.margins > 1 and found.layout.fate is not Fate.APPLIED:  # its steps can be made again
+        waiting = [[one for one in fates if one.base.fate is not Fate.APPLIED] for fates in ways(settings, simulations)]
+        room = case.room(settings.ram_limit_bytes, margins=1)
+        found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
     plan = case.plan(found)
     if not settings.plan_only and ranks == 1:  # one of several ranks cannot go on with another layout
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))

@@ -190,7 +190,7 @@ class Plan:
             "inputs of blocks wait in RAM for their backward": layout.boundaries_in_ram,
             "gradients wait in RAM for their updates": layout.fate is Fate.SENT,
             "blocks are updated during backward": layout.fate is Fate.APPLIED,
-            "weights stay gathered for backward": layout.gathered,
+            "weights of blocks stay gathered until backward": layout.gathered,
         }
         return "; ".join(text for text, holds in said.items() if holds)
 

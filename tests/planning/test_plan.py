@@ -366,10 +366,17 @@ def test_what_is_not_clipped_has_no_norm_to_wait_for():
 
 
 def test_what_is_not_clipped_may_wait_for_the_next_forward_too():
-    """A batch in one group of one micro-batch: its updates wait only if that is faster, and it never is slower."""
+    """Updates wait if that is faster. No plan is slower than with clipping."""
     for changed in ({}, {"batch": 2}, {"gpu_limit_bytes": 700 * MIB}):
         clipped, plan = plan_for(**changed), plan_for(clip_norm=None, **changed)
         assert plan.layout.fate is Fate.HELD and plan.step_seconds <= 1.01 * clipped.step_seconds, changed
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_a_batch_of_many_micro_batches_is_refused_in_a_sentence(clip_norm):
+    """Seen to fail with an IndexError: no micro-batch was left with which the whole batch would hold its gradients."""
+    with pytest.raises(PlanError, match="the smallest that would do is"):
+        plan_for(clip_norm=clip_norm, seq=32, batch=64, micro_batch=1, gpu_limit_bytes=66 * MIB)
 
 
 def test_on_the_cpu_gradients_are_applied_in_backward_if_ram_is_short():

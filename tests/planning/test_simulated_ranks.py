@@ -13,7 +13,7 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES
-from lowmem.core.shares import Shares
+from lowmem.core.shares import GatheredWeights, Shares
 from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning.choices import ways
@@ -82,6 +82,34 @@ def test_weights_stay_gathered_if_that_saves_time():
         every = ways(Settings(seq=64, batch=4, weights="resident"), simulations)
         found = fastest_layout(every, simulations, Room(None, None))
         assert found.layout.gathered == gathered
+
+
+class FakeUnit:
+    taken = is_here = False
+
+    def start(self) -> None:
+        self.taken = True
+
+    def wait(self) -> None:
+        self.is_here = True
+
+    def let_go(self) -> None:
+        self.taken = self.is_here = False
+
+
+def test_an_evaluation_leaves_two_blocks_gathered_also_of_those_that_stay():
+    units = {number: FakeUnit() for number in range(-1, 5)}
+    weights = GatheredWeights(units, range(4), range(1, 4))
+
+    def taken() -> list[int]:
+        return [number for number in range(4) if units[number].taken]
+
+    for block in range(4):
+        weights._called(block)
+        assert taken() == [block, block + 1][: 4 - block]
+    weights.bring(range(1), range(1, 2))
+    weights.bring(range(1, 2), range(2, 3))
+    assert taken() == [1, 2, 3], "block 0 does not stay, and 3 was there"
 
 
 def test_cards_with_nvlink_do_not_wait_for_ram():

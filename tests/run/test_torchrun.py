@@ -165,8 +165,8 @@ open(sys.argv[2] + f"/{model.step.store.ranks.rank}.json", "w").write(json.dumps
 """
 
 
-def test_loading_takes_each_rank_its_share_of_weights_and_states(tmp_path):
-    """And the gathered embeddings twice, which FSDP2 copies; 61 million parameters in a file, fp32 on the CPU."""
+def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
+    """And twice the gathered embeddings, which FSDP2 copies. 61 million parameters in a file, fp32 on the CPU."""
     config = GPT2Config(n_layer=8, n_embd=768, n_head=12, n_positions=64, vocab_size=5_000)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
