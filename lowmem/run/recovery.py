@@ -108,7 +108,7 @@ class Recovery:
         if not measures:
             return
         last = measures[-1]
-        if "planned" in last and Layout(**last["planned"]) == self._planned:
+        if "planned" in last and asdict(Layout(1)) | last["planned"] == asdict(self._planned):
             layout = Layout(**last["layout"])
             del self._smaller[: sum(measure["measure"] == LAYOUT for measure in measures)]
         else:
