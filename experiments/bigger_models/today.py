@@ -123,6 +123,7 @@ def _cell(row: dict | None) -> str:
 
 CASES = tuple(Case(title, machine) for title in reversed(MODELS) for machine in MACHINES)  # the slowest plans first
 ROWS = PlannedRows("experiments.bigger_models.today", __doc__.split("\n")[0], RESULTS / "today.jsonl", CASES, line)
+main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(ROWS.main())
+    sys.exit(main())

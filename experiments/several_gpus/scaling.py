@@ -99,6 +99,7 @@ CASES = tuple(Case(title, card, gpus) for title in MODELS for card in CARDS for 
 ROWS = PlannedRows(
     "experiments.several_gpus.scaling", __doc__.split(":")[0], HERE / "results" / "scaling.jsonl", CASES, line
 )
+main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(ROWS.main())
+    sys.exit(main())
