@@ -36,4 +36,4 @@ def test_no_order_of_streams_changes_a_bit_of_two_ranks():
     """Each rank has a card. gloo's threads wait for streams, and so compute beside the thread that trains."""
     trained = "as_many_parts and (2-no and clipping or 2-kept or 2-bf16 and steps)"
     command = ("-m", "pytest", "tests/distributed/test_bits.py", "-k", trained)
-    assert "3 passed" in on_card.output(*command, options=("--values", "--order", FIRST, "--devices", "2"))
+    assert "4 passed" in on_card.output(*command, options=("--values", "--order", FIRST, "--devices", "2"))
