@@ -13,9 +13,10 @@ BEGIN = "<!-- made by python -m experiments.code_generation.table -->"
 
 
 def section(rows: list[dict]) -> str:
-    """Returns the README's section, from the newest row of each command."""
+    """Returns the README's section, from the newest row of each command; a pretrained model's first."""
+    newest = {row["command"]: row for row in rows}.values()
     parts = []
-    for row in {row["command"]: row for row in rows}.values():
+    for row in sorted(newest, key=lambda row: not (row["training"] or {}).get("pretrained")):
         training = row["training"]
         lines = [
             [name, *(form.format(row[column][key]) if key in row[column] else "" for column in (*COLUMNS, "true"))]

@@ -146,7 +146,8 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
     """Draws the RAM peak in each phase of the training run, in their order."""
     names = list(dict.fromkeys([*predicted, *measured]))
-    for phases, label, colour, place in ((predicted, "predicted", "C0", -0.2), (measured, "measured", "0.35", 0.2)):
+    side = 0.2 if measured else 0.0
+    for phases, label, colour, place in ((predicted, "predicted", "C0", -side), (measured, "measured", "0.35", side)):
         known = [(number + place, phases[name] / GIB) for number, name in enumerate(names) if name in phases]
         if known:
             axes.bar(*zip(*known, strict=True), 0.38, color=colour, label=label)
@@ -175,7 +176,7 @@ def _draw_timeline(
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds of one step (predicted)")
     axes.set_ylabel("GPU memory (GiB)")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _annotate(axes, text: str, at: tuple[float, float], offset_points: tuple[int, int], **style) -> None:
