@@ -1,9 +1,8 @@
 """The invariant at the heart of the project: where tensors lie and in what order work is done changes no bit.
 
-What is equal, bit for bit (weights, low halves, m, v, losses and norms over 6 steps with dropout and clipping that
-bites): every group size, segment length, what is kept and what recomputed, states resident or streamed or mixed,
-updates deferred or not, in fp32, bf16 and fp16, exact, 8-bit and SGD states. Without clipping also updates during
-backward. LAYOUTS and IN_BACKWARD of experiments/harness/trainings.py list them.
+Weights, low halves, m, v, losses and norms are compared after some steps with dropout, and with clipping that bites.
+They are equal for every layout in LAYOUTS and IN_BACKWARD (experiments/harness/trainings.py), in fp32, bf16 and fp16,
+with exact, 8-bit and SGD states.
 
 What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
 product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other
