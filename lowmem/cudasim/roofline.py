@@ -34,7 +34,9 @@ ATTENTION_SHARES = {
     ("efficient", True): (0.25, 0.15),
 }
 _ATTENTION_TILE = 128  # tokens
-UNALIGNED_SHARE = 0.7  # 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718
+# Speed of 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718. Hopper then runs
+# Turing's kernels: the head's three products of 50,257 words took an H200 177 ms of a step of Large, not 34.
+UNALIGNED_SHARE, UNALIGNED_SHARE_ON_HOPPER = 0.7, 0.19
 # The tiles of a product that one multiprocessor computes at a time. In fp32 half a tile is as fast for its size: the
 # kernels of a training step on an A100 show it (ampere_sgemm_128x64_tn: 17.0 TFLOP/s; yyin-dev/cs336-a2, writeup.md).
 # Tensor cores would wait for the inputs of smaller tiles.
@@ -138,7 +140,7 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
     tiles = _FP32_TILES if left.dtype.itemsize > 2 else _TILES
     share = max(_share_in_use(card.multiprocessors, batch, rows, columns, terms, tile) for tile in tiles)
     if left.dtype.itemsize == 2 and card.capability >= (7, 0) and (rows % 8 or columns % 8 or terms % 8):
-        share *= UNALIGNED_SHARE
+        share *= UNALIGNED_SHARE_ON_HOPPER if card.capability[0] == 9 else UNALIGNED_SHARE
     return flops / (card.sustained_flops(left.dtype) * share)
 
 

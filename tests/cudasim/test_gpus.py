@@ -9,7 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lowmem.cudasim.gpus import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
-from lowmem.cudasim.roofline import ATTENTION_SHARES, KERNEL_SECONDS, UNALIGNED_SHARE, operation_seconds
+from lowmem.cudasim.roofline import (
+    ATTENTION_SHARES,
+    KERNEL_SECONDS,
+    UNALIGNED_SHARE,
+    UNALIGNED_SHARE_ON_HOPPER,
+    operation_seconds,
+)
 from lowmem.errors import InputError
 from lowmem.run import plan_command
 
@@ -387,6 +393,8 @@ def test_sixteen_bit_products_with_a_size_that_is_no_multiple_of_8_are_slower():
     full = per_flop(12800, BF16)
     assert per_flop(12799, BF16) == pytest.approx(full / UNALIGNED_SHARE, rel=1e-3)
     assert per_flop(12799, FP32) == pytest.approx(10 * full, rel=1e-3)
+    hopper = Card(**{**vars(FAST_MEMORY), "capability": (9, 0)})
+    assert per_flop(12799, BF16, hopper) == pytest.approx(full / UNALIGNED_SHARE_ON_HOPPER, rel=1e-3)
     pascal = Card(**{**vars(FAST_MEMORY), "capability": (6, 1)})
     assert per_flop(12799, FP16, pascal) == pytest.approx(full, rel=1e-3)
 
