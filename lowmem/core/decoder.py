@@ -137,6 +137,11 @@ class Decoder:
         ):
             return self._run(zeros)
 
+    def run_without_data(self) -> None:
+        """Runs all pieces on the example, if all parameters are on the meta device."""
+        with _AnswerYes():
+            self.logits(*self.example(self.head_weight.shape[0]))
+
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.norms import Norm, rule_of
 
 
 def fuse_gelu(model: nn.Module) -> None:
@@ -40,7 +41,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             plain = _linear if isinstance(module, nn.Linear) else _conv1d
             module.forward = functools.partial(_fused if fused else plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
-            module.forward = functools.partial(_norm_in_fp32, module)
+            plain, rule = functools.partial(_norm_in_fp32, module), rule_of(module) if fused else None
+            module.forward = plain if rule is None else Norm(module, rule, plain)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(functools.partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block

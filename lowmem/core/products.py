@@ -4,15 +4,18 @@ These operations take nearly all of a block's time, so only norms, activation fu
 (docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lowmem.core.decoder import forward_replaced
 
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
@@ -81,19 +84,30 @@ class ProductReplayer(TorchDispatchMode):
 
     `unneeded`: the index of a matrix product whose output is returned without values. If its values turn out to be
     needed, `missed` becomes True, and the results must not be used. `last_matrix_product`: as for ProductRecorder.
+    `layers`: of each matrix product the module that was called last before it.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
         super().__init__()
         self.last_matrix_product: int | None = None
         self.missed = False
+        self.layers: list[nn.Module | None] = []
+        self._layer: nn.Module | None = None
         self._kept, self._unneeded = kept, unneeded
         self._products = 0  # so far
         self._without_values: set[StorageWeakRef] = set()
         self._watch: saved_tensors_hooks | None = None
 
+    def __enter__(self):
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._called)
+        return super().__enter__()
+
+    def _called(self, module: nn.Module, _) -> None:
+        self._layer = module
+
     def __exit__(self, *exception):
-        self._kept = None
+        self._kept = self._layer = None
+        self._hook.remove()
         if self._watch is not None:
             self._watch.__exit__(*exception)
             self._watch = None  # it refers to this object
@@ -104,6 +118,8 @@ class ProductReplayer(TorchDispatchMode):
             number = self._products
             self._products += 1
             self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
+            if self.last_matrix_product is not None:
+                self.layers.append(self._layer)
             if number == self._unneeded == self.last_matrix_product:
                 return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
@@ -139,6 +155,19 @@ class ProductReplayer(TorchDispatchMode):
     def _saved(self, tensor: Tensor) -> Tensor:
         self.missed |= self._has_no_values(tensor)
         return tensor.detach()  # an operation that saves its own output would keep itself alive through its graph
+
+
+@contextmanager
+def product_skipped(layer: nn.Module) -> Iterator[None]:
+    """Makes `layer`, whose forward makes one matrix product, return an output without values."""
+    forward = layer.forward
+
+    def skipping(*arguments, **keywords):
+        with ProductReplayer(None, unneeded=0):
+            return forward(*arguments, **keywords)
+
+    with forward_replaced(layer, skipping):
+        yield
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:

@@ -10,17 +10,31 @@ The bits are equal: every block seeds its device's generator before it runs, by 
 import hashlib
 import struct
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder, Extra
-from lowmem.core.products import Kept, ProductRecorder, ProductReplayer
+from lowmem.core.products import Kept, ProductRecorder, ProductReplayer, product_skipped
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
-# {segment, or kind of segment: number of the product that backward does not need; None if it needs all}.
-SkippableProducts = dict[Hashable, int | None]
+
+
+@dataclass(frozen=True)
+class LastProduct:
+    """Describes a segment's last matrix product, which backward does not need, as far as is known. `number`: its place
+    among the segment's products. `layer`: the name of the module in the last block that makes
+    this product and no other. `tried`: whether a run without the product's values has shown that nothing needs them."""
+
+    number: int
+    layer: str | None
+    tried: bool = False
+
+
+# {segment, or kind of segment: its last product; None if backward needs it}.
+SkippableProducts = dict[Hashable, LastProduct | None]
 
 
 @dataclass(frozen=True)
@@ -101,17 +115,39 @@ def _run_again(
     decoder: Decoder, segment: Segment, products: list[Kept | None] | None, boundary: Tensor, extras: Sequence[Extra],
     dropout: Dropout, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    if products is not None or skippable.get(kind, 0) is not None:  # else nothing to replay, skip or learn
-        with ProductReplayer(products, skippable.get(kind)) as replayer:
-            output = _run(decoder, segment.blocks, boundary, extras, dropout)
-        skippable.setdefault(kind, replayer.last_matrix_product)
-        if not replayer.missed:
-            return output
-        skippable[kind] = None
-        del output
-        if products is not None:
-            products.clear()  # they may have been changed in place by now, and would take memory twice
-    return _run(decoder, segment.blocks, boundary, extras, dropout)
+    known = kind in skippable
+    last, block = skippable.get(kind), decoder.blocks[segment.blocks[-1]]
+    run = partial(_run, decoder, segment.blocks, boundary, extras, dropout)
+    if products is None and known:
+        if last is None:
+            return run()
+        if last.tried and last.layer is not None:
+            with product_skipped(block.get_submodule(last.layer)):
+                return run()
+    with ProductReplayer(products, None if last is None else last.number) as replayer:
+        output = run()
+    if not known:
+        skippable[kind] = _last_product(replayer, block)
+    elif last is not None and not replayer.missed:
+        skippable[kind] = replace(last, tried=True)
+    if not replayer.missed:
+        return output
+    skippable[kind] = None
+    del output
+    if products is not None:
+        products.clear()  # they may have been changed in place by now, and would take memory twice
+    return run()
+
+
+def _last_product(replayer: ProductReplayer, block: nn.Module) -> LastProduct | None:
+    """Returns the last product of the segment, ending in `block`, that has run inside `replayer`; None if its last
+    operation of weight is none."""
+    if replayer.last_matrix_product is None:
+        return None
+    layer = replayer.layers[-1]
+    name = next((name for name, module in block.named_modules() if module is layer), None)
+    alone = replayer.layers.count(layer) == 1
+    return LastProduct(replayer.last_matrix_product, name if alone else None)
 
 
 def _run(decoder: Decoder, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> Tensor:

@@ -58,6 +58,7 @@ _ATTENTION = {
 }  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
+_OVERWRITES |= {"normalize", "normalize_backward"}  # of lowmem
 _COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}

@@ -2,6 +2,7 @@
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
+    normalize, ..._backward     the norm of each row (norms.py), and its gradients      (triton_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
@@ -21,6 +22,10 @@ _SCHEMAS = {
     "split": "(Tensor(a!) working, Tensor(b!) low, Tensor master) -> ()",
     "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale, "
     "float outer=1.0, float? inner=None) -> ()",
+    "normalize": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? statistics, float epsilon, "
+    "float offset, bool centered) -> ()",
+    "normalize_backward": "(Tensor gradient, Tensor x, Tensor weight, Tensor statistics, Tensor(a!) x_gradient, "
+    "Tensor(b!) partial_sums, float offset) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
 }
 

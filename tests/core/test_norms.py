@@ -1,0 +1,161 @@
+"""Norms in one kernel: values and gradients against fp64, which modules are norms, and which of them write 16 bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from families import FAMILIES, POST_NORM
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.layers import cast_explicitly
+from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, rule_of
+from lowmem.models.build import make_decoder
+from tests.core.test_fused import interpreted  # noqa: F401  a fixture
+
+pytest.importorskip("triton")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NORMS = {
+    "LayerNorm": lambda width: nn.LayerNorm(width, eps=1e-5),
+    "LayerNorm without bias": lambda width: nn.LayerNorm(width, bias=False),
+    "Llama": lambda width: LlamaRMSNorm(width, eps=1e-6),
+    "Gemma": lambda width: GemmaRMSNorm(width),
+}
+RULES = {
+    "LayerNorm": Rule(1e-5, 0.0, True),
+    "LayerNorm without bias": Rule(1e-5, 0.0, True),
+    "Llama": Rule(1e-6, 0.0, False),
+    "Gemma": Rule(1e-6, 1.0, False),
+}
+named = pytest.mark.parametrize("name", NORMS)
+
+
+def with_weights(name: str, width: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    module = NORMS[name](width)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(width, generator=generator)
+    return module
+
+
+@named
+def test_a_norm_is_found_by_its_values(name):
+    assert rule_of(NORMS[name](48).to("meta")) == RULES[name]
+
+
+class Otherwise(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x) * 1.001
+
+
+class Twice(nn.LayerNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Otherwise(32), Twice(32), nn.LayerNorm((4, 32)), nn.GroupNorm(2, 32), nn.LayerNorm(32, elementwise_affine=False)],
+    ids=["a factor", "a gate", "two dimensions", "groups", "no weight"],
+)
+def test_a_module_that_computes_anything_else_is_none(module):
+    assert rule_of(module) is None
+
+
+ROWS = [1, LEAST_ROWS + 1, 37, LEAST_ROWS * PROGRAMS + 3]  # the last ones need more rows for each program
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
+@named
+def test_values_and_gradients_are_those_of_fp64_within_roundings(interpreted, name, dtypes, rows):  # noqa: F811
+    """One rounding to the output's dtype, and those of fp32 sums, relative to the largest number."""
+    width = 100 if rows < 100 else 24
+    generator = torch.Generator().manual_seed(rows)
+    module = with_weights(name, width)
+    norm = Norm(module, rule_of(module), None)
+    norm.rounded = dtypes[1]
+    x = (torch.randn(rows, width, generator=generator) * 3 + 1).to(dtypes[0])
+    gradient = torch.randn(rows, width, generator=generator).to(dtypes[1])
+    ours = x.clone().requires_grad_()
+    y = norm(ours.view(1, rows, width))
+    y.backward(gradient.view(1, rows, width))
+
+    exact, truth = x.double().requires_grad_(), copy.deepcopy(module).double()
+    for parameter in truth.parameters():
+        parameter.grad = None
+    y_truth = RULES[name](exact, truth.weight, truth._parameters.get("bias"))
+    y_truth.backward(gradient.double())
+    unit = {FP32: 2**-22, BF16: 2**-8, FP16: 2**-11}
+    assert y.dtype is dtypes[1] and ours.grad.dtype is dtypes[0]
+    close(y[0], y_truth, 1.01 * unit[dtypes[1]])
+    close(ours.grad, exact.grad, 1.01 * unit[dtypes[0]])
+    for parameter, other in zip(module.parameters(), truth.parameters(), strict=True):
+        close(parameter.grad, other.grad, 2**-22)
+    with torch.no_grad():
+        assert torch.equal(norm(x), y[0]), "the same bits without a graph"
+
+
+def close(found: torch.Tensor, truth: torch.Tensor, unit: float) -> None:
+    assert ((found - truth).abs() <= unit * truth.abs() + 1e-6 * truth.abs().max()).all()
+
+
+def test_a_call_with_more_than_the_input_takes_the_modules_own_forward():
+    module = nn.LayerNorm(8)
+    norm = Norm(module, rule_of(module), lambda x, gate: x * gate)
+    assert torch.equal(norm(torch.ones(2, 8), 3), torch.full((2, 8), 3.0))
+
+
+def rounded(config, residual: str = "fp32") -> dict[str, set]:
+    """{last part of a norm's name: dtypes that such norms write}."""
+    found: dict[str, set] = {}
+    for name, module in make_decoder(config, "bf16", residual, True).model.named_modules():
+        if isinstance(forward := vars(module).get("forward"), Norm):
+            found.setdefault(name.split(".")[-1], set()).add(forward.rounded)
+    return found
+
+
+def test_norms_write_16_bit_if_only_products_read_them():
+    assert rounded(FAMILIES["gpt2"]()) == {"ln_1": {BF16}, "ln_2": {BF16}, "ln_f": {BF16}}
+    assert rounded(FAMILIES["qwen3"]()) == {
+        "input_layernorm": {BF16}, "post_attention_layernorm": {BF16}, "norm": {BF16}, "q_norm": {None},
+        "k_norm": {None},
+    }  # fmt: skip
+    assert rounded(FAMILIES["bloom"]())["word_embeddings_layernorm"] == {None}, "it begins the residual stream"
+
+
+QUERIES = {"q_norm", "k_norm"}  # whose input is 16-bit anyway
+ADDED = {
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "exaone4"), {"post_attention_layernorm", "post_feedforward_layernorm"} | QUERIES
+    ),
+    "glm4": {"post_self_attn_layernorm", "post_mlp_layernorm"},
+    "gemma3_text": {"post_attention_layernorm", "post_feedforward_layernorm"} | QUERIES,
+    "gemma2": {"post_attention_layernorm", "post_feedforward_layernorm"},
+}
+
+
+@pytest.mark.parametrize("family", POST_NORM)
+def test_norms_whose_output_is_added_to_the_residual_stream_stay_in_its_dtype(family):
+    found = rounded(POST_NORM[family]())
+    added = {name for name, kinds in found.items() if None in kinds}
+    assert added == ADDED[family]
+
+
+def test_without_kernels_and_in_fp32_no_norm_is_replaced():
+    for precision, fused in (("fp32", True), ("bf16", False)):
+        model = make_decoder(FAMILIES["gpt2"](), precision, "fp32", fused).model
+        assert not any(isinstance(vars(module).get("forward"), Norm) for module in model.modules())
+
+
+@named
+def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
+    module = NORMS[name](16).to("meta")
+    model = nn.Sequential(module)
+    cast_explicitly(model, FP32, True)
+    y = model(torch.empty(2, 3, 16, device="meta", requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (2, 3, 16) and all(parameter.grad.shape == (16,) for parameter in module.parameters())
