@@ -6,8 +6,8 @@ kernels/operators.py, which adds a matrix's gradient directly to the fp32 accumu
 and micro-batch instead of 12. `accumulated` registers a parameter for that; others get their gradients from autograd.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.norms import Norm, rule_of
+from lowmem.core.norms import Norm, Rule, normalize, normalize_backward, rule_of
 
 
 def fuse_gelu(model: nn.Module) -> None:
@@ -36,18 +36,18 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
     saved inputs of blocks take half the memory. `fused`: use kernels/operators.py."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
-            module.forward = functools.partial(_embedding_in_fp32, module)
+            module.forward = partial(_embedding_in_fp32, module)
         elif isinstance(module, nn.Linear | Conv1D):
             plain = _linear if isinstance(module, nn.Linear) else _conv1d
-            module.forward = functools.partial(_fused if fused else plain, module)
+            module.forward = FusedProduct(module) if fused else partial(plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
-            plain, rule = functools.partial(_norm_in_fp32, module), rule_of(module) if fused else None
+            plain, rule = partial(_norm_in_fp32, module), rule_of(module) if fused else None
             module.forward = plain if rule is None else Norm(module, rule, plain)
         elif _is_router_or_experts(module):
-            module.register_forward_pre_hook(functools.partial(_cast_inputs, hidden=True), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
             # Rotary tables and additive masks are combined with queries and keys, which are in 16 bit.
-            module.register_forward_pre_hook(functools.partial(_cast_inputs, hidden=False), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_cast_inputs, hidden=False), with_kwargs=True)
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
@@ -71,35 +71,58 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
     return flat.view(*x.shape[:-1], -1)
 
 
-def _fused(module: nn.Linear | Conv1D, x: Tensor) -> Tensor:
-    if x.dim() == 1:
-        return _linear(module, x)
-    dtype, transposed = module.weight.dtype, isinstance(module, nn.Linear)
-    bias = None if module.bias is None else module.bias.to(dtype)
-    run = _Product.apply if torch.is_grad_enabled() else _product  # the former takes ten microseconds more
-    return run(x.to(dtype).flatten(0, -2), module.weight, bias, transposed).view(*x.shape[:-1], -1)
+class FusedProduct:
+    """Is the forward of a linear layer `module`. `norm`: computes the layer's input from that of the norm before it,
+    if nothing else reads that norm's output; else None."""
 
+    def __init__(self, module: nn.Linear | Conv1D):
+        self._module, self._transposed = module, isinstance(module, nn.Linear)
+        self.norm: Norm | None = None
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    matrix = weight.T if transposed else weight
-    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+    @property
+    def kind(self) -> bool:
+        """Returns what the simulation has to know to tell two layers apart."""
+        return self.norm is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._module.weight, self._module.bias
+        rows = x.reshape(-1, x.shape[-1])
+        bias = None if bias is None else bias.to(weight.dtype)
+        if self.norm is None:
+            rows, normed = rows.to(weight.dtype), (None, None, None)
+        else:
+            normed = self.norm.rule, *self.norm.parameters
+        # A Function takes ten microseconds more.
+        run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
+        return run(rows, weight, bias, self._transposed, *normed).view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
     """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T for a weight [O, I]. All are in 16
-    bit."""
+    bit. With a `rule`, the norm of x that it describes takes the place of x, which may have any dtype then."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.transposed = weight, transposed
-        return _product(x, weight, bias, transposed)
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, rule: Rule | None,
+        norm_weight: nn.Parameter | None, norm_bias: nn.Parameter | None,
+    ) -> Tensor:  # fmt: skip
+        factor, saved = x, ()
+        if rule is not None:
+            factor, statistics = normalize(
+                x, norm_weight, norm_bias, rule, weight.dtype, with_statistics=ctx is not None
+            )
+            saved = x, norm_weight, statistics
+        if ctx is not None:
+            ctx.save_for_backward(factor, *saved)
+            ctx.weight, ctx.transposed, ctx.rule = weight, transposed, rule
+        matrix = weight.T if transposed else weight
+        return torch.mm(factor, matrix) if bias is None else torch.addmm(bias, factor, matrix)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        (x,) = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        x, *of_norm = ctx.saved_tensors
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         matrix = ctx.weight.T if ctx.transposed else ctx.weight
         bias_gradient = gradient.sum(0) if of_bias else None
         x_gradient = gradient @ matrix.T if of_x else None
@@ -110,7 +133,10 @@ class _Product(torch.autograd.Function):
             weight_gradient = torch.mm(*factors)
         elif of_weight:
             add_product(*factors)
-        return x_gradient, weight_gradient, bias_gradient, None
+        norm_gradients = None, None
+        if of_norm:
+            x_gradient, *norm_gradients = normalize_backward(x_gradient, *of_norm, ctx.rule, ctx.needs_input_grad[6])
+        return x_gradient, weight_gradient, bias_gradient, None, None, *norm_gradients
 
 
 def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:

@@ -4,8 +4,9 @@ A norm is found by its values, not by its name: `rule_of` compares a module on a
 RMSNorm. A module that computes neither keeps its own forward.
 
 In a 16-bit model whose residual stream is fp32, a norm's output is fp32 too, and most products that read it cast it to
-16 bit. If nothing else reads it, the norm writes 16 bit itself (`round_for_products`): 8 bytes less per element. The
-gradients of several such products are then added in 16 bit.
+16 bit. If nothing else reads it, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per element. The
+gradients of several such products are then added in 16 bit. A single such product computes the norm as well, which
+spares the processor a call of Python in each direction.
 """
 
 import copy
@@ -47,58 +48,74 @@ class Rule:
 
 class Norm:
     """Is the forward of a norm `module` that `rule` describes. `plain`: the forward for calls with more arguments than
-    the input. `rounded`: the dtype of the output, None for the input's."""
+    the input. `rounded`: the dtype of the output, None for the input's. `moved`: whether the product that follows
+    computes the norm (layers.FusedProduct), and this passes its input on."""
 
     def __init__(self, module: nn.Module, rule: Rule, plain: Callable):
         self._module, self.rule, self._plain = module, rule, plain
         self.rounded: torch.dtype | None = None
+        self.moved = False
 
     @property
-    def weight(self) -> nn.Parameter:
-        return self._module.weight
+    def parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Returns weight and bias."""
+        return self._module.weight, self._module._parameters.get("bias")
+
+    @property
+    def kind(self) -> tuple:
+        """Returns what the simulation has to know to tell two norms apart."""
+        return self.moved, self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
+        if self.moved:
+            return x
         if others or keywords:
             return self._plain(x, *others, **keywords)
-        weight, bias = self.weight, self._module._parameters.get("bias")
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        dtype = self.rounded or x.dtype
+        rows, dtype = x.flatten(0, -2), self.rounded or x.dtype
         if torch.is_grad_enabled():
-            y = _Normalize.apply(rows, weight, bias, self.rule, dtype)
+            y = _Normalize.apply(rows, *self.parameters, self.rule, dtype)
         else:
-            y = _normalize(rows, weight, bias, self.rule, dtype, None)
+            y, _ = normalize(rows, *self.parameters, self.rule, dtype, with_statistics=False)
         return y.view(x.shape)
 
 
-def _normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype, statistics: Tensor | None
-) -> Tensor:
-    y = torch.empty_like(x, dtype=dtype)
-    torch.ops.lowmem.normalize(x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered)
-    return y
-
-
 class _Normalize(torch.autograd.Function):
-    """Computes the norms of the rows of x [N, D] in `dtype`."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -> Tensor:
-        statistics = x.new_empty(1 + rule.centered, len(x), dtype=torch.float32)
+        y, statistics = normalize(x, weight, bias, rule, dtype, with_statistics=True)
         ctx.save_for_backward(x, weight, statistics)
-        ctx.offset, ctx.has_bias = rule.offset, bias is not None
-        return _normalize(x, weight, bias, rule, dtype, statistics)
+        ctx.rule, ctx.has_bias = rule, bias is not None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        x, weight, statistics = ctx.saved_tensors
-        rows, columns = x.shape
-        x_gradient = torch.empty_like(x)
-        rows_each = max(LEAST_ROWS, -(-rows // PROGRAMS))
-        sums = x.new_empty(1 + ctx.has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
-        torch.ops.lowmem.normalize_backward(gradient.contiguous(), x, weight, statistics, x_gradient, sums, ctx.offset)
-        of_weight, *of_bias = sums.sum(1)
-        return x_gradient, of_weight, of_bias[0] if of_bias else None, None, None
+        return *normalize_backward(gradient, *ctx.saved_tensors, ctx.rule, ctx.has_bias), None, None
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype, *, with_statistics: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Computes the norm of each row of `x` [N, D] in `dtype`, and what `normalize_backward` needs of the rows."""
+    x = x.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    statistics = x.new_empty(1 + rule.centered, len(x), dtype=torch.float32) if with_statistics else None
+    torch.ops.lowmem.normalize(x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered)
+    return y, statistics
+
+
+def normalize_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, rule: Rule, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Computes the gradients for x [N, D], weight and bias [D], the latter in fp32, from that of y [N, D]."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    x_gradient = torch.empty_like(x)
+    rows_each = max(LEAST_ROWS, -(-rows // PROGRAMS))
+    sums = x.new_empty(1 + has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
+    torch.ops.lowmem.normalize_backward(gradient.contiguous(), x, weight, statistics, x_gradient, sums, rule.offset)
+    of_weight, *of_bias = sums.sum(1)
+    return x_gradient, of_weight, of_bias[0] if of_bias else None
 
 
 def rule_of(module: nn.Module) -> Rule | None:
@@ -127,30 +144,47 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None
 
 
-def round_for_products(model: nn.Module, run: Callable[[], object], dtype: torch.dtype) -> None:
+def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.dtype, head: nn.Module) -> None:
     """Lets those norms of `model` write `dtype` whose output only matrix products read; these compute in `dtype`
-    (layers.py). `run`: runs the model, on tensors without data."""
-    norms = [forward for module in model.modules() if isinstance(forward := vars(module).get("forward"), Norm)]
+    (layers.py). If it is one product, that computes the norm, too, unless it is the `head`, which is not called in
+    training. `run`: runs the model, on tensors without data."""
+    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
+    norms = [forward for forward in forwards.values() if isinstance(forward, Norm)]
     with torch.no_grad(), _Readers(norms) as readers:
         try:
             run()
         except Exception:  # a model that does not run without data: its norms keep the input's dtype
             return
-    for norm in readers.only_multiplied():
+    for norm, layers in readers.layers.items():
+        if None in layers:
+            continue
         norm.rounded = dtype
+        product = forwards[id(layers[0])]
+        if len(layers) == 1 and layers[0] is not head and hasattr(product, "norm"):
+            norm.moved, product.norm = True, norm
 
 
 class _Readers(TorchDispatchMode):
-    """Notes for each of `norms` whether matrix products read its output, and whether anything else does."""
+    """Notes what reads the output of each of `norms`. `layers`: {norm: the module that was called last before each
+    matrix product that reads it, None for any other operation}."""
 
     def __init__(self, norms: list[Norm]):
         super().__init__()
-        self._multiplied, self._others = set(), set()
-        self._of_weight = {id(norm.weight): norm for norm in norms}
+        self.layers: dict[Norm, list[nn.Module | None]] = {}
+        self._of_weight = {id(norm.parameters[0]): norm for norm in norms}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
+        self._called: nn.Module | None = None
 
-    def only_multiplied(self) -> set[Norm]:
-        return self._multiplied - self._others
+    def __enter__(self):
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._call)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._hook.remove()
+        return super().__exit__(*exception)
+
+    def _call(self, module: nn.Module, _) -> None:
+        self._called = module
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -158,10 +192,10 @@ class _Readers(TorchDispatchMode):
         if operation is torch.ops.lowmem.normalize.default:
             self._outputs[_address(args[3])] = args[3], self._of_weight[id(args[1])]
         elif not operation.is_view:
-            readers = self._multiplied if operation in _PRODUCTS else self._others
+            reader = self._called if operation in _PRODUCTS else None
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and (found := self._outputs.get(_address(tensor))):
-                    readers.add(found[1])
+                    self.layers.setdefault(found[1], []).append(reader)
         return result
 
 

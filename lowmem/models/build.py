@@ -26,7 +26,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import decoder_start as decoder_start
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
-from lowmem.core.norms import round_for_products
+from lowmem.core.norms import join_to_products
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import InputError, first_line, some_of
 from lowmem.models.gguf_cache import SUFFIX
@@ -232,7 +232,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
-        round_for_products(model, decoder.run_without_data, dtype)
+        join_to_products(model, decoder.run_without_data, dtype, decoder.model.get_output_embeddings())
     return decoder
 
 
