@@ -9,7 +9,8 @@ The interpreter changes Triton's language while a kernel runs and does not undo 
 maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
 Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
-any size. The loss keeps its block size, because the order of its sums depends on it.
+any size, and so do norms, which sum up one row at a time. The loss keeps its block size, because the order of its sums
+depends on it.
 """
 
 import importlib.util
@@ -90,6 +91,7 @@ def _kernel(name: str) -> Callable:
         kernels = interpreted_kernels()
         with _lock, _language_interpreted():
             kernels.BLOCK = min(1 << max(first.numel() - 1, 0).bit_length(), _LARGEST_BLOCK)
+            kernels.TILE = _LARGEST_BLOCK
             getattr(kernels, name)(first, *others)
 
     return run
@@ -97,5 +99,5 @@ def _kernel(name: str) -> Callable:
 
 COUNTERPARTS: dict[OpOverload, Callable] = {
     getattr(torch.ops.lowmem, name).default: _kernel(name)
-    for name in ("adamw", "sgd", "join", "split", "cross_entropy")
+    for name in ("adamw", "sgd", "join", "split", "cross_entropy", "normalize", "normalize_backward")
 }

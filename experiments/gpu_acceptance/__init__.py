@@ -16,6 +16,7 @@ plans):
                   beside experiments/memory_estimation's prediction                                           4 min
     peers         GPT-2-Large by what else one would pick, 20 steps each (experiments/peers); what is not
                   installed says so                                                                          15 min
+    levers        a step of Large and of XL with and without single changes of its code                       1 min
     plans         simulated peaks, smallest caps and choices against really run steps, layout by layout       3 min
 
 jobs.py has the jobs in order of value. Nine minutes of an H200 are enough for correctness, Large and XL exact, and part

@@ -76,6 +76,7 @@ JOBS = (
     _training("large 8-bit", "--optimizer", "adamw8bit"),
     _memory("lowmem, small", _SMALL),
     _memory("lowmem, large", _LARGE),
+    Job("levers", "step", f"{_HERE}.levers:check", gpu_gib=None, options={"models": ["gpt2-large", "gpt2-xl"]}),
     Job("plans", "step", f"{_HERE}.plans:check", gpu_gib=None),  # caps are its subject
     _training("large no clip", "--clip-norm", "0"),
     _training("xl no clip", "--clip-norm", "0"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowmem.core import optimizers
 from lowmem.core.logits import LogitFunction
 from lowmem.core.loss import IGNORED, linear_cross_entropy
+from lowmem.core.norms import Rule, normalize, normalize_backward
 from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.precision import join, split
 
@@ -23,8 +24,10 @@ KINDS_OF_LOGITS = (  # (with a bias, function of the logits): Triton compiles a 
     (True, LogitFunction()),
     (False, LogitFunction(5.0, 0.25)),
 )
+KINDS_OF_NORMS = (Rule(1e-5, 0.0, True), Rule(1e-5, 0.0, False))
 SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
+MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
 
@@ -81,6 +84,7 @@ def why_not(device: torch.device) -> str | None:
             for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
             for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
+        norm = _largest(norm_error(device, dtype, rule) for dtype, rule in product(in_16_bit, KINDS_OF_NORMS))
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
         loss = _largest(
             loss_error(device, dtype, size, with_bias, differentiate, function)
@@ -95,6 +99,8 @@ def why_not(device: torch.device) -> str | None:
         return "a kernel splits or joins weights otherwise"
     if not loss <= MOST_LOSS_ERROR:
         return f"the loss or a gradient of it is {loss:.3g} off"
+    if not norm <= MOST_NORM_ERROR:
+        return f"a norm or a gradient of it is {norm:.3g} off"
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
 
 
@@ -121,6 +127,23 @@ def loss_error(
 
     pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
     return _largest(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
+
+
+def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int = 40, columns: int = 1280) -> float:
+    """Returns the largest relative error (by norm) on `device` of a norm with an output in `dtype`, and of its
+    gradients. The truth is the rule in fp64 on the CPU."""
+    generator = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((rows, columns), (columns,), (columns,)))
+    bias = bias if rule.centered else None
+    gradient = torch.randn(rows, columns, generator=generator).to(dtype)
+    there = [None if tensor is None else tensor.to(device) for tensor in (x, weight, bias)]
+    y, statistics = normalize(*there, rule, dtype, with_statistics=True)
+    found = y, *normalize_backward(gradient.to(device), *there[:2], statistics, rule, bias is not None)
+    leaves = [tensor.double().requires_grad_() for tensor in (x, weight, bias) if tensor is not None]
+    truth = rule(*leaves, *[None] * (bias is None))
+    truth.backward(gradient.double())
+    pairs = zip(found, (truth, *(leaf.grad for leaf in leaves)), strict=False)
+    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def _largest(numbers: Iterable[float]) -> float:

@@ -229,7 +229,7 @@ def normalize(
     offset) + bias; with a mean of 0 unless `centered`. `statistics` [1 or 2, N] fp32: written, the factor 1 / sqrt(...)
     of each row and, if centered, its mean; or None. All are contiguous, weight and bias [D] fp32."""
     rows, columns = x.shape
-    block, tile_rows, warps = _tile(columns)
+    block, tile_rows, warps = _tile(rows, columns)
     _normalize[(triton.cdiv(rows, tile_rows),)](
         x, weight, weight if bias is None else bias, y, y if statistics is None else statistics, rows, columns,
         epsilon, offset, CENTERED=centered, HAS_BIAS=bias is not None, KEPT=statistics is not None, ROWS=tile_rows,
@@ -246,18 +246,19 @@ def normalize_backward(
     over N / P rows."""
     rows, columns = x.shape
     programs = partial_sums.shape[1]
-    block, tile_rows, warps = _tile(columns)
+    rows_each = triton.cdiv(rows, programs)
+    block, tile_rows, warps = _tile(rows_each, columns)
     _normalize_backward[(programs,)](
-        gradient, x, weight, statistics, x_gradient, partial_sums, rows, columns, triton.cdiv(rows, programs), offset,
+        gradient, x, weight, statistics, x_gradient, partial_sums, rows, columns, rows_each, offset,
         CENTERED=statistics.shape[0] == 2, HAS_BIAS=partial_sums.shape[0] == 2, ROWS=tile_rows, COLUMNS=block,
         num_warps=warps,
     )  # fmt: skip
 
 
-def _tile(columns: int) -> tuple[int, int, int]:
+def _tile(rows: int, columns: int) -> tuple[int, int, int]:
     """Returns the width of a tile, a power of two, its rows, and the warps that hold it."""
     block = triton.next_power_of_2(columns)
-    tile_rows = max(1, TILE // block)
+    tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
 
 

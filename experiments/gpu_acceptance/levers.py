@@ -1,0 +1,132 @@
+"""Measures how much single changes speed up a step on this card: the same step with each and without, by turns.
+
+    norms          one kernel each way, inside the product that follows, and an output in 16 bit (core/norms.py)
+    last product   a block that runs again skips it without a mode that watches every operation (core/recompute.py)
+    head           its products take a multiple of 8 words, and the rest apart (core/loss.py)
+
+Everything is on the card, and blocks run again in backward; nothing is copied. The first step of each way is not
+timed. One more step with all changes, and one without any, is recorded: seconds in which a kernel ran, and the longest
+kernels.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from transformers import GPT2Config, PretrainedConfig
+
+from experiments.gpu_acceptance import timeline
+from experiments.gpu_acceptance.capped import capped_device, sixteen_bit
+from experiments.harness.child import Result, Setting
+from lowmem import device as devices
+from lowmem.core import layers, loss, recompute
+from lowmem.core.batch import Batch
+from lowmem.core.kernels import fused
+from lowmem.core.layout import Layout
+from lowmem.core.optimizers import Hyperparameters, get_optimizer
+from lowmem.core.parameters import Store
+from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.step import TrainingStep
+from lowmem.models.build import load_config, make_decoder
+
+LEVERS = ("norms", "last product", "head")
+ROUNDS = 3
+LONGEST = 40  # kernels in a row
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step of `micro_batches` of `micro_batch` rows each."""
+
+    seq: int
+    micro_batch: int
+    micro_batches: int
+
+
+SHAPES = {"gpt2-large": Shape(1024, 16, 4), "gpt2-xl": Shape(1024, 2, 2)}
+TINY = Shape(16, 1, 2)
+
+
+def check(setting: Setting, models: list[str]) -> Result:
+    """Writes a row for each model."""
+    device = capped_device(setting)
+    devices.make_deterministic(device)
+    ran = {model: setting.attempt(model, partial(measured, setting, device, model)).values for model in models}
+    return Result({"models": models}, {f"{model} ran": bool(values) for model, values in ran.items()})
+
+
+def measured(setting: Setting, device: torch.device, model: str) -> Result:
+    """Returns the median seconds of a step with all changes, without each and without any; and what was recorded."""
+    shape = TINY if setting.dry_run else SHAPES[model]
+    config = (
+        GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, bos_token_id=0, eos_token_id=0)
+        if setting.dry_run
+        else load_config(model, "random")
+    )
+    ways = {"all": (), **{f"without {lever}": (lever,) for lever in LEVERS}, "without any": LEVERS}
+    norms, no_norms = (made(config, device, shape, left_out) for left_out in ((), ("norms",)))
+    runs = {name: _run(no_norms if "norms" in left_out else norms, left_out, shape) for name, left_out in ways.items()}
+    for run in runs.values():
+        run()
+        run()  # what the first one has learnt is put to the test
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(1 if setting.dry_run else ROUNDS):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    values = {"micro_batch": shape.micro_batch, "micro_batches": shape.micro_batches, "step_seconds": medians}
+    values["of_all"] = {name: found / medians["all"] for name, found in medians.items()}
+    if not setting.stand_in:
+        for name in ("all", "without any"):
+            found = timeline.content(timeline.recorded(runs[name], device, 0))
+            values |= {f"{name}: busy seconds": found["figures"]["compute_busy_seconds"]}
+            values |= {f"{name}: kernels": found["kernels"][:LONGEST]}
+    return Result(values, {})
+
+
+def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out: tuple[str, ...]) -> TrainingStep:
+    precision, kernels = sixteen_bit(device), fused.available(device)
+    with _left_out(left_out):
+        decoder = make_decoder(config, precision, "fp32", kernels)
+    layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)
+    store = Store(decoder, device, WORKING_DTYPES[precision], get_optimizer("adamw"), layout)
+    for part in store.parts:
+        part.working.normal_(0.0, 0.02)
+    hyper = Hyperparameters(weight_decay=0.01)
+    return TrainingStep(decoder, store, hyper, clip_norm=1.0, seed=0, loss_scale=LossScale(enabled=False))
+
+
+def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callable[[], None]:
+    words = step.operations.decoder.head_weight.shape[0]
+    rows = shape.micro_batch * shape.micro_batches
+    tokens = torch.randint(0, words, (rows, shape.seq + 1), generator=torch.Generator().manual_seed(0))
+    batch, numbers, learnt = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count(), {}
+
+    def run() -> None:
+        step.operations.skippable_products = learnt
+        with _left_out(left_out):
+            step(batch, next(numbers), LEARNING_RATE)
+
+    return run
+
+
+@contextmanager
+def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
+    """Leaves these changes out. Norms: of decoders that are made inside."""
+    with ExitStack() as stack:
+        if "norms" in levers:
+            stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
+        if "last product" in levers:
+            stack.enter_context(patch.object(recompute, "replace", lambda last, tried: last))
+        if "head" in levers:
+            stack.enter_context(patch.object(loss, "_aligned", lambda words: [slice(0, words)]))
+        yield
