@@ -13,7 +13,7 @@ from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowme
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, rule_of
 from lowmem.models.build import make_decoder
-from tests.core.test_fused import interpreted  # noqa: F401  a fixture
+from tests.core.test_fused import accesses_of, compiled, interpreted  # noqa: F401  two are fixtures
 
 pytest.importorskip("triton")
 
@@ -159,3 +159,35 @@ def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
     y = model(torch.empty(2, 3, 16, device="meta", requires_grad=True))
     y.sum().backward()
     assert y.shape == (2, 3, 16) and all(parameter.grad.shape == (16,) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("width", [1280, 4096, 8192])
+@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
+@pytest.mark.parametrize("name", ["_normalize", "_normalize_backward"])
+def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spilling(
+    compiled,
+    name,
+    capability,
+    kind,
+    width,  # noqa: F811
+):
+    from triton.compiler import ASTSource
+
+    kernel = getattr(compiled, name)
+    block, rows, warps = compiled._tile(4, width)
+    constants = {"CENTERED": True, "HAS_BIAS": True, "KEPT": True, "ROWS": rows, "COLUMNS": block}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    numbers = {"rows": "i32", "columns": "i32", "rows_each": "i32", "epsilon": "fp32", "offset": "fp32"}
+    halves = ("y_at", "gradient_at")
+    signature = {
+        name: "constexpr" if name in constants else numbers.get(name, f"*{kind}" if name in halves else "*fp32")
+        for name in kernel.arg_names
+    }
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(signature)
+               if name.endswith("_at") or name == "columns"}  # fmt: skip
+    accesses = accesses_of(ASTSource(kernel, signature, constants, aligned), capability, warps)
+    assert not any("local" in what for what, _ in accesses)
+    narrow = [
+        access for access in accesses if "global" in access[0] and "v4" not in access[1] and "v2" not in access[1]
+    ]
+    assert len(narrow) <= 2 * rows, accesses
