@@ -42,6 +42,9 @@ def sections() -> str:
             "**On a GPU**, under 11 GiB (XL: and 16 GiB of RAM), against plain `transformers` forward and backward in "
             "bf16 autocast without a cap, at its best micro-batch up to 32",
             speed.speed_table(measured),
+            "A step without single changes of its code, as a multiple of the step with all "
+            "(`experiments/gpu_acceptance/levers.py`); everything is on the card",
+            speed.levers_table(measured),
             speed.checks_table(measured),
             "**Predicted by plans**, by sequences per step: a whole step's speed, as a share of its own forward and "
             "backward. These keep everything, and have neither cap nor update. The last column is a multiple of the "

@@ -3,6 +3,7 @@
     speed      a training step against plain transformers' forward and backward on the same card
     plans      what plans say: a step against its own forward and backward, by tokens per step (predicted.py)
     memory     peaks, predicted and measured, of lowmem and of plain training, model by model
+    levers     a step without single changes of its code, as a multiple of the step with all of them
     checks     how many cases of each job held, and what the others did not
 
 Of several rows of one job and card the last good one counts. What no row is about is "not measured yet".
@@ -153,6 +154,26 @@ def memory_table(rows: list[dict]) -> str:
         said.append(f"{method} {statistics.mean(errors):.2%}, the largest {max(errors):.2%}")
     header = ("card", "model", "training", "batch", "GiB allocated (error of the prediction)", "reserved (error)")
     return f"{markdown(header, lines)}\n\nMean absolute error of what is allocated: {'; '.join(said)}."
+
+
+def levers_table(rows: list[dict]) -> str:
+    """Makes the table of steps without single changes (levers.py)."""
+    cases = {(row["device"], row["name"]): row for row in rows if row["section"] == "levers" and row["values"]}
+    found = [row for row in cases.values() if "of_all" in row["values"]]
+    if not found:
+        return f"A step without single changes: {NOT_MEASURED}."
+    ways = [way for way in found[0]["values"]["of_all"] if way != "all"]
+    busy = [f"{way}: busy seconds" for way in ("all", "without any")]
+    lines = []
+    for row in found:
+        values = row["values"]
+        lines.append(
+            [row["device"], row["name"].partition(": ")[2], f"{values['micro_batches']} x {values['micro_batch']}",
+             f"{values['step_seconds']['all']:.3f} s", *(f"{values['of_all'][way]:.2f}" for way in ways),
+             ", ".join(f"{values[name]:.3f} s" for name in busy)]
+        )  # fmt: skip
+    header = ("card", "model", "micro-batches", "a step", *ways, "kernels run: with all, without any")
+    return markdown(header, lines)
 
 
 def checks_table(rows: list[dict]) -> str:

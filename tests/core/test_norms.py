@@ -7,15 +7,17 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, POST_NORM
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, rule_of
 from lowmem.models.build import make_decoder
-from tests.core.test_fused import accesses_of, compiled, interpreted  # noqa: F401  two are fixtures
+from tests.core import test_fused
 
 pytest.importorskip("triton")
+interpreted, compiled, accesses_of = test_fused.interpreted, test_fused.compiled, test_fused.accesses_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORMS = {
@@ -71,7 +73,7 @@ ROWS = [1, LEAST_ROWS + 1, 37, LEAST_ROWS * PROGRAMS + 3]  # the last ones need 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
 @named
-def test_values_and_gradients_are_those_of_fp64_within_roundings(interpreted, name, dtypes, rows):  # noqa: F811
+def test_values_and_gradients_are_those_of_fp64_within_roundings(interpreted, name, dtypes, rows):
     """One rounding to the output's dtype, and those of fp32 sums, relative to the largest number."""
     width = 100 if rows < 100 else 24
     generator = torch.Generator().manual_seed(rows)
@@ -107,6 +109,47 @@ def test_a_call_with_more_than_the_input_takes_the_modules_own_forward():
     module = nn.LayerNorm(8)
     norm = Norm(module, rule_of(module), lambda x, gate: x * gate)
     assert torch.equal(norm(torch.ones(2, 8), 3), torch.full((2, 8), 3.0))
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("transposed", [True, False], ids=["linear", "conv1d"])
+def test_a_product_that_computes_the_norm_before_it_gives_the_bits_of_the_two_apart(
+    interpreted,
+    transposed,
+    with_bias,
+):
+    """One product reads the norm, so its gradient is not added to another in 16 bit."""
+    found = []
+    for joined in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.LayerNorm(32) if with_bias else LlamaRMSNorm(32), nn.Linear(32, 24) if transposed else Conv1D(24, 32)
+        )
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        model[1].weight.data = model[1].weight.data.to(BF16)
+        cast_explicitly(model, FP32, True)
+        norm, product = model[0].forward, model[1].forward
+        norm.rounded = BF16
+        if joined:
+            norm.moved, product.norm = True, norm
+        x = torch.randn(3, 5, 32, requires_grad=True)
+        y = model(x)
+        y.backward(torch.randn(3, 5, 24).to(BF16))
+        with torch.no_grad():
+            assert torch.equal(model(x), y), "without a graph"
+        found.append([y, x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_norm_moves_into_the_one_product_that_reads_it_but_never_into_the_head():
+    def moved(family: str) -> dict[str, bool]:
+        modules = make_decoder(FAMILIES[family](), "bf16", "fp32", True).model.named_modules()
+        return {name.split(".")[-1]: f.moved for name, m in modules if isinstance(f := vars(m).get("forward"), Norm)}
+
+    assert moved("gpt2") == {"ln_1": True, "ln_2": True, "ln_f": False}
+    assert moved("gpt_neox") == {"input_layernorm": True, "post_attention_layernorm": True, "final_layer_norm": False}
+    assert not any(moved("llama").values()), "three products read the first, two the second"
 
 
 def rounded(config, residual: str = "fp32") -> dict[str, set]:
@@ -169,7 +212,7 @@ def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spill
     name,
     capability,
     kind,
-    width,  # noqa: F811
+    width,
 ):
     from triton.compiler import ASTSource
 

@@ -1,6 +1,7 @@
 """What is kept is handed out again bit for bit; what is left out is not needed, or is computed after all."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from families import FAMILIES, POST_NORM
 from lowmem.core import products, recompute
 from lowmem.core.decoder import Decoder
 from lowmem.core.products import ProductRecorder, ProductReplayer, is_kept
-from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
+from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, LastProduct, Segment, backward, forward
 from reference import VOCABULARY, tiny_model
 from tests.core.test_recompute import assert_same
 
@@ -35,8 +36,8 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_run_again(family: str, keep: str, monkeypatch) -> int:
-    """Products computed in a block's second run, once it has been learnt which can be left out."""
+def products_run_again(family: str, keep: str, monkeypatch) -> set[int]:
+    """Products computed in a block's later runs, once it has been learnt which can be left out."""
     decoder, lessons = Decoder(tiny_model(family).train()), {}
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
@@ -51,17 +52,60 @@ def products_run_again(family: str, keep: str, monkeypatch) -> int:
 
     set_of_products = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
     monkeypatch.setattr(recompute, "_run_again", counted)
-    for _ in range(2):
+    for _ in range(4):
         output, saved = forward(decoder, Segment(BLOCK, keep), hidden, extras, NAME, lessons.get(BLOCK, 0) is None)
         backward(decoder, Segment(BLOCK, keep), saved, extras, NAME, torch.ones_like(output), lessons, BLOCK)
-    return counts[1]
+    return set(counts[1:])
 
 
 def test_a_second_run_computes_all_products_but_the_last_or_none(monkeypatch):
-    assert products_run_again("gpt2", INPUT, monkeypatch) == 4  # qkv, attention, projection, the MLP's first
-    assert products_run_again("gpt2", PRODUCTS, monkeypatch) == 0
-    assert products_run_again("llama", INPUT, monkeypatch) == 7
-    assert products_run_again("llama", PRODUCTS, monkeypatch) == 0
+    assert products_run_again("gpt2", INPUT, monkeypatch) == {4}  # qkv, attention, projection, the MLP's first
+    assert products_run_again("gpt2", PRODUCTS, monkeypatch) == {0}
+    assert products_run_again("llama", INPUT, monkeypatch) == {7}
+    assert products_run_again("llama", PRODUCTS, monkeypatch) == {0}
+
+
+class Branches(torch.nn.Module):
+    """Adds to its input a product of it, which one layer makes in one call or in two."""
+
+    def __init__(self, calls: int):
+        super().__init__()
+        self.layer, self.calls = torch.nn.Linear(4, 4), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(self.calls):
+            y = self.layer(torch.tanh(y))
+        return x + y
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_from_the_third_run_on_only_the_layer_that_skips_its_product_is_watched(calls, monkeypatch):
+    """If the layer makes other products, too, the whole block is watched each time."""
+    block = Branches(calls)
+    decoder = SimpleNamespace(blocks=[block], block=lambda index, hidden, extra: block(hidden))
+    watched, tanhs = [], []
+    dispatch = ProductReplayer.__torch_dispatch__
+
+    def counted(self, func, *others):
+        watched.append(func)
+        return dispatch(self, func, *others)
+
+    monkeypatch.setattr(ProductReplayer, "__torch_dispatch__", counted)
+    lessons, gradients = {}, []
+    for _ in range(4):
+        block.zero_grad()
+        hidden = torch.linspace(-1, 1, 8).view(1, 2, 4)
+        segment = Segment(range(1), INPUT)
+        _, saved = forward(decoder, segment, hidden, [None], NAME)
+        found = backward(decoder, segment, saved, [None], NAME, torch.ones(1, 2, 4), lessons, 0)
+        tanhs.append(watched.count(aten.tanh.default))
+        watched.clear()
+        gradients.append({"boundary": found} | {name: p.grad.clone() for name, p in block.named_parameters()})
+    for other in gradients[1:]:
+        assert_same(other, gradients[0])
+    assert lessons == {0: LastProduct(calls - 1, "layer" if calls == 1 else None, tried=True)}
+    assert tanhs == ([1, 1, 0, 0] if calls == 1 else [2, 2, 2, 2])
 
 
 def kept_bytes(keep: str) -> int:

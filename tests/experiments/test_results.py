@@ -46,7 +46,7 @@ def test_the_readmes_say_what_the_committed_rows_say():
 def test_without_rows_every_training_is_not_measured_yet():
     found = table.speed_table([])
     assert found.count(table.NOT_MEASURED) == len(table.TRAININGS)
-    assert table.NOT_MEASURED in table.memory_table([])
+    assert table.NOT_MEASURED in table.memory_table([]) and table.NOT_MEASURED in table.levers_table([])
     assert predicted.__name__ in table.plans_table([])
 
 
