@@ -449,6 +449,16 @@ def test_a_loss_that_is_computed_otherwise_is_found(interpreted, one_size, monke
     assert fused.why_not.__wrapped__(CPU).startswith("the loss or a gradient of it is 0.1")
 
 
+def test_a_norm_that_is_computed_otherwise_is_found(interpreted, one_size, monkeypatch):
+    real = interpreted.normalize_backward
+
+    def wrong(gradient, x, weight, statistics, x_gradient, sums, offset):
+        real(gradient, x, weight, statistics, x_gradient, sums, offset + 0.1)
+
+    monkeypatch.setattr(interpreted, "normalize_backward", wrong)
+    assert fused.why_not.__wrapped__(CPU).startswith("a norm or a gradient of it is 0.")
+
+
 def test_8_bit_updates_stay_on_the_stream_that_computes():
     assert fused.may_run_beside(True, get_optimizer("adamw"))
     assert not fused.may_run_beside(True, get_optimizer("adamw8bit"))
@@ -459,16 +469,19 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
     monkeypatch.setattr(fused, "loss_error", lambda *_: 0.0)
+    monkeypatch.setattr(fused, "norm_error", lambda *_: 0.0)
     monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 100.0})
     assert fused.why_not.__wrapped__(CPU) == "a kernel is 100 units of the last place off"
 
 
-@pytest.mark.parametrize("of_the_loss", [False, True])
-def test_a_kernel_that_writes_nan_is_not_used(of_the_loss, monkeypatch):
+@pytest.mark.parametrize("of", ["an update", "the loss", "a norm"])
+def test_a_kernel_that_writes_nan_is_not_used(of, monkeypatch):
     """Seen to fail: max() passes over a NaN that is not the first number."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
-    errors = iter([0.0, math.nan] if of_the_loss else [])
-    monkeypatch.setattr(fused, "loss_error", lambda *_: next(errors, 0.0))
-    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 0.0, "m": 0.0 if of_the_loss else math.nan})
+    errors = {kind: iter([0.0, math.nan] if kind == of else []) for kind in ("the loss", "a norm")}
+    monkeypatch.setattr(fused, "loss_error", lambda *_: next(errors["the loss"], 0.0))
+    monkeypatch.setattr(fused, "norm_error", lambda *_: next(errors["a norm"], 0.0))
+    ulps = {"weight": 0.0, "m": math.nan if of == "an update" else 0.0}
+    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: ulps)
     assert "nan" in fused.why_not.__wrapped__(CPU)

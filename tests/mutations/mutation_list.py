@@ -22,6 +22,7 @@ class Mutation(mutation_list.Mutation):
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
+NORMS = "core/test_norms.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 UNCUT_MLP = """\
         "transformer.h.*.mlp": s.enters,
@@ -444,9 +445,44 @@ MUTATIONS = (
     Mutation(
         "core/recompute.py",
         "a last product that backward needs is not computed again",
-        "        if not replayer.missed:\n",
-        "        if True:\n",
+        "    if not replayer.missed:\n        return output",
+        "    if True:\n        return output",
         tests=(PRODUCTS,),
+    ),
+    Mutation(
+        "core/recompute.py",
+        "a layer skips all its products instead of the last",
+        "alone = replayer.layers.count(layer) == 1",
+        "alone = replayer.layers.count(layer) >= 1",
+        tests=(PRODUCTS,),
+    ),
+    Mutation(
+        "core/norms.py",
+        "a norm rounds its output to 16 bit though a sum reads it",
+        "        if None in layers:\n",
+        "        if all(layer is None for layer in layers):\n",
+        tests=(NORMS,),
+    ),
+    Mutation(
+        "core/norms.py",
+        "the final norm moves into the head, which is not called in training",
+        "layers[0] is not head and",
+        "True and",
+        tests=(NORMS,),
+    ),
+    Mutation(
+        "core/kernels/triton_kernels.py",
+        "the gradient of a norm's input lacks the mean's part",
+        "        if CENTERED:\n            result -=",
+        "        if not CENTERED:\n            result -=",
+        tests=(NORMS,),
+    ),
+    Mutation(
+        "core/loss.py",
+        "the gradient of the words that 8 does not divide is left out",
+        "beta=len(others))",
+        "beta=0)",
+        tests=("core/test_fused.py",),
     ),
     Mutation(
         "core/products.py",

@@ -22,6 +22,8 @@ Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's int
 sm_90.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -255,6 +257,7 @@ def normalize_backward(
     )  # fmt: skip
 
 
+@cache
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
     """Returns the width of a tile, a power of two, its rows, and the warps that hold it."""
     block = triton.next_power_of_2(columns)
