@@ -167,7 +167,10 @@ def test_norms_write_16_bit_if_only_products_read_them():
         "input_layernorm": {BF16}, "post_attention_layernorm": {BF16}, "norm": {BF16}, "q_norm": {None},
         "k_norm": {None},
     }  # fmt: skip
-    assert rounded(FAMILIES["bloom"]())["word_embeddings_layernorm"] == {None}, "it begins the residual stream"
+    bloom = FAMILIES["bloom"]()
+    assert rounded(bloom)["word_embeddings_layernorm"] == {None}, "it begins the residual stream"
+    bloom.apply_residual_connection_post_layernorm = True
+    assert rounded(bloom)["input_layernorm"] == {None}, "a product and a sum read it"
 
 
 QUERIES = {"q_norm", "k_norm"}  # whose input is 16-bit anyway
