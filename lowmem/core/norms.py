@@ -10,6 +10,7 @@ spares the processor a call of Python in each direction.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -146,8 +147,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.dtype, head: nn.Module) -> None:
     """Lets those norms of `model` write `dtype` whose output only matrix products read; these compute in `dtype`
-    (layers.py). If it is one product, that computes the norm, too, unless it is the `head`, which is not called in
-    training. `run`: runs the model, on tensors without data."""
+    (layers.py). If it is one product, and its layer makes no other, that computes the norm, too. The `head` never does:
+    it is not called in training. `run`: runs the model, on tensors without data."""
     forwards = {id(module): vars(module).get("forward") for module in model.modules()}
     norms = [forward for forward in forwards.values() if isinstance(forward, Norm)]
     with torch.no_grad(), _Readers(norms) as readers:
@@ -159,18 +160,19 @@ def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.d
         if None in layers:
             continue
         norm.rounded = dtype
-        product = forwards[id(layers[0])]
-        if len(layers) == 1 and layers[0] is not head and hasattr(product, "norm"):
+        layer, product = layers[0], forwards[id(layers[0])]
+        if len(layers) == readers.products[layer] == 1 and layer is not head and hasattr(product, "norm"):
             norm.moved, product.norm = True, norm
 
 
 class _Readers(TorchDispatchMode):
     """Notes what reads the output of each of `norms`. `layers`: {norm: the module that was called last before each
-    matrix product that reads it, None for any other operation}."""
+    matrix product that reads it, None for any other operation}. `products`: how many products each module made."""
 
     def __init__(self, norms: list[Norm]):
         super().__init__()
         self.layers: dict[Norm, list[nn.Module | None]] = {}
+        self.products: Counter[nn.Module | None] = Counter()
         self._of_weight = {id(norm.parameters[0]): norm for norm in norms}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
         self._called: nn.Module | None = None
@@ -193,6 +195,7 @@ class _Readers(TorchDispatchMode):
             self._outputs[_address(args[3])] = args[3], self._of_weight[id(args[1])]
         elif not operation.is_view:
             reader = self._called if operation in _PRODUCTS else None
+            self.products[reader] += 1
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and (found := self._outputs.get(_address(tensor))):
                     self.layers.setdefault(found[1], []).append(reader)

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from families import FAMILIES, POST_NORM
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import cast_explicitly
-from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, rule_of
+from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, join_to_products, rule_of
 from lowmem.models.build import make_decoder
 from tests.core import test_fused
 
@@ -150,6 +150,24 @@ def test_a_norm_moves_into_the_one_product_that_reads_it_but_never_into_the_head
     assert moved("gpt2") == {"ln_1": True, "ln_2": True, "ln_f": False}
     assert moved("gpt_neox") == {"input_layernorm": True, "post_attention_layernorm": True, "final_layer_norm": False}
     assert not any(moved("llama").values()), "three products read the first, two the second"
+
+
+class Block(nn.Module):
+    def __init__(self, uses: int):
+        super().__init__()
+        self.norm, self.layer, self.uses = nn.LayerNorm(8), nn.Linear(8, 8), uses
+
+    def forward(self, x):
+        y = self.layer(self.norm(x))
+        return x + (y if self.uses == 1 else self.layer(y))
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_norm_does_not_move_into_a_layer_that_is_also_called_with_something_else(uses):
+    model = Block(uses).to("meta")
+    cast_explicitly(model, FP32, True)
+    join_to_products(model, lambda: model(torch.empty(2, 8, device="meta")), BF16, nn.Linear(8, 8))
+    assert (model.norm.forward.moved, model.norm.forward.rounded) == (uses == 1, BF16)
 
 
 def rounded(config, residual: str = "fp32") -> dict[str, set]:
