@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.products import LayerMode
 
 PROGRAMS = 512  # that share the rows in backward, at most: four for each multiprocessor of the largest cards
 LEAST_ROWS = 4  # of a program in backward, whose sums take as much traffic as a row or two
@@ -165,7 +165,7 @@ def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.d
             norm.moved, product.norm = True, norm
 
 
-class _Readers(TorchDispatchMode):
+class _Readers(LayerMode):
     """Notes what reads the output of each of `norms`. `layers`: {norm: the module that was called last before each
     matrix product that reads it, None for any other operation}. `products`: how many products each module made."""
 
@@ -175,18 +175,6 @@ class _Readers(TorchDispatchMode):
         self.products: Counter[nn.Module | None] = Counter()
         self._of_weight = {id(norm.parameters[0]): norm for norm in norms}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
-        self._called: nn.Module | None = None
-
-    def __enter__(self):
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._call)
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self._hook.remove()
-        return super().__exit__(*exception)
-
-    def _call(self, module: nn.Module, _) -> None:
-        self._called = module
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -194,7 +182,7 @@ class _Readers(TorchDispatchMode):
         if operation is torch.ops.lowmem.normalize.default:
             self._outputs[_address(args[3])] = args[3], self._of_weight[id(args[1])]
         elif not operation.is_view:
-            reader = self._called if operation in _PRODUCTS else None
+            reader = self.called if operation in _PRODUCTS else None
             self.products[reader] += 1
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and (found := self._outputs.get(_address(tensor))):

@@ -48,6 +48,26 @@ class Kept:
     generator_state: Tensor | None  # after it, if it took random numbers
 
 
+class LayerMode(TorchDispatchMode):
+    """Is a dispatch mode that knows `called`, the module that was called last inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.called: nn.Module | None = None
+
+    def __enter__(self):
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._calls)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._hook.remove()
+        self.called = None
+        return super().__exit__(*exception)
+
+    def _calls(self, module: nn.Module, _) -> None:
+        self.called = module
+
+
 class ProductRecorder(TorchDispatchMode):
     """Records the outputs of matrix products and attention in `kept`, in order. The entry of an output that is changed
     in place afterwards becomes None. `last_matrix_product`: the index of the last entry, if it is a plain matrix
@@ -78,7 +98,7 @@ class ProductRecorder(TorchDispatchMode):
         return result
 
 
-class ProductReplayer(TorchDispatchMode):
+class ProductReplayer(LayerMode):
     """Returns, when a block is recomputed, the outputs that ProductRecorder kept. A product whose entry is None is
     computed.
 
@@ -92,22 +112,13 @@ class ProductReplayer(TorchDispatchMode):
         self.last_matrix_product: int | None = None
         self.missed = False
         self.layers: list[nn.Module | None] = []
-        self._layer: nn.Module | None = None
         self._kept, self._unneeded = kept, unneeded
         self._products = 0  # so far
         self._without_values: set[StorageWeakRef] = set()
         self._watch: saved_tensors_hooks | None = None
 
-    def __enter__(self):
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._called)
-        return super().__enter__()
-
-    def _called(self, module: nn.Module, _) -> None:
-        self._layer = module
-
     def __exit__(self, *exception):
-        self._kept = self._layer = None
-        self._hook.remove()
+        self._kept = None
         if self._watch is not None:
             self._watch.__exit__(*exception)
             self._watch = None  # it refers to this object
@@ -119,7 +130,7 @@ class ProductReplayer(TorchDispatchMode):
             self._products += 1
             self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
             if self.last_matrix_product is not None:
-                self.layers.append(self._layer)
+                self.layers.append(self.called)
             if number == self._unneeded == self.last_matrix_product:
                 return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None

@@ -466,7 +466,7 @@ MUTATIONS = (
     Mutation(
         "core/norms.py",
         "the final norm moves into the head, which is not called in training",
-        "layers[0] is not head and",
+        "layer is not head and",
         "True and",
         tests=(NORMS,),
     ),
