@@ -125,7 +125,7 @@ class _Product(torch.autograd.Function):
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         matrix = ctx.weight.T if ctx.transposed else ctx.weight
         bias_gradient = gradient.sum(0) if of_bias else None
-        x_gradient = gradient @ matrix.T if of_x else None
+        x_gradient = gradient @ matrix.T if of_x or of_norm else None
         factors = (gradient.T, x) if ctx.transposed else (x.T, gradient)
         add_product = getattr(ctx.weight, "_lowmem_add_product", None)
         weight_gradient = None

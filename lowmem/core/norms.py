@@ -11,7 +11,7 @@ spares the processor a call of Python in each direction.
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -145,12 +145,15 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None
 
 
-def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.dtype, head: nn.Module) -> None:
+def join_to_products(
+    model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
+) -> None:
     """Lets those norms of `model` write `dtype` whose output only matrix products read; these compute in `dtype`
-    (layers.py). If it is one product, and its layer makes no other, that computes the norm, too. The `head` never does:
-    it is not called in training. `run`: runs the model, on tensors without data."""
-    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
-    norms = [forward for forward in forwards.values() if isinstance(forward, Norm)]
+    (layers.py). If it is one product, of a layer in the same one of the `blocks` that makes no other, that computes the
+    norm, too. `run`: runs the model, on tensors without data."""
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    block_of = {module: block for block in blocks for module in block.modules()}
+    norms = {forward: module for module, forward in forwards.items() if isinstance(forward, Norm)}
     with torch.no_grad(), _Readers(norms) as readers:
         try:
             run()
@@ -160,16 +163,17 @@ def join_to_products(model: nn.Module, run: Callable[[], object], dtype: torch.d
         if None in layers:
             continue
         norm.rounded = dtype
-        layer, product = layers[0], forwards[id(layers[0])]
-        if len(layers) == readers.products[layer] == 1 and layer is not head and hasattr(product, "norm"):
-            norm.moved, product.norm = True, norm
+        layer, block = layers[0], block_of.get(norms[norm])
+        alone = len(layers) == readers.products[layer] == 1 and hasattr(forwards[layer], "norm")
+        if alone and block is not None and block is block_of.get(layer):
+            norm.moved, forwards[layer].norm = True, norm
 
 
 class _Readers(LayerMode):
     """Notes what reads the output of each of `norms`. `layers`: {norm: the module that was called last before each
     matrix product that reads it, None for any other operation}. `products`: how many products each module made."""
 
-    def __init__(self, norms: list[Norm]):
+    def __init__(self, norms: Iterable[Norm]):
         super().__init__()
         self.layers: dict[Norm, list[nn.Module | None]] = {}
         self.products: Counter[nn.Module | None] = Counter()

@@ -104,7 +104,8 @@ class ProductReplayer(LayerMode):
 
     `unneeded`: the index of a matrix product whose output is returned without values. If its values turn out to be
     needed, `missed` becomes True, and the results must not be used. `last_matrix_product`: as for ProductRecorder.
-    `layers`: of each matrix product the module that was called last before it.
+    `layers`: of each matrix product the module that was called last before it. `skipped`: that of the unneeded one,
+    None if it did not come.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
@@ -112,6 +113,7 @@ class ProductReplayer(LayerMode):
         self.last_matrix_product: int | None = None
         self.missed = False
         self.layers: list[nn.Module | None] = []
+        self.skipped: nn.Module | None = None
         self._kept, self._unneeded = kept, unneeded
         self._products = 0  # so far
         self._without_values: set[StorageWeakRef] = set()
@@ -132,6 +134,7 @@ class ProductReplayer(LayerMode):
             if self.last_matrix_product is not None:
                 self.layers.append(self.called)
             if number == self._unneeded == self.last_matrix_product:
+                self.skipped = self.called
                 return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
             if kept is not None:

@@ -128,7 +128,7 @@ def _run_again(
         output = run()
     if not known:
         skippable[kind] = _last_product(replayer, block)
-    elif last is not None and not replayer.missed:
+    elif last is not None and last.layer is not None and replayer.skipped is block.get_submodule(last.layer):
         skippable[kind] = replace(last, tried=True)
     if not replayer.missed:
         return output

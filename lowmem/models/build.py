@@ -232,7 +232,7 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
-        join_to_products(model, decoder.run_without_data, dtype, decoder.model.get_output_embeddings())
+        join_to_products(model, decoder.blocks, decoder.run_without_data, dtype)
     return decoder
 
 

@@ -104,8 +104,38 @@ def test_from_the_third_run_on_only_the_layer_that_skips_its_product_is_watched(
         gradients.append({"boundary": found} | {name: p.grad.clone() for name, p in block.named_parameters()})
     for other in gradients[1:]:
         assert_same(other, gradients[0])
-    assert lessons == {0: LastProduct(calls - 1, "layer" if calls == 1 else None, tried=True)}
+    assert lessons == {0: LastProduct(calls - 1, "layer" if calls == 1 else None, tried=calls == 1)}
     assert tanhs == ([1, 1, 0, 0] if calls == 1 else [2, 2, 2, 2])
+
+
+class Experts(torch.nn.Module):
+    """Makes as many products as its input says, and one that backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.last = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for expert in self.experts[: int(x[0, 0, 0])]:
+            y = y + torch.tanh(expert(y))
+        return x + torch.tanh(self.last(y))
+
+
+def test_a_product_that_a_run_did_not_come_to_has_not_been_tried():
+    block = Experts()
+    decoder = SimpleNamespace(blocks=[block], block=lambda index, hidden, extra: block(hidden))
+    lessons = {}
+    for experts in (3, 2, 2, 3):
+        hidden = torch.full((1, 2, 4), float(experts))
+        found = []
+        for learnt in (lessons, {0: None}):
+            block.zero_grad()
+            _, saved = forward(decoder, Segment(range(1), INPUT), hidden, [None], NAME)
+            boundary = backward(decoder, Segment(range(1), INPUT), saved, [None], NAME, torch.ones(1, 2, 4), learnt, 0)
+            found.append({"boundary": boundary, "last": block.last.weight.grad.clone()})
+        assert_same(*found)
 
 
 def kept_bytes(keep: str) -> int:

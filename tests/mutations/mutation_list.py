@@ -457,6 +457,13 @@ MUTATIONS = (
         tests=(PRODUCTS,),
     ),
     Mutation(
+        "core/recompute.py",
+        "a product counts as tried in a run that did not come to it",
+        "replayer.skipped is block.get_submodule(last.layer)",
+        "not replayer.missed",
+        tests=(PRODUCTS,),
+    ),
+    Mutation(
         "core/norms.py",
         "a norm rounds its output to 16 bit though a sum reads it",
         "        if None in layers:\n",
@@ -465,9 +472,9 @@ MUTATIONS = (
     ),
     Mutation(
         "core/norms.py",
-        "the final norm moves into the head, which is not called in training",
-        "layer is not head and",
-        "True and",
+        "a norm moves into a layer outside its block, such as the head, which is not called in training",
+        "block is not None and block is block_of.get(layer)",
+        "True",
         tests=(NORMS,),
     ),
     Mutation(
