@@ -24,6 +24,7 @@ def tiny_config(family: str, dropout: float = 0.0):
             n_layer=4, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=0, eos_token_id=0,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         )  # fmt: skip
+    assert family == "llama", family
     return LlamaConfig(
         num_hidden_layers=4, hidden_size=48, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCABULARY, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, attention_dropout=dropout,

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from transformers import GPT2Config
 
 from lowmem.core.batch import Batch
-from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.homes import DiskStates, host_tensor
-from lowmem.core.layers import cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.ranks import Ranks
 from lowmem.core.step import StepResult, TrainingStep
-from lowmem.models.build import build_model
+from lowmem.models.build import build_model, decoder_of
 from lowmem.models.load import random_weights
 
 CPU = torch.device("cpu")
@@ -182,10 +180,8 @@ def make_step(
     """
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    dtype = WORKING_DTYPES[precision]
-    if precision != "fp32":
-        cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
-    decoder, rule = take_apart(model, fused_kernels), get_optimizer(optimizer)
+    dtype, rule = WORKING_DTYPES[precision], get_optimizer(optimizer)
+    decoder = decoder_of(model, precision, residual, fused_kernels)
     if isinstance(kept, float):
         kept = round(kept * len(decoder.blocks))
     laid_out = Layout(kept=kept, **{"micro_batch": 2, "states_on_gpu": ALL} | layout)

@@ -137,8 +137,8 @@ class Decoder:
         ):
             return self._run(zeros)
 
-    def run_without_data(self) -> None:
-        """Runs all pieces on the example, if all parameters are on the meta device."""
+    def run_once(self) -> None:
+        """Runs all pieces on the example. Parameters may be on the meta device."""
         with _AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 

@@ -41,8 +41,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             plain = _linear if isinstance(module, nn.Linear) else _conv1d
             module.forward = FusedProduct(module) if fused else partial(plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
-            plain, rule = partial(_norm_in_fp32, module), rule_of(module) if fused else None
-            module.forward = plain if rule is None else Norm(module, rule, plain)
+            in_fp32, rule = partial(_norm_in_fp32, module), rule_of(module) if fused else None
+            module.forward = in_fp32 if rule is None else Norm(module, rule, in_fp32)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
@@ -81,7 +81,7 @@ class FusedProduct:
 
     @property
     def kind(self) -> bool:
-        """Returns what the simulation has to know to tell two layers apart."""
+        """Returns what tells two layers apart that allocate differently (planning/replay.py)."""
         return self.norm is not None
 
     def __call__(self, x: Tensor) -> Tensor:

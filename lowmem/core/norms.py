@@ -1,17 +1,18 @@
 """Computes a model's norms with one kernel forward and one backward (kernels/triton_kernels.py), if a GPU runs them.
 
-A norm is found by its values, not by its name: `rule_of` compares a module on a few rows with LayerNorm and with
-RMSNorm. A module that computes neither keeps its own forward.
+Any module with Norm in its class's name may be one. Its values decide which: `rule_of` compares it on a few rows with
+LayerNorm and with RMSNorm. A module that computes neither keeps its own forward.
 
-In a 16-bit model whose residual stream is fp32, a norm's output is fp32 too, and most products that read it cast it to
-16 bit. If nothing else reads it, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per element. The
-gradients of several such products are then added in 16 bit. A single such product computes the norm as well, which
-spares the processor a call of Python in each direction.
+In a 16-bit model whose residual stream is fp32, a norm's output is fp32 too, and products that read it cast it to 16
+bit. If nothing reads it without that cast, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per
+element. The gradients of several such products are then added in 16 bit. A single such product computes the norm as
+well, which spares the processor a call of Python in each direction.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ class Norm:
 
     @property
     def kind(self) -> tuple:
-        """Returns what the simulation has to know to tell two norms apart."""
+        """Returns what tells two norms apart that allocate differently (planning/replay.py)."""
         return self.moved, self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -72,7 +73,7 @@ class Norm:
             return x
         if others or keywords:
             return self._plain(x, *others, **keywords)
-        rows, dtype = x.flatten(0, -2), self.rounded or x.dtype
+        rows, dtype = x.reshape(-1, x.shape[-1]), self.rounded or x.dtype
         if torch.is_grad_enabled():
             y = _Normalize.apply(rows, *self.parameters, self.rule, dtype)
         else:
@@ -148,50 +149,101 @@ def rule_of(module: nn.Module) -> Rule | None:
 def join_to_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Lets those norms of `model` write `dtype` whose output only matrix products read; these compute in `dtype`
-    (layers.py). If it is one product, of a layer in the same one of the `blocks` that makes no other, that computes the
-    norm, too. `run`: runs the model, on tensors without data."""
+    """Lets those norms of `model` write `dtype` whose output is cast to that, whatever reads it. If one product reads
+    it, of a layer in the same one of the `blocks` that makes no other, that computes the norm, too. `run`: runs the
+    model, whose parameters are on the meta device meanwhile."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
-    norms = {forward: module for module, forward in forwards.items() if isinstance(forward, Norm)}
-    with torch.no_grad(), _Readers(norms) as readers:
-        try:
-            run()
-        except Exception:  # a model that does not run without data: its norms keep the input's dtype
-            return
-    for norm, layers in readers.layers.items():
-        if None in layers:
-            continue
-        norm.rounded = dtype
-        layer, block = layers[0], block_of.get(norms[norm])
-        alone = len(layers) == readers.products[layer] == 1 and hasattr(forwards[layer], "norm")
-        if alone and block is not None and block is block_of.get(layer):
-            norm.moved, forwards[layer].norm = True, norm
+    norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
+    readers = _readers(model, norms, run, dtype)
+    for module, norm in norms.items():
+        layers, others = readers.layers[norm], readers.others[norm]
+        block = block_of.get(module)
+        if norm in readers.exact or any(block_of.get(reader) is not block for reader in layers + others):
+            continue  # a block returns its residual stream's dtype
+        if norm in readers.wide and layers + others:
+            norm.rounded = dtype
+        alone = not others and len(layers) == 1 == readers.products[layers[0]]
+        if alone and block is not None and hasattr(product := forwards[layers[0]], "norm"):
+            norm.moved, product.norm = True, norm
+
+
+def _readers(
+    model: nn.Module, norms: dict[nn.Module, Norm], run: Callable[[], object], dtype: torch.dtype
+) -> "_Readers":
+    for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
+        with _without_data(model, dtype, with_buffers), torch.no_grad(), _Readers(norms, dtype) as readers:
+            with suppress(Exception):  # whatever a model says that does not run without data
+                run()
+                return readers
+    return _Readers({}, dtype)
+
+
+@contextmanager
+def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
+    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`."""
+    kept = [
+        (module._parameters, name, tensor) for module in model.modules() for name, tensor in module._parameters.items()
+    ]
+    if with_buffers:
+        kept += [
+            (module._buffers, name, tensor) for module in model.modules() for name, tensor in module._buffers.items()
+        ]
+    kept = [(table, name, tensor) for table, name, tensor in kept if tensor is not None]
+    try:
+        for table, name, tensor in kept:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            kind = dtype if is_parameter and tensor.dim() >= 2 else tensor.dtype
+            empty = torch.empty_like(tensor, device="meta", dtype=kind)
+            table[name] = nn.Parameter(empty) if is_parameter else empty
+        yield
+    finally:
+        for table, name, tensor in kept:
+            table[name] = tensor
 
 
 class _Readers(LayerMode):
-    """Notes what reads the output of each of `norms`. `layers`: {norm: the module that was called last before each
-    matrix product that reads it, None for any other operation}. `products`: how many products each module made."""
+    """Notes what reads the outputs of `norms`, or a copy of them in `dtype`.
 
-    def __init__(self, norms: Iterable[Norm]):
+    exact: norms whose output something reads that is no such copy. wide: those whose output is not of `dtype`
+    layers: {norm: layers whose matrix product with their own weight reads it}. others: {norm: the module that was
+    called last before any other operation that reads it}. products: how many matrix products each module makes
+    """
+
+    def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
         super().__init__()
-        self.layers: dict[Norm, list[nn.Module | None]] = {}
+        self.exact: set[Norm] = set()
+        self.wide: set[Norm] = set()
+        self.layers: dict[Norm, list[nn.Module]] = {norm: [] for norm in norms.values()}
+        self.others: dict[Norm, list[nn.Module | None]] = {norm: [] for norm in norms.values()}
         self.products: Counter[nn.Module | None] = Counter()
-        self._of_weight = {id(norm.parameters[0]): norm for norm in norms}
+        self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
+        result = operation(*args, **(kwargs or {}))
         if operation is torch.ops.lowmem.normalize.default:
-            self._outputs[_address(args[3])] = args[3], self._of_weight[id(args[1])]
+            output, norm = args[3], self._of_weight[id(args[1])]
+            self._outputs[_address(output)] = output, norm
+            if output.dtype is not self._dtype:
+                self.wide.add(norm)
         elif not operation.is_view:
-            reader = self.called if operation in _PRODUCTS else None
-            self.products[reader] += 1
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and (found := self._outputs.get(_address(tensor))):
-                    self.layers.setdefault(found[1], []).append(reader)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.products[self.called] += operation in _PRODUCTS
+            for tensor in tensors:
+                if found := self._outputs.get(_address(tensor)):
+                    self._note(operation, tensors, result, tensor.dtype, found[1])
         return result
+
+    def _note(self, operation, tensors: list[Tensor], result, dtype: torch.dtype, norm: Norm) -> None:
+        if dtype is self._dtype:
+            own = [_address(weight) for weight in self.called._parameters.values() if weight is not None]
+            its_product = operation in _PRODUCTS and any(_address(tensor) in own for tensor in tensors)
+            (self.layers if its_product else self.others)[norm].append(self.called)
+        elif operation is _aten._to_copy.default and result.dtype is self._dtype:
+            self._outputs[_address(result)] = result, norm
+        else:
+            self.exact.add(norm)
 
 
 def _address(tensor: Tensor) -> int:

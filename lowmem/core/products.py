@@ -158,7 +158,7 @@ class ProductReplayer(LayerMode):
             return
         if func in _READS:
             self.missed = True
-        outputs = _tensors(result)
+        outputs = _tensors(result) + (_written(func, args, kwargs or {}) if func._schema.is_mutable else [])
         if func is _aten.native_dropout.default:
             outputs = outputs[:1]  # the mask is drawn, not computed
         self._without_values.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)

@@ -226,13 +226,19 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
     residual:       "fp32" or "16bit", of the residual stream.
     fused_kernels:  True to use the fused operators of core/kernels/operators.py.
     """
-    model, dtype = build_model(config), WORKING_DTYPES[precision]
+    model = build_model(config)
     fuse_gelu(model)
+    return decoder_of(model, precision, residual, fused_kernels)
+
+
+def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
+    """Takes `model` apart into a Decoder, and replaces its layers by those of `make_decoder`'s options."""
+    dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
-        join_to_products(model, decoder.blocks, decoder.run_without_data, dtype)
+        join_to_products(model, decoder.blocks, decoder.run_once, dtype)
     return decoder
 
 

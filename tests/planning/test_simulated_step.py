@@ -13,19 +13,17 @@ from experiments.gpu_acceptance.at_peak import tape_of_cpu
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES
 from lowmem.core import optimizers
 from lowmem.core.decoder import Decoder
-from lowmem.core.encoder_decoder import take_apart
 from lowmem.core.kernels import fused
-from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS, Hyperparameters
 from lowmem.core.parameters import Store
-from lowmem.core.precision import LossScale
+from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED, Chunk, Tape, most_bytes, named_at_peak, under_cap
-from lowmem.models.build import build_model, load_config
+from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase, Target, batch_of_zeros, cpu_target, record_step
 from lowmem.units import KIB, MIB
 from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
@@ -67,11 +65,8 @@ def target_of(family: str) -> int | None:
 
 
 def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool = False) -> Decoder:
-    model = build_model(config)
-    fuse_gelu(model)
-    if dtype is not torch.float32:
-        cast_explicitly(model, torch.float32, fused_kernels)
-    return take_apart(model, fused_kernels)
+    precision = next(name for name, kind in WORKING_DTYPES.items() if kind is dtype)
+    return make_decoder(config, precision, "fp32", fused_kernels)
 
 
 def really_allocated(config, case: StepCase) -> int:

@@ -231,6 +231,8 @@ def normalize(
     offset) + bias; with a mean of 0 unless `centered`. `statistics` [1 or 2, N] fp32: written, the factor 1 / sqrt(...)
     of each row and, if centered, its mean; or None. All are contiguous, weight and bias [D] fp32."""
     rows, columns = x.shape
+    if not rows:
+        return
     block, tile_rows, warps = _tile(rows, columns)
     _normalize[(triton.cdiv(rows, tile_rows),)](
         x, weight, weight if bias is None else bias, y, y if statistics is None else statistics, rows, columns,
@@ -247,6 +249,8 @@ def normalize_backward(
     Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32, each added up
     over N / P rows."""
     rows, columns = x.shape
+    if not rows:
+        return
     programs = partial_sums.shape[1]
     rows_each = triton.cdiv(rows, programs)
     block, tile_rows, warps = _tile(rows_each, columns)
