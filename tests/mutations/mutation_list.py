@@ -466,16 +466,23 @@ MUTATIONS = (
     Mutation(
         "core/norms.py",
         "a norm rounds its output to 16 bit though a sum reads it",
-        "        if None in layers:\n",
-        "        if all(layer is None for layer in layers):\n",
+        "if norm in readers.exact or",
+        "if",
         tests=(NORMS,),
     ),
     Mutation(
         "core/norms.py",
         "a norm moves into a layer outside its block, such as the head, which is not called in training",
-        "block is not None and block is block_of.get(layer)",
-        "True",
+        "if alone and block is not None and hasattr(",
+        "if alone and hasattr(",
         tests=(NORMS,),
+    ),
+    Mutation(
+        "core/layers.py",
+        "a product that computes a norm returns the gradient of the norm's output",
+        "            x_gradient, *norm_gradients = normalize_backward(",
+        "            _, *norm_gradients = normalize_backward(",
+        tests=("core/test_fused.py",),
     ),
     Mutation(
         "core/kernels/triton_kernels.py",
