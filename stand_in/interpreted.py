@@ -9,8 +9,8 @@ The interpreter changes Triton's language while a kernel runs and does not undo 
 maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
 Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
-any size, and so do norms, which sum up one row at a time. The loss keeps its block size, because the order of its sums
-depends on it.
+any size. The loss keeps its block size, because the order of its sums depends on it. Norms are plain PyTorch
+(plain_norms.py).
 """
 
 import importlib.util
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from stand_in import plain_norms
 
 _LARGEST_BLOCK = 2**20  # the most entries that Triton lets a tensor have
 _lock = threading.RLock()
@@ -91,7 +92,6 @@ def _kernel(name: str) -> Callable:
         kernels = interpreted_kernels()
         with _lock, _language_interpreted():
             kernels.BLOCK = min(1 << max(first.numel() - 1, 0).bit_length(), _LARGEST_BLOCK)
-            kernels.TILE = _LARGEST_BLOCK
             getattr(kernels, name)(first, *others)
 
     return run
@@ -99,5 +99,8 @@ def _kernel(name: str) -> Callable:
 
 COUNTERPARTS: dict[OpOverload, Callable] = {
     getattr(torch.ops.lowmem, name).default: _kernel(name)
-    for name in ("adamw", "sgd", "join", "split", "cross_entropy", "normalize", "normalize_backward")
+    for name in ("adamw", "sgd", "join", "split", "cross_entropy")
+} | {
+    torch.ops.lowmem.normalize.default: plain_norms.normalize,
+    torch.ops.lowmem.normalize_backward.default: plain_norms.normalize_backward,
 }

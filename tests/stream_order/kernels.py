@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lowmem.core import precision
 from lowmem.core.loss import IGNORED
+from stand_in.plain_norms import normalize as normalize
+from stand_in.plain_norms import normalize_backward as normalize_backward
 
 
 def adamw(
@@ -53,30 +55,3 @@ def cross_entropy(logits: Tensor, bias: Tensor | None, labels: Tensor, losses: T
     if scale is not None:
         gradient = log_shares.exp().scatter_add_(1, labels, -torch.ones_like(z[:, :1]))
         logits.copy_(gradient * torch.where(counted, scale, 0.0)[:, None])
-
-
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
-    centered: bool,
-) -> None:  # fmt: skip
-    x = x.float()
-    mean = x.mean(1, keepdim=True) if centered else torch.zeros(len(x), 1)
-    factor = torch.rsqrt((x - mean).square().mean(1, keepdim=True) + epsilon)
-    y.copy_((x - mean) * factor * (weight + offset) + (0.0 if bias is None else bias))
-    if statistics is not None:
-        statistics.copy_(torch.cat((factor, mean)[: len(statistics)], 1).T)
-
-
-def normalize_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
-    offset: float,
-) -> None:  # fmt: skip
-    gradient, factor = gradient.float(), statistics[0][:, None]
-    centered = len(statistics) == 2
-    x = (x.float() - (statistics[1][:, None] if centered else 0.0)) * factor
-    partial_sums.zero_()
-    for total, of_rows in zip(partial_sums, (gradient * x, gradient), strict=False):
-        total[0] = of_rows.sum(0)
-    gradient = gradient * (weight + offset)
-    result = gradient - x * (gradient * x).mean(1, keepdim=True)
-    x_gradient.copy_((result - gradient.mean(1, keepdim=True) if centered else result) * factor)

@@ -1,0 +1,32 @@
+"""The kernels of norms in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds of
+norms. tests/core/test_norms.py runs the kernels themselves in the interpreter."""
+
+import torch
+from torch import Tensor
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
+    centered: bool,
+) -> None:  # fmt: skip
+    x = x.float()
+    mean = x.mean(1, keepdim=True) if centered else torch.zeros(len(x), 1)
+    factor = torch.rsqrt((x - mean).square().mean(1, keepdim=True) + epsilon)
+    y.copy_((x - mean) * factor * (weight + offset) + (0.0 if bias is None else bias))
+    if statistics is not None:
+        statistics.copy_(torch.cat((factor, mean)[: len(statistics)], 1).T)
+
+
+def normalize_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
+    offset: float,
+) -> None:  # fmt: skip
+    gradient, factor = gradient.float(), statistics[0][:, None]
+    centered = len(statistics) == 2
+    x = (x.float() - (statistics[1][:, None] if centered else 0.0)) * factor
+    partial_sums.zero_()
+    for total, of_rows in zip(partial_sums, (gradient * x, gradient), strict=False):
+        total[0] = of_rows.sum(0)
+    gradient = gradient * (weight + offset)
+    result = gradient - x * (gradient * x).mean(1, keepdim=True)
+    x_gradient.copy_((result - gradient.mean(1, keepdim=True) if centered else result) * factor)
