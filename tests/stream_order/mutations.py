@@ -41,7 +41,7 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(row_file.ROOT / "lowmem", folder / "lowmem", ignore=shutil.ignore_patterns("__pycache__"))
-        for other in ("experiments", "tests"):
+        for other in ("experiments", "stand_in", "tests"):
             (folder / other).symlink_to(row_file.ROOT / other)
         mutation.apply(folder / "lowmem")
         yield folder
