@@ -176,7 +176,7 @@ def _readers(
             with suppress(Exception):  # whatever a model says that does not run without data
                 run()
                 return readers
-    return _Readers({}, dtype)
+    return _Readers(norms, dtype)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ ATTENTION_SHARES = {
 }
 _ATTENTION_TILE = 128  # tokens
 # Speed of 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718. Hopper then runs
-# Turing's kernels: the head's three products of 50,257 words took an H200 177 ms of a step of Large, those of 50,256 41.
+# Turing's kernels: the head's three products of 50,257 words took an H200 177 ms a step of Large, those of 50,256 41.
 UNALIGNED_SHARE, UNALIGNED_SHARE_ON_HOPPER = 0.7, 0.19
 # The tiles of a product that one multiprocessor computes at a time. In fp32 half a tile is as fast for its size: the
 # kernels of a training step on an A100 show it (ampere_sgemm_128x64_tn: 17.0 TFLOP/s; yyin-dev/cs336-a2, writeup.md).

@@ -57,30 +57,32 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
+        without_disk, with_disk = best, None
         for choices in fates:
-            if choices.base.gathered and (best is None or not best.waits):
+            if choices.base.gathered and (without_disk is None or not without_disk.waits):
                 continue  # weights that stay would not fit, or save no time
             if not choices.disk:
-                best = search.fastest(choices, best)
-                continue
-            best = faster(best, _fastest_with_disk(choices, search, best))
+                without_disk = search.fastest(choices, without_disk)
+            elif found := _fastest_with_disk(choices, search, without_disk):
+                without_disk, with_disk = found
+        best = faster(best, with_disk) if fates[0].disk else without_disk
         on_gpu = best is not None and best.layout.weights_on_gpu is None
         if on_gpu and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
 
 
-def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> Found | None:
-    """Returns the fastest layout of the choices with states on a disk, if it is faster than `best`. The disk's speed is
-    not considered: layouts that copy equally much wait for the disk equally long. If RAM has no room for the inputs of
-    segments, longer segments, which save fewer inputs, are tried."""
+def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> tuple[Found, Found] | None:
+    """Returns the fastest layout of the choices, and the same with states on a disk, if the first is faster than
+    `best`, which has none there. The disk's speed is not considered: layouts that copy equally much wait for the disk
+    equally long. If RAM has no room for the inputs of segments, longer segments, which save fewer inputs, are tried."""
     while choices.segments:
         found = replace(search, room=replace(search.room, ram=None)).fastest(choices, best)
         if found is None or found is best:
             return None
         on_disk = _with_states_on_disk(search.columns.simulations, found, search.room)
         if on_disk is not None:
-            return on_disk
+            return found, on_disk
         longer = tuple(each for each in choices.segments if each > found.layout.segment_blocks)
         choices = replace(choices, segments=longer)
     return None

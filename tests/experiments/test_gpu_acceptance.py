@@ -56,7 +56,7 @@ def command(*arguments: str, **keywords) -> subprocess.CompletedProcess:
 
 
 IN_THE_DRY_RUN = (  # one job for each function and for each kind of it; two cards: tests/cuda/test_ranks.py
-    *("correctness/life", "correctness/kernels", "correctness/bitwise", "plans/step"),
+    *("correctness/life", "correctness/kernels", "correctness/bitwise", "plans/step", "levers/step"),
     *("train/large exact", "train/xl 8-bit"),
     *("denominator/large", "memory/lowmem, small", "memory/plain", "peers/gpt2-large lowmem"),
     "unified memory/gpt2-xl",
