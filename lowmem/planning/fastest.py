@@ -142,8 +142,9 @@ def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
     """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (set of
-    layouts that differ in the units on the GPU) gives three. They have the fewest units there that RAM allows, the most
-    that the GPU allows, and all."""
+    layouts that differ in the units on the GPU) gives some. They have the fewest units there that RAM allows, the most
+    that the GPU allows by allocated bytes, up to three fewer, because the allocator reserves more than that, and
+    all."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -154,7 +155,7 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
         for segment in choices.segments:
             column = replace(columns.frugal(choices), segment=segment)
             places, fitting = (Search(columns, each).places(column) for each in (Room(None, ram), Room(room.gpu, None)))
-            for place in sorted({*places[:1], *fitting[-1:], len(choices.on_gpu) - 1}):
+            for place in sorted({*places[:1], *fitting[-4:], len(choices.on_gpu) - 1}):
                 layout = column.layout(0, place)
                 if choices.disk:
                     layout = replace(layout, states_on_disk=simulations.units)

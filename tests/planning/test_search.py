@@ -191,7 +191,7 @@ def test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_le
 
 
 def test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less(question):
-    gpu = smallest_room(*question, Room(1 * MIB, None)).gpu + 16 * MIB  # with fewer, a larger GPU is named
+    gpu = smallest_room(*question, Room(1 * MIB, None)).gpu + 4 * MIB
     named = smallest_room(*question, Room(gpu, 1))
     assert named.gpu == gpu
     never_slower(question, [Room(gpu, named.ram + step * MIB) for step in STEPS])
