@@ -25,6 +25,7 @@ def comparisons() -> None:
     fused.largest_ulps = _with_verdict(fused.largest_ulps, {"weight": 0.0})
     fused.halves_agree = _with_verdict(fused.halves_agree, True)
     fused.loss_error = _with_verdict(fused.loss_error, 0.0)
+    fused.norm_error = _with_verdict(fused.norm_error, 0.0)
     questions()
 
 
