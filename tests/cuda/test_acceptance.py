@@ -15,7 +15,7 @@ from experiments.harness import rows
 CHOSEN = (
     *("correctness/life", "correctness/kernels", "correctness/bitwise", "train/large exact", "denominator/large"),
     *("memory/plain", "unified memory/gpt2-xl"),
-    *("memory/lowmem, small", "plans/step", "peers/gpt2-large flashoptim", JOBS[-1].full_name),
+    *("memory/lowmem, small", "levers/step", "plans/step", "peers/gpt2-large flashoptim", JOBS[-1].full_name),
 )
 
 
