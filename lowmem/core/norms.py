@@ -21,14 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.products import LayerMode
+from lowmem.core.products import MATRIX_PRODUCTS, LayerMode
 
 PROGRAMS = 512  # that share the rows in backward, at most: four for each multiprocessor of the largest cards
 LEAST_ROWS = 4  # of a program in backward, whose sums take as much traffic as a row or two
 _MOST_ERROR = 1e-5  # between a module and its rule, in fp32, for outputs of about 1
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")  # names of the attribute
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,11 @@ def rule_of(module: nn.Module) -> Rule | None:
 def join_to_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Lets those norms of `model` write `dtype` whose output is cast to that, whatever reads it. If one product reads
-    it, of a layer in the same one of the `blocks` that makes no other, that computes the norm, too. `run`: runs the
-    model, whose parameters are on the meta device meanwhile."""
+    """Lets a norm of `model` write `dtype` if everything that reads its output casts it to `dtype`.
+
+    A norm is computed by the layer after it if nothing else reads its output, the layer makes no other product, and
+    both are in the same one of the `blocks`. `run`: runs the model, whose parameters are on the meta device meanwhile.
+    """
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -182,14 +183,9 @@ def _readers(
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
     """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`."""
-    kept = [
-        (module._parameters, name, tensor) for module in model.modules() for name, tensor in module._parameters.items()
-    ]
-    if with_buffers:
-        kept += [
-            (module._buffers, name, tensor) for module in model.modules() for name, tensor in module._buffers.items()
-        ]
-    kept = [(table, name, tensor) for table, name, tensor in kept if tensor is not None]
+    tables = [module._parameters for module in model.modules()]
+    tables += [module._buffers for module in model.modules() if with_buffers]
+    kept = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
     try:
         for table, name, tensor in kept:
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -203,11 +199,13 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
 
 
 class _Readers(LayerMode):
-    """Notes what reads the outputs of `norms`, or a copy of them in `dtype`.
+    """Notes what reads the outputs of `norms`. A copy of an output in `dtype` counts as that output.
 
-    exact: norms whose output something reads that is no such copy. wide: those whose output is not of `dtype`
-    layers: {norm: layers whose matrix product with their own weight reads it}. others: {norm: the module that was
-    called last before any other operation that reads it}. products: how many matrix products each module makes
+    exact:     norms with an output that something reads in more digits than `dtype` has.
+    wide:      norms with an output in another dtype.
+    layers:    for each norm, the layers that multiply its output by their own weight.
+    others:    for each norm, the module that was called last before any other operation on its output.
+    products:  how many matrix products each module makes.
     """
 
     def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
@@ -229,7 +227,7 @@ class _Readers(LayerMode):
                 self.wide.add(norm)
         elif not operation.is_view:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.products[self.called] += operation in _PRODUCTS
+            self.products[self.called] += operation in MATRIX_PRODUCTS
             for tensor in tensors:
                 if found := self._outputs.get(_address(tensor)):
                     self._note(operation, tensors, result, tensor.dtype, found[1])
@@ -238,7 +236,7 @@ class _Readers(LayerMode):
     def _note(self, operation, tensors: list[Tensor], result, dtype: torch.dtype, norm: Norm) -> None:
         if dtype is self._dtype:
             own = [_address(weight) for weight in self.called._parameters.values() if weight is not None]
-            its_product = operation in _PRODUCTS and any(_address(tensor) in own for tensor in tensors)
+            its_product = operation in MATRIX_PRODUCTS and any(_address(tensor) in own for tensor in tensors)
             (self.layers if its_product else self.others)[norm].append(self.called)
         elif operation is _aten._to_copy.default and result.dtype is self._dtype:
             self._outputs[_address(result)] = result, norm

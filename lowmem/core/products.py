@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lowmem.core.decoder import forward_replaced
 
 _aten = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
+MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
 _BATCHED_PRODUCTS = {_aten.bmm.default: (0, 1), _aten.baddbmm.default: (1, 2)}
 _WHOLE = {
     _aten._scaled_dot_product_flash_attention.default,
@@ -37,7 +37,7 @@ def is_kept(operation, args: Sequence) -> bool:
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
-    return operation in _MATRIX_PRODUCTS or operation in _WHOLE
+    return operation in MATRIX_PRODUCTS or operation in _WHOLE
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ProductRecorder(TorchDispatchMode):
                     self.kept[number] = None
         if is_kept(func, args):
             number = len(self.kept)
-            self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
+            self.last_matrix_product = number if func in MATRIX_PRODUCTS else None
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
             for tensor in _tensors(copies):
                 self._numbers[tensor.untyped_storage()._cdata] = number
@@ -130,12 +130,12 @@ class ProductReplayer(LayerMode):
         if is_kept(func, args):
             number = self._products
             self._products += 1
-            self.last_matrix_product = number if func in _MATRIX_PRODUCTS else None
+            self.last_matrix_product = number if func in MATRIX_PRODUCTS else None
             if self.last_matrix_product is not None:
                 self.layers.append(self.called)
             if number == self._unneeded == self.last_matrix_product:
                 self.skipped = self.called
-                return self._shape_alone(*(args[index] for index in _MATRIX_PRODUCTS[func]))
+                return self._shape_alone(*(args[index] for index in MATRIX_PRODUCTS[func]))
             kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
             if kept is not None:
                 if kept.generator_state is not None:

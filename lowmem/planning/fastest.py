@@ -141,10 +141,13 @@ def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column (set of
-    layouts that differ in the units on the GPU) gives some. They have the fewest units there that RAM allows, the most
-    that the GPU allows by allocated bytes, up to three fewer, because the allocator reserves more than that, and
-    all."""
+    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. For each column (set of
+    layouts that differ in the units on the GPU) these are the layouts with
+
+        the fewest units there that RAM allows
+        the most that the GPU allows by allocated bytes, and up to three fewer: the allocator reserves more than that
+        all units there
+    """
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
