@@ -164,7 +164,7 @@ def test_plans_rows_compare_peaks_caps_and_choices(dry_run):
     assert diagnosed[0]["replayed_reserved_bytes"] == diagnosed[0]["measured_reserved_peak_bytes"]
     cap = next(row["values"] for row in found if row["name"].startswith("step: smallest cap"))
     assert cap["trials"] >= 1 and cap["measured_fails_bytes"] < cap["measured_completes_bytes"]
-    chosen = next(row["values"] for row in found if row["name"] == "step")
+    chosen = next(row["values"] for row in found if (row["section"], row["name"]) == ("plans", "step"))
     assert chosen["completed"] == chosen["choices"] == 3 and chosen["seconds_over_fastest"] >= 1
 
 
