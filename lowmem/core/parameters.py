@@ -73,7 +73,7 @@ class Part:
     `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of the weights. `gradient_home` [n]
     fp32: RAM in which the gradient may wait for its update; it does so while `gradient_left`. `ranks`: the processes
     that have a share of these parameters, of which there are `elements`. n is the size of a share. Until the gradients
-    of all ranks are summed, `gradient` is [n x ranks].
+    of all ranks are summed, `gradient` is [n x shares].
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Part:
         self.streamed, self.on_disk = homes.states is not homes.device, homes.on_disk
         self.weights_streamed, self.updates = homes.weights is not homes.device, 0
         self.ranks = ranks if is_matrices else Ranks()
-        self.weights_elsewhere = self.weights_streamed or self.ranks.count > 1
+        self.weights_elsewhere = self.weights_streamed or self.ranks.sharing > 1
         # One number for all: the value of each parameter while its weights are not on the device.
         self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
         self.gradient: Tensor | None = None
@@ -138,7 +138,7 @@ class Part:
         """Returns the fp32 accumulator of parameter `name`. The first call allocates the accumulators of the whole
         part."""
         if self.gradient is None:
-            self.gradient = self._device(self.working.numel() * self.ranks.count, torch.float32)
+            self.gradient = self._device(self.working.numel() * self.ranks.sharing, torch.float32)
         return self.view(self.gradient, name)
 
     @property
@@ -152,7 +152,7 @@ class Part:
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Copies the fp32 tensor `master` into parameter `name`, from element `start` on. Splits 16-bit weights into
         two halves."""
-        start += self._places[name][0] - self.ranks.rank * self.working.numel()
+        start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
             first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
             if first < stop:

@@ -1,8 +1,8 @@
 """Defines what a training step asks of ranks, the processes that train one model together.
 
 A process that trains alone needs nothing, so `Ranks` does nothing. lowmem/distributed has a subclass for several ranks.
-Each of them stores an equal share of a unit's matrices, and of their gradients and optimizer states. Each stores all
-vectors.
+The ranks of a machine, or of all machines, store a model together: each an equal share of a unit's matrices, and of
+their gradients and optimizer states. Each rank stores all vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,14 @@ Thing = TypeVar("Thing")
 
 
 class Ranks:
-    """Answers for a process that trains alone. `rank`: this process's number, from 0 to `count` - 1."""
+    """Answers for a process that trains alone. `rank`: this process's number, from 0 to `count` - 1. `sharing`: how
+    many processes store a model together; this one stores share number `place`."""
 
     count, rank = 1, 0
+    sharing, place = 1, 0
+
+    def share_among(self, sharing: int) -> None:
+        """Makes each `sharing` consecutive processes store a model together. Must be called before a Store is made."""
 
     def share(self, elements: int) -> int:
         """Returns how many of a flat tensor's `elements` each process stores."""

@@ -1,8 +1,11 @@
 """Trains one model on several ranks, of which each stores a share of every unit's matrices.
 
+The ranks of one machine store the model together, and each machine stores it once (PyTorch calls this HSDP). If one
+machine is too small, the ranks of all machines store it together.
+
     forward    each block's weights are gathered once for all micro-batches
     backward   they are gathered once more, unless they stay; the fp32 sum of a block's gradients over the micro-batches
-               is reduced once
+               is reduced once, first inside each machine and then between machines
     norm       each rank's squares, added in fp64
     updates    each rank updates its share, before it is gathered for the next forward pass
 
@@ -13,6 +16,7 @@ Whatever sends the numbers is a subclass's: PyTorch's process groups (lowmem/dis
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from enum import StrEnum
 from math import sqrt
 from typing import Protocol
 
@@ -25,6 +29,14 @@ from lowmem.core.parameters import Part, Store
 from lowmem.core.ranks import Ranks, Thing
 
 SLICE = 2**22  # gradients of a share that are exchanged at a time, with a copy of as many per rank on each side
+
+
+class Among(StrEnum):
+    """Says which ranks take part in a collective."""
+
+    SHARES = "the ranks that store a model together"
+    EQUALS = "the ranks that store the same share"
+    ALL = "all ranks"
 
 
 class Unit(Protocol):
@@ -102,10 +114,11 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Answers for rank `rank` of `count`."""
+    """Answers for rank `rank` of `count`. All of them store a model together until `share_among` divides them."""
 
     def __init__(self, count: int, rank: int):
         self.count, self.rank = count, rank
+        self.share_among(count)
         self._weights: GatheredWeights | None = None
         self._vectors: list[Part] = []  # whose gradients wait for their sum
         self._leaving: list[tuple[Part, Tensor, object]] = []  # whose sums are being made
@@ -116,12 +129,12 @@ class Shares(Ranks):
         """Returns what gathers the matrices `part`, of which `parameters` are the model's, by name."""
         raise NotImplementedError
 
-    def exchange(self, came: Tensor, sent: Tensor) -> None:
-        """Sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`."""
+    def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
+        """Sends row r of `sent` [ranks x n] to rank r of those `among`, whose row comes as row r of `came`."""
         raise NotImplementedError
 
-    def gather(self, came: Tensor, own: Tensor) -> None:
-        """Gathers `own` [n] of all ranks in `came` [ranks x n]."""
+    def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
+        """Gathers `own` [n] of the ranks `among` in `came` [ranks x n]."""
         raise NotImplementedError
 
     def beside(self) -> AbstractContextManager:
@@ -138,8 +151,11 @@ class Shares(Ranks):
 
     # --- a step
 
+    def share_among(self, sharing: int) -> None:
+        self.sharing, self.place = sharing, self.rank % sharing
+
     def share(self, elements: int) -> int:
-        return -(-elements // (self.count * BLOCK)) * BLOCK
+        return -(-elements // (self.sharing * BLOCK)) * BLOCK
 
     def window(self, decoder: Decoder, store: Store) -> GatheredWeights:
         units = {
@@ -178,10 +194,10 @@ class Shares(Ranks):
         return [part for part, _, _ in ready] + (vectors if now else [])
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to replace the gradient of `part`, [ranks x share], by this rank's share of the sum over all ranks.
+        """Starts to replace the gradient of `part`, [shares x n], by this rank's share of the sum over all ranks.
         Returns the part, the tensor to keep until that is done, and the event that says so."""
         size = part.working.numel()
-        own = _gradient(part, size * self.count).view(self.count, size)
+        own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
         with self.beside():
             self._sum_slices(part.gradient, own)
@@ -189,10 +205,24 @@ class Shares(Ranks):
 
     def _sum_slices(self, total: Tensor, own: Tensor) -> None:
         for start in range(0, len(total), SLICE):
-            sent = own[:, start : start + SLICE].contiguous()
-            came = torch.empty_like(sent)
-            self.exchange(came, sent)
-            total[start : start + SLICE] = in_order(came)
+            of_machine = self._reduced(own[:, start : start + SLICE].contiguous(), Among.SHARES)
+            total[start : start + SLICE] = self._sum_of_machines(of_machine)
+
+    def _reduced(self, sent: Tensor, among: Among) -> Tensor:
+        """Returns the row of `sent` [ranks x n] that is this rank's, summed over the ranks `among`."""
+        came = torch.empty_like(sent)
+        self.exchange(came, sent, among)
+        return in_order(came)
+
+    def _sum_of_machines(self, own: Tensor) -> Tensor:
+        """Returns the sum of `own` [n] over the ranks with the same share. Each of them sums a part for all."""
+        machines = self.count // self.sharing
+        if machines == 1:
+            return own
+        padded = torch.nn.functional.pad(own, (0, -len(own) % machines)).view(machines, -1)
+        total = torch.empty_like(padded)
+        self.gather(total, self._reduced(padded, Among.EQUALS), Among.EQUALS)
+        return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
         """Replaces the gradients of vectors, which all ranks have whole, by the sums over all ranks."""
@@ -201,14 +231,15 @@ class Shares(Ranks):
         sizes = [part.working.numel() for part in self._vectors]
         own = torch.cat([_gradient(part, size) for part, size in zip(self._vectors, sizes, strict=True)])
         came = own.new_empty(self.count, own.numel())
-        self.gather(came, own)
+        self.gather(came, own, Among.ALL)
         for part, total in zip(self._vectors, in_order(came).split(sizes), strict=True):
             part.gradient = total
 
     def norm(self, norms: Sequence[tuple[Part, Tensor]]) -> float:
-        # Every rank has all vectors; the first one counts them.
-        counted = [(part, norms_of_part) for part, norms_of_part in norms if part.is_matrices or self.rank == 0]
-        own = super().norm(counted)
+        # Every rank has all vectors; the first one counts them. The first machine counts the matrices.
+        of_first = self.rank < self.sharing
+        counted = [each for each in norms if (of_first if each[0].is_matrices else self.rank == 0)]
+        own = super().norm(counted) if counted else 0.0
         return sqrt(self.total(own * own))
 
 

@@ -6,25 +6,40 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.parameters import Part, Store
 from lowmem.core.ranks import Thing
-from lowmem.core.shares import GatheredWeights, Shares, in_order
+from lowmem.core.shares import Among, GatheredWeights, Shares, in_order
 from lowmem.distributed.gathered import GatheredUnit
 
 _END = -1
 
 
 class SeveralRanks(Shares):
-    """Answers for one of the processes of `mesh`."""
+    """Answers for one process of the default process group. `device_type`: where it trains, "cuda" or "cpu".
+    `on_machine`: the number of processes on this machine, None for all. `on_each`: that number if it is the same on all
+    machines, otherwise the number of all processes."""
 
-    def __init__(self, mesh: DeviceMesh):
-        super().__init__(mesh.size(), mesh.get_rank())
-        self._mesh = mesh
+    def __init__(self, device_type: str, on_machine: int | None = None):
+        self._device_type = device_type
+        super().__init__(dist.get_world_size(), dist.get_rank())
+        on_machine = on_machine or self.count
+        self.on_each = on_machine if self.most(on_machine) == -self.most(-on_machine) else self.count
         self._shares: list[Tensor] = []  # in the same order on all ranks
-        self._stream = torch.cuda.Stream() if mesh.device_type == "cuda" else None
+        self._stream = torch.cuda.Stream() if device_type == "cuda" else None
+
+    def share_among(self, sharing: int) -> None:
+        super().share_among(sharing)
+        if sharing == self.count:
+            self._mesh = init_device_mesh(self._device_type, (sharing,))
+            self._groups = {}
+            return
+        shape, names = (self.count // sharing, sharing), ("machine", "share")
+        mesh = init_device_mesh(self._device_type, shape, mesh_dim_names=names)
+        self._mesh = mesh["share"]
+        self._groups = {Among.SHARES: mesh.get_group("share"), Among.EQUALS: mesh.get_group("machine")}
 
     # --- a step
 
@@ -37,11 +52,11 @@ class SeveralRanks(Shares):
     def unit(self, part: Part, parameters: dict[str, Tensor]) -> GatheredUnit:
         return GatheredUnit(part, self._mesh, parameters)
 
-    def exchange(self, came: Tensor, sent: Tensor) -> None:
-        dist.all_to_all_single(came, sent)
+    def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
+        dist.all_to_all_single(came, sent, group=self._groups.get(among))
 
-    def gather(self, came: Tensor, own: Tensor) -> None:
-        dist.all_gather(list(came), own)
+    def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
+        dist.all_gather(list(came), own, group=self._groups.get(among))
 
     def beside(self) -> AbstractContextManager:
         if self._stream is None:
@@ -90,7 +105,7 @@ class SeveralRanks(Shares):
         number = next(number for number, each in enumerate(self._shares) if each is shares)
         self._ask(number, start, stop)
         whole = torch.empty(stop - start, dtype=shares.dtype)
-        for rank in range(self.count):
+        for rank in range(self.sharing):
             first, last = self._overlap(rank, shares, start, stop)
             if first < last and rank == 0:
                 whole[first - start : last - start] = shares[first:last]

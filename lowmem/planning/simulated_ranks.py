@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowmem.core.parameters import Part
 from lowmem.core.ranks import Thing
-from lowmem.core.shares import Shares
+from lowmem.core.shares import Among, Shares
 from lowmem.cudasim.recorder import Recorder
 
 RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
@@ -52,10 +52,10 @@ class SimulatedRanks(Shares):
     def total(self, value: float) -> float:
         return value
 
-    def exchange(self, came: Tensor, sent: Tensor) -> None:
+    def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
         self.send(sent.nbytes // self.count * (self.count - 1))
 
-    def gather(self, came: Tensor, own: Tensor) -> None:
+    def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
         self.wait(self.send(own.nbytes * (self.count - 1)))
 
     def beside(self) -> AbstractContextManager:

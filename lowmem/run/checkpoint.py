@@ -204,7 +204,7 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
         with manifest.checked(name) as fill:
             fill(memoryview(bytearray(len(_header(part)))))
             for tensor, entries in _tensors(part).values():
-                before = min(part.ranks.rank * tensor.numel(), entries)
+                before = min(part.ranks.place * tensor.numel(), entries)
                 here = min(tensor.numel(), entries - before)
                 _skip(fill, before * tensor.itemsize)
                 for chunk in _chunks(tensor[:here]):

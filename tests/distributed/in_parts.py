@@ -1,6 +1,8 @@
-"""One process that trains as R ranks do: a sum over the micro-batches of each rank, then the sum of these sums."""
+"""One process that trains as R ranks do: a sum over the micro-batches of each rank, then the sum of these sums. Sums of
+matrices are added up machine by machine."""
 
 import math
+from functools import reduce
 
 import torch
 from cases import DEVICE, LEARNING_RATE
@@ -10,28 +12,29 @@ from lowmem.core.optimizers import BLOCK
 from lowmem.core.recompute import Dropout
 
 
-def train_in_parts(step, store, batches, ranks: int) -> tuple[list[float], list[float]]:
-    """Returns the losses and the norms of all steps."""
-    rows = [_one_step(step, store, batch, number, ranks) for number, batch in enumerate(batches)]
+def train_in_parts(step, store, batches, ranks: int, sharing: int) -> tuple[list[float], list[float]]:
+    """Returns the losses and the norms of all steps. `sharing`: ranks of a machine, which store a model together."""
+    rows = [_one_step(step, store, batch, number, ranks, sharing) for number, batch in enumerate(batches)]
     step.flush()
     losses, norms = zip(*rows, strict=True)
     return list(losses), list(norms)
 
 
-def _one_step(step, store, batch, number: int, ranks: int) -> tuple[float, float]:
+def _one_step(step, store, batch, number: int, ranks: int, sharing: int) -> tuple[float, float]:
     step.flush()
     step._decoder.model.train()
     tokens, scale = int((batch.labels != -100).sum()), step.loss_scale.scale
     cut = [each.to(DEVICE) for each in batch.micro_batches(step.layout.micro_batch, step.least_positions)]
-    loss, sums = 0.0, {}
+    loss, parts = 0.0, {part: [] for part in store.parts}
     for rank in range(ranks):
         losses = _of_one_rank(step, cut, range(len(cut))[rank::ranks], number, scale / tokens)
         loss += torch.stack(losses).double().sum().item() if losses else 0.0
         for part in store.parts:
             own = torch.zeros_like(part.working, dtype=torch.float32) if part.gradient is None else part.gradient
-            sums[part] = sums[part] + own if part in sums else own
+            parts[part].append(own)
             part.gradient = None
-    norm = _norm(sums, ranks) / scale
+    sums = {part: _in_order(each, sharing if part.is_matrices else ranks) for part, each in parts.items()}
+    norm = _norm(sums, sharing) / scale
     if math.isfinite(norm):
         for part, total in sums.items():
             part.gradient = total
@@ -39,6 +42,12 @@ def _one_step(step, store, batch, number: int, ranks: int) -> tuple[float, float
         step._updates.begin(clip / scale, LEARNING_RATE, downwards=False)
     step.loss_scale.update(math.isfinite(norm))
     return loss / tokens, norm
+
+
+def _in_order(parts: list[torch.Tensor], sharing: int) -> torch.Tensor:
+    """The sum of the sums of each `sharing` parts."""
+    machines = [reduce(torch.add, parts[first : first + sharing]) for first in range(0, len(parts), sharing)]
+    return reduce(torch.add, machines)
 
 
 def _of_one_rank(step, cut, own: range, number: int, scale: float) -> list[torch.Tensor]:

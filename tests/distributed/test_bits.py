@@ -19,29 +19,35 @@ from lowmem.core.shares import Shares  # noqa: E402
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
-    """Results by number of ranks and case. Each number of ranks trains once, all cases that are asked for."""
+    """Results by number of ranks, of ranks that store a model together, and case. Each pair of numbers trains once, all
+    cases that are asked for."""
     done = {}
     asked = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
 
-    def results(ranks: int) -> dict:
-        if ranks not in done:
+    def results(ranks: int, sharing: int | None = None) -> dict:
+        if (ranks, sharing) not in done:
             folder = tmp_path_factory.mktemp("ranks")
-            cases = sorted({params["name"] for params in asked if params.get("ranks", 2) == ranks})
-            (folder / "asked.json").write_text(json.dumps({"ranks": ranks, "cases": cases}))
+            of_these = (params for params in asked if params.get("ranks", 2) == ranks)
+            cases = sorted({params["name"] for params in of_these if params.get("sharing") == sharing})
+            told = {"ranks": ranks, "sharing": sharing or ranks, "cases": cases}
+            (folder / "asked.json").write_text(json.dumps(told))
             group.run("tests.distributed.worker", folder, ranks)
-            done[ranks] = torch.load(folder / "results.pt", map_location="cpu")
-        return done[ranks]
+            done[ranks, sharing] = torch.load(folder / "results.pt", map_location="cpu")
+        return done[ranks, sharing]
 
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_train_as_one_process_that_sums_in_as_many_parts(trained, monkeypatch, ranks, name):
+RANKS = [(ranks, None, name) for ranks in (2, 4) for name in CASES]
+MACHINES = [(4, 2, name) for name in ("bf16", "kept", "a rank has no micro-batch", "no clipping, applied")]
+
+
+@pytest.mark.parametrize("ranks, sharing, name", [*RANKS, *MACHINES, (6, 2, "states and gradients in RAM")])
+def test_ranks_train_as_one_process_that_sums_in_as_many_parts(trained, monkeypatch, ranks, sharing, name):
     monkeypatch.setattr(parameters, "PIECE", 4096)
-    found = trained(ranks)[name]
+    found = trained(ranks, sharing)[name]
     step, store = CASES[name].step()
-    losses, norms = train_in_parts(step, store, CASES[name].batches(), ranks)
+    losses, norms = train_in_parts(step, store, CASES[name].batches(), ranks, sharing or ranks)
     assert found["losses"] == losses and len(losses) == CASES[name].steps
     assert found["norms"] == norms
     if CASES[name].settings.get("clip_norm", 0) is not None:

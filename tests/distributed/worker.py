@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.harness import group
@@ -50,19 +49,24 @@ def work(folder: Path, rank: int) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo", **where)
     parameters.PIECE, shares.SLICE = 4096, 1000  # several of each in a share
-    mesh = init_device_mesh(DEVICE.type, (asked["ranks"],))
     if "stored" in asked:
-        saved_again(CASES[asked["cases"][0]], folder, asked["stored"], several.SeveralRanks(mesh))
+        saved_again(CASES[asked["cases"][0]], folder, asked["stored"], ranks_of(asked))
         return
-    results = {name: trained(CASES[name], mesh) for name in asked["cases"]}
+    results = {name: trained(CASES[name], ranks_of(asked)) for name in asked["cases"]}
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trained(case, mesh) -> dict:
-    ranks = several.SeveralRanks(mesh)
+def ranks_of(asked: dict) -> several.SeveralRanks:
+    ranks = several.SeveralRanks(DEVICE.type)
+    if asked.get("sharing", ranks.count) < ranks.count:
+        ranks.share_among(asked["sharing"])
+    return ranks
+
+
+def trained(case, ranks: several.SeveralRanks) -> dict:
     step, store = case.step(ranks)
     rows = []
     for number, batch in enumerate(case.batches()):
@@ -95,7 +99,7 @@ def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
 def whole(store) -> dict[str, torch.Tensor]:
     """All numbers of the store, of all ranks, by name."""
     return {
-        f"{part.name} {key}": part.ranks.range_of(tensor, 0, tensor.numel() * part.ranks.count).clone()
+        f"{part.name} {key}": part.ranks.range_of(tensor, 0, tensor.numel() * part.ranks.sharing).clone()
         for part in store.parts
         for key, tensor in {"working": part.working, **part.state}.items()
     }
