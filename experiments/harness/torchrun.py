@@ -15,10 +15,12 @@ from experiments.harness.rows import ROOT
 _PR_SET_PDEATHSIG = 1  # of Linux, sys/prctl.h
 
 
-def start(arguments: Sequence[str], ranks: int = 2, restarts: int = 0, **how) -> subprocess.Popen:
+def start(
+    arguments: Sequence[str], ranks: int = 2, restarts: int = 0, meeting: Sequence[str] = ("--standalone",), **how
+) -> subprocess.Popen:
     """Runs a script with its `arguments` in so many processes. torchrun starts them again up to `restarts` times.
-    `how`: more arguments for Popen."""
-    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    `meeting`: torchrun's options for machines that train together. `how`: more arguments for Popen."""
+    launcher = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, *arguments]
     # A second attempt may hang with the store of the first (pytorch#135712).
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

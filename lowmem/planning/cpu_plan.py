@@ -21,6 +21,7 @@ from lowmem.planning.caps import refusal, wants
 from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
+from lowmem.planning.simulated_ranks import ALONE, Mesh
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.ways_out import WayOut, in_a_sentence
@@ -77,7 +78,7 @@ class _Case:
 
 def cpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process,
-    ranks: int = 1, ways_out: bool = True,
+    ranks: Mesh = ALONE, ways_out: bool = True,
 ) -> Plan:  # fmt: skip
     """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
     else would do."""
@@ -110,7 +111,7 @@ def cpu_plan(
 
 
 def _ways_out(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process, ranks: int
+    settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process, ranks: Mesh
 ) -> Iterator[WayOut]:
     """Yields changed settings for which there is a plan under the same cap of RAM."""
     changes = {"--states-folder DIR": {"states_folder": "DIR"}, "--optimizer adamw8bit": {"optimizer": "adamw8bit"}}
@@ -140,7 +141,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
         base = replace(base, weights_on_gpu=1, states_on_gpu=0)
     if settings.gradients == "streamed":
         base = replace(base, fate=Fate.SENT, states_on_gpu=0)
-    whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.ranks > 1
+    whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.ranks.count > 1
     choices = replace(choices, whole_batch=whole_batch)
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]

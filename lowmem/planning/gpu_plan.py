@@ -27,6 +27,7 @@ from lowmem.planning.ram import (
     on_a_gpu,
 )
 from lowmem.planning.search import Found, Room, Search
+from lowmem.planning.simulated_ranks import ALONE, Mesh
 from lowmem.planning.simulated_step import Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.ways_out import Ways, in_a_sentence
@@ -99,7 +100,7 @@ class _Case:
 
 def gpu_plan(
     settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, fused_kernels: bool | None,
-    process: Process | None, free_bytes: int | None = None, ranks: int = 1,
+    process: Process | None, free_bytes: int | None = None, ranks: Mesh = ALONE,
 ) -> Plan:  # fmt: skip
     """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. `free_bytes`: RAM that the
     process may reach on this machine, None for no limit. The micro-batch does not depend on `free_bytes`."""
@@ -122,7 +123,7 @@ def gpu_plan(
         room = case.room(settings.ram_limit_bytes, margins=1)
         found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
     plan = case.plan(found)
-    if not settings.plan_only and ranks == 1:  # one of several ranks cannot go on with another layout
+    if not settings.plan_only and ranks.count == 1:  # one of several ranks cannot go on with another layout
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)

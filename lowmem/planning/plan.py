@@ -36,7 +36,8 @@ class Plan:
     typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
                            None: full rows
     steps                  optimizer steps of the whole training run; None if only the data tells
-    ranks                  processes that train the model together; all figures are of one of them
+    ranks                  processes that train together; all figures are of one of them
+    sharing                how many of them store a model together; the others store it again
     sent_bytes             to other ranks, in a step
     smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
                            and change no bit. Empty if the plan is not for training
@@ -68,6 +69,7 @@ class Plan:
     typical_tokens: int | None = None
     steps: int | None = None
     ranks: int = 1
+    sharing: int = 1
     sent_bytes: int = 0
     smaller_layouts: tuple[Layout, ...] = ()
 
@@ -105,6 +107,7 @@ class Plan:
             "typical_tokens_per_step": self.typical_tokens,
             "steps": self.steps,
             "ranks": self.ranks,
+            "ranks_that_share_a_model": self.sharing,
             "limits": {"gpu_bytes": self.gpu_limit_bytes, "ram_bytes": self.settings.ram_limit_bytes},
             "choice": asdict(self.layout)
             | {
@@ -198,10 +201,11 @@ class Plan:
         if self.step_seconds is not None:
             tokens = self.typical_tokens or self.settings.batch * self.settings.seq
             of_data = "" if self.typical_tokens is None else f" with the data's {tokens:,} tokens"
+            waiting = "copies" if self.ranks == 1 else "copies and for other cards"
             yield (
                 f"a step takes about {self.step_seconds:.3g} s{of_data} on {self.card.name} "
                 f"({tokens / self.step_seconds:,.0f} tokens/s), "
-                f"{round(self.waiting_seconds, 4):.2g} s of it waiting for copies"
+                f"{round(self.waiting_seconds, 4):.2g} s of it waiting for {waiting}"
             )
         if self.not_compared is not None:
             yield f"not compared with the whole model ({self.not_compared}); training does that before its first step"

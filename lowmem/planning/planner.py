@@ -31,6 +31,7 @@ from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import Process
+from lowmem.planning.simulated_ranks import ALONE, Mesh
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
@@ -51,7 +52,7 @@ class Question:
     ram_free_bytes: int | None = None
     fused_kernels: bool | None = None
     process: Process | None = None
-    ranks: int = 1
+    ranks: Mesh = ALONE
 
     def answer(self, make: Callable[..., Plan]) -> Plan:
         """Calls `make` with these arguments, in the order of `make_plan`, and returns its plan. At a terminal, first
@@ -64,15 +65,15 @@ class Question:
 def make_plan(
     settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
     ram_free_bytes: int | None = None, fused_kernels: bool | None = None,
-    process: Process | None = None, ranks: int = 1,
+    process: Process | None = None, ranks: Mesh = ALONE,
 ) -> Plan:  # fmt: skip
     """Returns the plan for the model of `config` on `device`: "cuda", with a `card`, or "cpu". Raises PlanError, which
     names the smallest caps that would do, if nothing fits. Raises InputError if the architecture cannot be trained in
     pieces.
 
     `ram_free_bytes`: free RAM, another limit if the plan is for this machine. `fused_kernels`: whether they run; None:
-    as expected of the card. `process`: the RAM of the process that will train, if that is not this one. `ranks`: how
-    many processes train the model together; batch and caps are those of one.
+    as expected of the card. `process`: the RAM of the process that will train, if that is not this one. `ranks`: the
+    processes that train together; batch and caps are those of one.
     """
     if process is None and (device == "cpu" or torch.cuda.is_initialized()):
         process = Process(ram_now_bytes(), 0)
@@ -98,7 +99,7 @@ def make_plan(
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
-    return replace(plan, not_compared=not_compared, steps=settings.steps, ranks=ranks)
+    return replace(plan, not_compared=not_compared, steps=settings.steps, ranks=ranks.count, sharing=ranks.sharing)
 
 
 @contextmanager

@@ -6,11 +6,12 @@ views of a tensor that is not.
 
 A rank's link to the others does one thing after the other. Without NVLink every byte goes through the machine's RAM: it
 is written there and read again, for all cards at once. So the link is as fast as a copy over the bus, or as each card's
-part of half the RAM's speed, if that is less.
+part of half the RAM's speed, if that is less. A second link leads to other machines; the cards of a machine share it.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,31 @@ from lowmem.core.shares import Among, Shares
 from lowmem.cudasim.recorder import Recorder
 
 RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
+NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s, of one direction; assumed
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Says how many ranks train together. `sharing`: how many store a model together. `copies`: how many times they do
+    so, once on each machine; 1 if the ranks of all `machines` store one model. `network`: bytes per second that come to
+    a machine."""
+
+    sharing: int = 1
+    copies: int = 1
+    machines: int = 1
+    network: float = NETWORK_BYTES_PER_SECOND
+
+    @property
+    def count(self) -> int:
+        return self.sharing * self.copies
+
+    def rates(self, copies: float, link: float | None) -> dict[Among, float]:
+        """Returns the bytes per second that come to a rank from others. `copies`: of a copy to its card. `link`: from
+        cards of the same machine, None if all goes through RAM."""
+        on_each = self.count // self.machines
+        inside, outside = link or bytes_per_second_through_ram(copies, on_each), self.network / on_each
+        outside = min(inside, outside) if self.machines > 1 else inside
+        return {Among.SHARES: inside if self.copies == self.machines else outside, Among.EQUALS: outside}
 
 
 def bytes_per_second_through_ram(copies: float, ranks: int) -> float:
@@ -28,14 +54,19 @@ def bytes_per_second_through_ram(copies: float, ranks: int) -> float:
     return min(copies, RAM_BYTES_PER_SECOND / (2 * ranks))
 
 
-class SimulatedRanks(Shares):
-    """Is the first of `count` ranks. The batch that it is given is its own part. `bytes_per_second`: of its link, None
-    if sending takes no time. `exposed_seconds`: how long its card stood still only because of the link."""
+ALONE = Mesh()
 
-    def __init__(self, count: int, recorder: Recorder, bytes_per_second: float | None):
-        super().__init__(count, 0)
+
+class SimulatedRanks(Shares):
+    """Is the first rank of `mesh`. The batch that it is given is its own part. `rates`: bytes per second of its links
+    (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only because of the
+    links."""
+
+    def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
+        super().__init__(mesh.count, 0)
+        self.share_among(mesh.sharing)
         self.exposed_seconds, self.sent_bytes = 0.0, 0
-        self._recorder, self._rate, self._free = recorder, bytes_per_second, 0.0
+        self._recorder, self._rates, self._free = recorder, rates, dict.fromkeys(Among, 0.0)
 
     def unit(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedUnit":
         return _SimulatedUnit(part, self, parameters)
@@ -53,30 +84,35 @@ class SimulatedRanks(Shares):
         return value
 
     def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
-        self.send(sent.nbytes // self.count * (self.count - 1))
+        self.send(sent.nbytes - sent[0].nbytes, among)
 
     def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
-        self.wait(self.send(own.nbytes * (self.count - 1)))
+        arrived = self.send(came.nbytes - own.nbytes, among)
+        if among is Among.ALL:  # what follows is computed beside the compute stream otherwise
+            self.wait(arrived)
 
     def beside(self) -> AbstractContextManager:
         return nullcontext()
 
     def mark(self) -> float:
-        return self._free
+        return max(self._free.values())
 
     def wait(self, event: float) -> None:
         clock = self._recorder.clock
         self.exposed_seconds += max(0.0, event - max(clock.gpu, clock.host))
         clock.wait(event)
 
-    def send(self, size_bytes: int) -> float:
+    def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
         """Sends and receives that many bytes as soon as the link is free and all kernels so far have run. Returns the
         time when that is done."""
         clock = self._recorder.clock
+        link = Among.SHARES if self.sharing == self.count or among is Among.SHARES else Among.EQUALS
         self.sent_bytes += size_bytes
-        seconds = size_bytes / self._rate if self._rate else 0.0
-        self._free = max(self._free, clock.gpu, clock.host) + seconds
-        return self._free
+        seconds = size_bytes / self._rates[link] if self._rates else 0.0
+        self._free[link] = max(self._free[link], clock.gpu, clock.host) + seconds
+        if among is Among.EQUALS:  # the machine's own sum comes first
+            self._free[link] = max(self._free[link], self._free[Among.SHARES] + seconds)
+        return self._free[link]
 
     def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor that is not on the list of allocations."""
@@ -90,7 +126,7 @@ class _SimulatedUnit:
     """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
-        self._part, self._ranks, self._size = part, ranks, part.working.numel() * ranks.count
+        self._part, self._ranks, self._size = part, ranks, part.working.numel() * ranks.sharing
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
         self._coming = 0.0
@@ -110,7 +146,7 @@ class _SimulatedUnit:
         working = self._part.working
         self._buffer, self._updates = working.new_empty(self._size), self._part.updates
         self._buffer[: working.numel()].copy_(working)
-        self._coming = self._ranks.send(working.nbytes * (self._ranks.count - 1))
+        self._coming = self._ranks.send(working.nbytes * (self._ranks.sharing - 1))
 
     def wait(self) -> None:
         if self._buffer is None:

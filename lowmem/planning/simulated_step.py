@@ -41,7 +41,7 @@ from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
 from lowmem.planning import simulated_ranks
 from lowmem.planning.replay import META, ReplayedOperations
-from lowmem.planning.simulated_ranks import SimulatedRanks, bytes_per_second_through_ram
+from lowmem.planning.simulated_ranks import ALONE, Mesh, SimulatedRanks
 from lowmem.planning.simulated_transfers import SimulatedTransfers
 
 _NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
@@ -118,8 +118,8 @@ def cpu_target() -> Target:
 class StepCase:
     """Holds a step to be simulated: sizes, layout and optimizer. The decoder's precision is set elsewhere. `dtype`: of
     the working matrices. `lengths`: of the second step's rows, if they are not full (Batch.lengths). `target_tokens`:
-    how many of `seq` positions are a target's, for an encoder-decoder. `ranks`: how many train the model together;
-    `batch` is one rank's part."""
+    how many of `seq` positions are a target's, for an encoder-decoder. `ranks`: those that train together; `batch`
+    is one rank's part."""
 
     seq: int
     batch: int
@@ -130,7 +130,7 @@ class StepCase:
     document_mask: bool = False
     lengths: tuple[int, ...] | None = None
     target_tokens: int | None = None
-    ranks: int = 1
+    ranks: Mesh = ALONE
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -183,9 +183,9 @@ def record_step(
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     ranks = None
-    if case.ranks > 1:
-        through_ram = None if target.copies_in is None else bytes_per_second_through_ram(target.copies_in, case.ranks)
-        ranks = SimulatedRanks(case.ranks, recorder, target.link or through_ram)
+    if case.ranks.count > 1:
+        rates = None if target.copies_in is None else case.ranks.rates(target.copies_in, target.link)
+        ranks = SimulatedRanks(case.ranks, recorder, rates)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
     store = Store(
         decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched, ranks or Ranks()

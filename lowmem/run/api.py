@@ -33,6 +33,7 @@ from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.process import process_aside
+from lowmem.planning.simulated_ranks import NETWORK_BYTES_PER_SECOND
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
@@ -51,17 +52,17 @@ def _warn(sentence: str) -> None:
 
 
 @warnings_end_nothing()
-def plan(settings: Settings, gpus: int = 1) -> Plan:
+def plan(settings: Settings, gpus: int = 1, machines: int = 1, network_rate: float = NETWORK_BYTES_PER_SECOND) -> Plan:
     """Returns the plan for the card that `settings.gpu` names; the card need not be in this machine. Without a name,
-    plans for the GPU of this machine, or for its CPU. `gpus`: how many of them torchrun trains on; the figures are of
-    one. Loads no weights.
+    plans for the GPU of this machine, or for its CPU. `gpus`: how many of them torchrun trains on, on each of
+    `machines`; the figures are of one. `network_rate`: bytes per second that come to a machine. Loads no weights.
 
     Raises PlanError if nothing fits; its message names the smallest caps that do. Raises InputError for a model that
     cannot be trained block by block.
     """
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
-    return plan_for(ask(settings), gpus)
+    return plan_for(ask(settings), gpus, machines, network_rate)
 
 
 @warnings_end_nothing()

@@ -92,13 +92,14 @@ def parse_arguments(argv: list[str], defaults: Settings, say: Callable[[str], No
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Returns the settings that the command line of `lowmem plan` gives, and its own options `json`, `gpus` and `write`
-    (whether --out was given). Needs no weights and requires --model. With --gpu the cap is the card's memory, unless a
-    cap is given."""
+    """Returns the settings that the command line of `lowmem plan` gives, and its own options `json`, `gpus`, `machines`
+    and `write` (whether --out was given). Needs no weights and requires --model. With --gpu the cap is the card's
+    memory, unless a cap is given."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
-    parser.add_argument("--gpus", type=integer, metavar="N", help="for N of these cards, with torchrun")
+    parser.add_argument("--gpus", type=integer, default=1, metavar="N", help="for N of these cards, with torchrun")
+    parser.add_argument("--machines", type=integer, default=1, metavar="M", help="for M machines of N cards (1)")
     chosen, options = _chosen(parser, argv, say_on_stderr)
     if "model" not in chosen and not chosen.get("demo"):
         raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")

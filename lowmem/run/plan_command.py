@@ -29,16 +29,16 @@ def main(arguments: list[str] | None = None) -> int:
         with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
             settings, options = parse_plan(sys.argv[1:] if arguments is None else arguments, _PROGRAM)
             settings = check_target(settings, say)
-            show_plan(settings, options.json, options.write, 1 if options.gpus is None else options.gpus)
+            show_plan(settings, options.json, options.write, options.gpus, options.machines)
             return 0
     except LowmemError as error:
         say(f"lowmem.plan: {error}")
         return error.exit_code
 
 
-def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1) -> None:
-    """Prints the plan, for torchrun with `gpus` processes on one machine if there are several. If `write`, also writes
-    it into the run folder, unless a training run is in that folder."""
+def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
+    """Prints the plan, for torchrun with `gpus` processes on each of `machines` if there are several. If `write`, also
+    writes it into the run folder, unless a training run is in that folder."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 
@@ -53,7 +53,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
     set_environment()
     question = ask(settings)
     try:
-        plan = plan_for(question, gpus)
+        plan = plan_for(question, gpus, machines)
     except PlanError as error:
         if as_json:
             with output():

@@ -43,6 +43,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import Question, make_plan, timed_with
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
+from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import planning_target
 from lowmem.run.checkpoint import load_newest, newest_state
 from lowmem.run.folder import check_disk, find_checkpoints, lock_run
@@ -134,7 +135,10 @@ def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Cal
         share = replace(share, **here, fused_kernels=no_kernels is None)
         return share.answer(lambda *asked: ranks.on_first(partial(aside, make_plan, *asked)))
 
-    return plan_of_ranks(question, ranks.count, local_ranks(), make)
+    plan = plan_of_ranks(question, ranks.count, ranks.on_each, local_ranks(), make)
+    if plan.sharing < ranks.count:
+        ranks.share_among(plan.sharing)
+    return plan
 
 
 def in_words(plan: Plan) -> str:
@@ -215,7 +219,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             ranks = until_the_end.enter_context(joined(settings.device))
             question = ask(settings)
             settings, config, folder = question.settings, question.config, Path(question.settings.out)
-            share = of_one_rank(question, ranks.count, local_ranks())
+            share = of_one_rank(question, Mesh(ranks.count), local_ranks())
             lock = until_the_end.enter_context(ExitStack())
             ranks.on_first(lambda: lock.enter_context(lock_run(folder)))
             log = RunLog(folder, settings) if ranks.rank == 0 else QuietLog(folder)

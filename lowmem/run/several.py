@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lowmem.data.dataset import Data
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import Question, make_plan
+from lowmem.planning.simulated_ranks import NETWORK_BYTES_PER_SECOND, Mesh
 from lowmem.run.log import read_metrics
 
 
@@ -38,10 +40,9 @@ class QuietLog:
     sample = end_bar = pictures = close = say
 
 
-def of_one_rank(question: Question, count: int, on_this_machine: int) -> Question:
-    """Returns the question for the plan of one of `count` ranks. Raises InputError for what several ranks cannot do
-    yet."""
-    if count == 1:
+def of_one_rank(question: Question, ranks: Mesh, on_this_machine: int) -> Question:
+    """Returns the question for the plan of one of `ranks`. Raises InputError for what several ranks cannot do yet."""
+    if ranks.count == 1:
         return question
     settings, limit = question.settings, question.settings.ram_limit_bytes
     refused = {
@@ -54,32 +55,51 @@ def of_one_rank(question: Question, count: int, on_this_machine: int) -> Questio
         said = ", ".join(what for what, is_asked in refused.items() if is_asked)
         raise InputError(f"{said}: not with several processes of torchrun; run it in one process")
     size = settings.micro_batch or 1
-    rows = math.ceil(settings.batch / (size * count)) * size
+    rows = math.ceil(settings.batch / (size * ranks.count)) * size
     share = replace(settings, batch=rows, weights="resident", ram_limit_bytes=limit and limit // on_this_machine)
-    return replace(question, settings=share, ranks=count)
+    return replace(question, settings=share, ranks=ranks)
 
 
-def plan_for(question: Question, gpus: int) -> Plan:
-    """Returns the plan for torchrun with `gpus` processes on one machine, or for one process."""
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}: there has to be at least one")
-    return plan_of_ranks(question, gpus, gpus, lambda share: share.answer(make_plan))
+def plan_for(question: Question, gpus: int, machines: int = 1, network_rate: float = NETWORK_BYTES_PER_SECOND) -> Plan:
+    """Returns the plan for torchrun with `gpus` processes on each of `machines`, or for one process. `network_rate`:
+    bytes per second that come to a machine from others."""
+    for option, number in {"--gpus": gpus, "--machines": machines}.items():
+        if number < 1:
+            raise InputError(f"{option} {number}: there has to be at least one")
+
+    def make(share: Question) -> Plan:
+        return replace(share, ranks=replace(share.ranks, network=network_rate)).answer(make_plan)
+
+    return plan_of_ranks(question, gpus * machines, gpus, gpus, make)
 
 
-def plan_of_ranks(question: Question, count: int, on_this_machine: int, make: Callable[[Question], Plan]) -> Plan:
-    """Returns what `make` plans for one of `count` ranks, with the settings of all of them. Raises PlanError if nothing
-    fits; with several ranks, says that its sizes are one rank's."""
-    share = of_one_rank(question, count, on_this_machine)
+def plan_of_ranks(
+    question: Question, count: int, on_each: int, on_this_machine: int, make: Callable[[Question], Plan]
+) -> Plan:
+    """Returns what `make` plans for one of `count` ranks, with the settings of all of them. `on_each`: ranks on each
+    machine, `count` if machines differ. Each machine stores the model once if it fits. Otherwise all store it together,
+    which sends more over the network. Raises PlanError if nothing fits; with several ranks, says that its sizes are one
+    rank's."""
+    machines = count // on_each
+    if 1 < on_each < count:
+        with suppress(PlanError):
+            return _plan_of(question, Mesh(on_each, machines, machines), on_this_machine, make)
+    return _plan_of(question, Mesh(count, machines=machines), on_this_machine, make)
+
+
+def _plan_of(question: Question, ranks: Mesh, on_this_machine: int, make: Callable[[Question], Plan]) -> Plan:
+    share = of_one_rank(question, ranks, on_this_machine)
     if share is question:
         return make(question)
     try:
         plan = make(share)
     except PlanError as error:
-        error.args = (f"{error} These sizes are of one of {count} processes; --ram-limit is for all on a machine.",)
+        said = f"These sizes are of one of {ranks.count} processes; --ram-limit is for all on a machine."
+        error.args = (f"{error} {said}",)
         raise
     whole = {name: getattr(question.settings, name) for name in ("batch", "weights", "ram_limit_bytes")}
     return replace(
-        plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * count,
+        plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * ranks.sharing,
         seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit
     )  # fmt: skip
 

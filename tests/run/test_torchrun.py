@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ import pytest
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, T5Config
 
 from experiments.harness.torchrun import ranks_of, start
-from lowmem.errors import InputError
+from lowmem.errors import InputError, PlanError
 from lowmem.planning.planner import Question
+from lowmem.planning.simulated_ranks import Mesh
 from lowmem.run.log import read_metrics
 from lowmem.run.main import _in_a_sentence
-from lowmem.run.several import of_one_rank
+from lowmem.run.several import of_one_rank, plan_of_ranks
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 from runs import ROOT, SMALL, assert_same_run, loss_rows, stored, weights
@@ -26,9 +28,9 @@ RANKS = 2
 OPTIONS = (*SMALL, "--micro-batch", "1", "--steps", "6", "--save-every", "2", "--eval-every", "3", "--clip-norm", "0.5")
 
 
-def started(out: Path, text: Path, *options: str, restarts: int = 0) -> subprocess.Popen:
+def started(out: Path, text: Path, *options: str, **how) -> subprocess.Popen:
     script = [str(ROOT / "train_gpt2_large.py"), *OPTIONS, "--data", str(text), "--out", str(out), *options]
-    return start(script, RANKS, restarts, stderr=subprocess.PIPE)
+    return start(script, RANKS, stderr=subprocess.PIPE, **how)
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +113,57 @@ def test_what_ranks_cannot_do_is_refused_by_name(options, said):
     config = options.get("model", GPT2Config())
     settings = Settings(batch=12, **options | {"model": "a model"})
     with pytest.raises(InputError, match=said):
-        of_one_rank(Question(settings, config, "cpu", "fp32", None), 2, 2)
+        of_one_rank(Question(settings, config, "cpu", "fp32", None), Mesh(2), 2)
 
 
 @pytest.mark.parametrize(("batch", "micro_batch", "rows"), [(12, None, 6), (13, None, 7), (12, 4, 8), (12, 12, 12)])
 def test_the_plan_is_for_the_rank_with_the_most_rows(batch, micro_batch, rows):
     settings = Settings(batch=batch, micro_batch=micro_batch, ram_limit_bytes=GIB)
     question = Question(settings, GPT2Config(), "cpu", "fp32", None)
-    share = of_one_rank(question, 2, 2).settings
+    share = of_one_rank(question, Mesh(2), 2).settings
     assert (share.batch, share.ram_limit_bytes, share.weights) == (rows, GIB // 2, "resident")
-    assert of_one_rank(question, 1, 1) is question
+    assert of_one_rank(question, Mesh(), 1) is question
+
+
+def test_two_machines_of_two_ranks_each_store_the_model_once_on_each(trained, tmp_path, text):
+    """Machines by name only: two of torchrun's agents, which meet at a port of this one."""
+    out = tmp_path / "run"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    agents = [started(out, text, meeting=[*where, str(number)]) for number in range(2)]
+    said = [agent.communicate()[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    plan = stored(out / "plan.json")
+    assert (plan["ranks"], plan["ranks_that_share_a_model"]) == (4, 2)
+    for row, of_two in zip(loss_rows(out), loss_rows(trained[0]), strict=True):
+        assert row["loss"] == pytest.approx(of_two["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "machines", "fits", "tried"),
+    [
+        (2, 1, 2, [(2, 1)]),
+        (2, 3, 2, [(2, 3)]),
+        (2, 3, 6, [(2, 3), (6, 1)]),  # a machine is too small
+        (1, 3, 3, [(3, 1)]),  # as fast as three copies, and smaller
+        (2, 3, 9, [(2, 3), (6, 1)]),
+    ],
+)
+def test_a_machine_stores_the_model_once_if_it_fits(gpus, machines, fits, tried):
+    asked = []
+
+    def make(question: Question):
+        asked.append((question.ranks.sharing, question.ranks.copies))
+        if question.ranks.sharing < fits:
+            raise PlanError("It does not fit.")
+        raise KeyboardInterrupt  # a plan, which this test has no use for
+
+    question = Question(Settings(batch=12, ram_limit_bytes=GIB), GPT2Config(), "cpu", "fp32", None)
+    with pytest.raises(PlanError if fits > gpus * machines else KeyboardInterrupt):
+        plan_of_ranks(question, gpus * machines, gpus, gpus, make)
+    assert asked == tried
 
 
 LOOP = """
