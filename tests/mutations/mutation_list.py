@@ -43,6 +43,9 @@ DOCUMENTS = f"{STEP}::test_packed_documents_train_as_in_rows_of_their_own"
 RAGGED, PACKING = "core/test_ragged.py", "data/test_packing.py"
 MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
 
+RANKS = "distributed/test_bits.py::test_ranks_train_as_one_process_that_sums_in_as_many_parts"
+MACHINES = f"{RANKS}[4-2-bf16]"
+
 RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)"
 SEGMENT_FORWARD = "segment, hidden[index], extras[index], work.dropouts[index]"
 EMBED_BACKWARD = """\
@@ -526,6 +529,21 @@ MUTATIONS = (
         '    model.step.loss_scale.load(state["loss_scale"])\n',
         "",
         tests=("run/test_scripts.py", "faults/test_stops.py"),
+    ),
+    # several machines
+    Mutation(
+        "core/shares.py",
+        "a machine's sum of gradients is not added to those of others",
+        "        if machines == 1:\n",
+        "        if machines >= 1:\n",
+        tests=(MACHINES,),
+    ),
+    Mutation(
+        "core/shares.py",
+        "every machine's copy of a gradient counts in the norm",
+        "of_first = self.rank < self.sharing",
+        "of_first = True",
+        tests=(MACHINES,),
     ),
     # experiments
     Mutation(
