@@ -1,7 +1,8 @@
-"""Plans training with torchrun on one to eight cards: `python -m experiments.several_gpus.scaling`.
+"""Plans training with torchrun on 1 to 64 cards: `python -m experiments.several_gpus.scaling`.
 
 Each plan is that of one card of so many: its step is simulated, with what it gathers, sums and waits for. The machine
-has 256 GiB of RAM and one bus through it for all cards. Nothing of this was measured on cards. A row is written as soon
+has 256 GiB of RAM and one bus through it for all cards. Several machines have eight cards each, and a batch that is as
+many times as large. Nothing of this was measured on cards. A row is written as soon
 as its plan is made, and a plan that has a row of the same sources is not made again.
 """
 
@@ -18,39 +19,53 @@ from lowmem.units import GIB, parse_size
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 BEGIN = "<!-- made by python -m experiments.several_gpus.scaling -->"
+BEGIN_MACHINES = "<!-- made by python -m experiments.several_gpus.scaling, of several machines -->"
 SEQ, BATCH, RAM_LIMIT = 1024, 64, "256GiB"
 MODELS = {"GPT-2-XL": "gpt2-xl", "Llama 3.2 3B": "meta-llama/Llama-3.2-3B"}
 CARDS = ("rtx3060", "rtx3090", "rtx4090")
 COUNTS = (1, 2, 4, 8)
+MACHINES, ON_EACH = (1, 2, 4, 8), 8
+NETWORKS = {"rtx4090": 10, "h100": 100}  # Gbit/s of a machine, by its cards
 
 
 @dataclass(frozen=True)
 class Case:
-    """Holds a plan to be made: of MODELS, of CARDS, and how many cards."""
+    """Holds a plan to be made: of MODELS, of CARDS or NETWORKS, how many cards a machine has, and how many machines."""
 
     title: str
     card: str
     gpus: int
+    machines: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.title}, {self.gpus} x {self.card}"
+        machines = f"{self.machines} x " if self.machines > 1 else ""
+        return f"{self.title}, {machines}{self.gpus} x {self.card}"
 
     def settings(self) -> Settings:
         return Settings(
-            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH, gpu=self.card, plan_only=True,
+            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH * self.machines, gpu=self.card, plan_only=True,
             gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT),
         )  # fmt: skip
 
     def row(self) -> dict:
         """Returns the values of its row that are known before it is planned."""
-        known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ, "batch": BATCH}
-        return known | {"ram_limit": RAM_LIMIT}
+        known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ}
+        known |= {"machines": self.machines, "batch": BATCH * self.machines, "ram_limit": RAM_LIMIT}
+        return known if self.machines == 1 else known | {"network_gbit": NETWORKS[self.card]}
 
     def plan(self) -> dict:
         """Returns the values of its plan. Raises LowmemError if there is none."""
-        content = lowmem.plan(self.settings(), self.gpus).to_dict()
-        kept = ("predicted", "choice", "breakdown", "sent_bytes", "seconds_waiting_for_copies")
+        network_rate = NETWORKS.get(self.card, 0) * 1e9 / 8  # which one machine has no use for
+        content = lowmem.plan(self.settings(), self.gpus, self.machines, network_rate).to_dict()
+        kept = (
+            "ranks_that_share_a_model",
+            "predicted",
+            "choice",
+            "breakdown",
+            "sent_bytes",
+            "seconds_waiting_for_copies",
+        )
         return {name: content[name] for name in kept}
 
 
@@ -71,10 +86,22 @@ def table(rows: list[dict]) -> str:
     return f"Times as fast as one card: {', '.join(spans)}.\n\n{markdown(header, lines)}"
 
 
+def machines_table(rows: list[dict]) -> str:
+    """Returns a table like `table`, of machines with eight cards each."""
+    found, lines = {row["name"]: row for row in rows}, []
+    for title in MODELS:
+        for card, network in NETWORKS.items():
+            one, *_ = cells = [found.get(Case(title, card, ON_EACH, machines).name) for machines in MACHINES]
+            lines.append([title, f"{card}, {network} Gbit/s", *(_cell(row, _times_faster(row, one)) for row in cells)])
+    header = ["", "cards, network", *(f"{machines} x {ON_EACH} cards" for machines in MACHINES)]
+    return markdown(header, lines)
+
+
 def _times_faster(row: dict | None, one: dict | None) -> float | None:
     if row is one or any(each is None or each["error"] for each in (row, one)):
         return None
-    return one["predicted"]["step_seconds"] / row["predicted"]["step_seconds"]
+    seconds = one["predicted"]["step_seconds"] / row["predicted"]["step_seconds"]
+    return seconds * row["batch"] / one["batch"]
 
 
 def _cell(row: dict | None, times_faster: float | None) -> str:
@@ -93,9 +120,12 @@ def line(row: dict) -> str:
 
 def write_readme() -> None:
     put(README, BEGIN, table(ROWS.committed()))
+    put(README, BEGIN_MACHINES, machines_table(ROWS.committed()))
 
 
-CASES = tuple(Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS)
+ON_ONE = [Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS]
+ON_SEVERAL = [Case(title, card, ON_EACH, machines) for title in MODELS for card in NETWORKS for machines in MACHINES]
+CASES = tuple(dict.fromkeys([*ON_ONE, *ON_SEVERAL]))
 ROWS = PlannedRows(
     "experiments.several_gpus.scaling", __doc__.split(":")[0], HERE / "results" / "scaling.jsonl", CASES, line
 )
