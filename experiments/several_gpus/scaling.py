@@ -44,8 +44,8 @@ class Case:
 
     def settings(self) -> Settings:
         return Settings(
-            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH * self.machines, gpu=self.card, plan_only=True,
-            gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT),
+            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH * self.machines, gpu=self.card,
+            gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT), plan_only=True,
         )  # fmt: skip
 
     def row(self) -> dict:
@@ -58,15 +58,8 @@ class Case:
         """Returns the values of its plan. Raises LowmemError if there is none."""
         network_rate = NETWORKS.get(self.card, 0) * 1e9 / 8  # which one machine has no use for
         content = lowmem.plan(self.settings(), self.gpus, self.machines, network_rate).to_dict()
-        kept = (
-            "ranks_that_share_a_model",
-            "predicted",
-            "choice",
-            "breakdown",
-            "sent_bytes",
-            "seconds_waiting_for_copies",
-        )
-        return {name: content[name] for name in kept}
+        kept = ("predicted", "choice", "breakdown", "ranks_that_share_a_model", "sent_bytes")
+        return {name: content[name] for name in (*kept, "seconds_waiting_for_copies")}
 
 
 def table(rows: list[dict]) -> str:
