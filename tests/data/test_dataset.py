@@ -161,21 +161,6 @@ def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp
     assert load(path, document_mask=True).train.batch(0).document_ids is None
 
 
-def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
-    rows = [
-        {"instruction": "Add.", "input": "1 2", "output": "3", "text": "its own rendering"},
-        {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
-    ]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    data = load(path, seq=512, eval_data=str(path))
-    batch = data.evaluations[0].batch(0)
-    prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
-    assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
-    assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
-    assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
-    assert "columns not used: text;" in data.description
-
-
 def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_the_tokenizer(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
     tokenizer = byte_level_tokenizer()
