@@ -1,9 +1,7 @@
 """Examples have the tokens of their whole text, for every kind of tokenizer, split where the trained text begins."""
 
-import functools
 import itertools
 import json
-import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
+from transformers import LlamaConfig
 
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
@@ -20,12 +18,11 @@ from lowmem.data.formats import find_format
 from lowmem.data.records import Reading, Record, Source
 from lowmem.data.seams import Seams
 from lowmem.data.stored import ArrayFolder
-from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.run.evaluation import sample
 from lowmem.settings import Settings
 from tests.data.loading import CONVERSATION
 from tests.data.test_long_text import TEXTS, small_windows
-from tests.data.tokenizer_kinds import KINDS, tokenizer
+from tests.data.tokenizer_kinds import KINDS, OTHERS, of_kind, tokenizer
 
 PAIRS = [
     ("question : the cat", " yes"),
@@ -55,36 +52,6 @@ PAIRS = [
     ("the <|word|>", "s cat"),
 ]
 
-
-class Words(PreTrainedTokenizer):
-    """Written in Python, with a space before each text, as SentencePiece writes it."""
-
-    def __init__(self):
-        self.ids = {}
-        super().__init__(eos_token="</s>", unk_token="<unk>")
-
-    vocab_size = property(lambda self: len(self.ids))
-
-    def get_vocab(self):
-        return self.ids | self._added_tokens_encoder
-
-    def _tokenize(self, text):
-        return re.findall("▁?[^▁]{1,3}|▁", "▁" + text.replace(" ", "▁"))
-
-    def _convert_token_to_id(self, token):
-        return self.ids.setdefault(token, 10 + len(self.ids))
-
-    def _convert_id_to_token(self, index):
-        return {number: token for token, number in self.ids.items()}.get(index, "<unk>")
-
-
-@functools.cache
-def of_kind(kind: str, begins: bool = False, ends: bool = False):
-    others = {"bytes": byte_level_tokenizer, "python": ByT5Tokenizer, "python, prefix space": Words}
-    return others[kind]() if kind in others else tokenizer(kind, begins, ends)
-
-
-OTHERS = ["bytes", "python", "python, prefix space"]
 ALL = [(kind, begins, ends) for kind in KINDS for begins, ends in itertools.product((False, True), repeat=2)]
 ALL += [(kind, False, False) for kind in OTHERS]
 
