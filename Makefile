@@ -92,7 +92,7 @@ stand-in: setup
 test-cuda: stand-in
 	OMP_NUM_THREADS=1 $(RUN_CUDA) -m stand_in --values -- -m pytest -n 2 --dist worksteal tests/cuda
 
-# transformers 4, which reads exported models in tests; PyTorch is .venv's. Without it make test-all skips these tests.
+# transformers 4, which reads exported models in tests; PyTorch is .venv's. Without it make test-all leaves version 4 out.
 transformers4: setup
 	@set -eu; \
 	if [ "$$(cat .venv-transformers4/installed.txt 2>/dev/null)" != "$(TRANSFORMERS_4)" ]; then \

@@ -35,8 +35,7 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Removes fields from a config.json that training must not have, and returns the others. The values taken out are
-    under the keys OWN (exported again) and LEFT_OUT (not exported)."""
+    """Returns a config.json's fields that training can have, with the others under OWN and LEFT_OUT."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -52,8 +51,7 @@ def without_switches(fields: dict) -> dict:
 
 
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
-    """Returns True if the field `name` with this `value` prevents transformers from loading a model here. `fields`: all
-    fields of the config."""
+    """Returns True if transformers cannot load a model here because of the field `name`, one of `fields`."""
     if name in ("dtype", "torch_dtype"):
         return not isinstance(value, dict) and value not in _DTYPES  # a dict has one for each part
     if name == "bos_token_id":
@@ -66,8 +64,7 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id.
-    Raises InputError, which names the config's path `where`, if the model family does not allow None."""
+    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -84,8 +81,7 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns a config's `fields` with the values that the user's config.json had: undoes the change of the fields in
-    OWN."""
+    """Returns a config's `fields` with the values of OWN that the user's config.json had."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):

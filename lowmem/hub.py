@@ -1,7 +1,6 @@
 """Asks whether the Hugging Face hub answers, and finds models in its local cache.
 
-The hub's own client retries for 23 to 45 seconds. So callers look into the cache first, then ask the hub once with a
-time limit. `is_reachable` does this for clients that have no time limit.
+The hub's own client retries for 23 to 45 seconds. So callers look into the cache first, then ask once with a limit.
 """
 
 import functools
@@ -15,14 +14,9 @@ from lowmem.errors import first_line
 TIMEOUT_SECONDS = 5.0
 
 
-def is_reachable() -> bool:
-    """Returns True if the hub answers within TIMEOUT_SECONDS. Uses a proxy if the environment names one."""
-    return why_unreachable() is None
-
-
 @functools.cache
 def why_unreachable() -> str | None:
-    """Returns the reason why the hub does not answer; None if it does. Asks the hub only once per process."""
+    """Returns the reason why the hub does not answer within TIMEOUT_SECONDS; None if it does. Asks it only once."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -38,8 +32,7 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns the folder that holds the files of `model`. That is `model` itself if it is a folder, otherwise the hub's
-    cache folder of this name. Returns None if there is neither."""
+    """Returns the folder with the files of `model`: itself, or the hub's cache. Returns None if there is neither."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(model).is_dir():

@@ -1,10 +1,8 @@
 """Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
 Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Text that is not
-UTF-8 is refused, with the place. So is a file of another kind than its name says (a Git LFS pointer, a compressed
-file). JSON and YAML may not give a key twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
-
-`readable_folder` prepares a folder for a library that reads files itself and does not skip byte-order marks.
+UTF-8 is refused, with the place. So is a file of another kind than its name says. JSON and YAML may not give a key
+twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
 """
 
 import codecs
@@ -57,9 +55,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if the file is a Git LFS pointer, or begins like another kind of file (compressed, a picture
-    ...). `binary`: None for a text file; otherwise the first bytes that its own kind must have, or b"" for any binary
-    kind."""
+    """Raises InputError if the file is a Git LFS pointer, or begins like another kind of file. `binary`: None for text,
+    or the first bytes of the right kind, b"" for any."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -71,8 +68,7 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """Yields the file's lines, each with its line end. A line of more than `most_bytes` comes in several parts. Raises
-    InputError if the file is not UTF-8 text, OSError if it cannot be read."""
+    """Yields the file's lines, each with its end. A line of more than `most_bytes` comes in several parts."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -101,14 +97,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. Raises InputError, which names the first line that is not JSON, or OSError if
-    the file cannot be read."""
+    """Returns the value in a JSON file. Raises InputError, which names the line, or OSError."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """Returns the value of the JSON `text`, which begins at line `first_line` of `source`. Raises InputError, which
-    names the line, for bad JSON. `advice` is the end of its message for a syntax error."""
+    """Returns the value of the JSON `text`, which begins at `first_line` of `source`. `advice` ends a refusal."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -126,9 +120,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns `folder` itself if none of its text files has a byte-order mark and `instead` is empty. Otherwise returns
-    a temporary folder of links to its files. There, files without the mark replace marked ones, and the files
-    `instead`, {name: content}, are added. Raises OSError if a file cannot be read."""
+    """Returns `folder` itself, or a temporary folder of links to its files, in which text files have no byte-order mark
+    and the files `instead`, {name: content}, are added."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -156,8 +149,7 @@ class _GivenTwice(Exception):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict of `pairs`. Raises _GivenTwice for two equal keys; Python's json would silently take the last
-    one."""
+    """Returns a dict of `pairs`. Python's json would silently take the last of two equal keys."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _GivenTwice
@@ -186,8 +178,7 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns the value of the YAML `text`: mappings, lists, null and texts. A plain value, such as `yes`, stays the
-    text that was typed. Raises InputError, which names `source` and the line, for bad YAML."""
+    """Returns mappings, lists, null and texts. A plain value of YAML, such as `yes`, stays the text that was typed."""
     import yaml
 
     class Loader(yaml.SafeLoader):

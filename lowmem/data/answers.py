@@ -1,7 +1,7 @@
 """Finds the assistant's answers in a conversation that a chat template rendered as text. Only answers are trained on.
 
-A template may mark answers with {% generation %}. For any other template, the conversation is rendered up to an answer,
-and again up to that answer's end. The difference of both texts is the answer. docs/data.md lists the exceptions.
+A template may mark answers with {% generation %}. For any other, the conversation is rendered up to an answer, and
+again up to that answer's end. The difference of both texts is the answer. docs/data.md lists the exceptions.
 """
 
 import itertools
@@ -17,8 +17,7 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Finds the assistant's answers in rendered conversations. For the log, it counts two kinds of conversations: those
-    of which only the last answer is trained on, and those whose reasoning the chat template leaves out."""
+    """Finds the assistant's answers in rendered conversations. Counts what the user should know of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -40,9 +39,7 @@ class Answers:
         return [last] * (self._last_only > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation` and splits its text into segments, (text, True if it is trained on). Answers are
-        trained on; with `everything`, the whole text is. Raises InputError if the template refuses the conversation, or
-        no answer is found."""
+        """Renders `conversation`, and splits its text into answers, which are trained on, and the rest."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
@@ -56,8 +53,7 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Selects, from all `marked` spans (those that the template marks as generated), the spans of answers to train
-        on."""
+        """Selects the spans of answers to train on from all spans that the template marks as generated."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -82,8 +78,7 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns (start, end) of message number `index`, an answer, in the rendered `text`. The span includes the
-        end-of-turn token. Returns None if the answer is not found."""
+        """Returns the span of answer number `index` in `text`, with its end-of-turn token; None if it is unknown."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -108,8 +103,8 @@ class Answers:
 
     def _end(self, text: str, start: int, after: str) -> int | None:
         """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after` is the
-        conversation rendered only up to this answer. Special tokens that follow the answer in both texts belong to the
-        answer. If both have none in common, only the first special token in `text` does."""
+        text up to this answer. Special tokens that follow the answer in both texts belong to it, or else the first one
+        in `text`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -131,8 +126,7 @@ class Answers:
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages. With `ask`, the text ends with the template's prompt for an answer.
-        Returns None if the template refuses these messages."""
+        """Renders the first `count` messages. Returns None if the template refuses them."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

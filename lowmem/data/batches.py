@@ -1,12 +1,10 @@
 """Cuts tokens into batches: rows of token ids, with labels that say which tokens are trained on.
 
 Plain text is **packed**: documents are joined end to end and cut into rows of T inputs. **Examples** (conversations, or
-prompts with completions) have one row each, padded on the right. `pack` says how much of the padding is computed.
-docs/data.md has diagrams.
+prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
 
-A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order, drawn
-from a generator seeded with (seed, epoch). A text of weight 2 has each row twice in an epoch. A text of weight 0.5 has
-one half of its rows in an epoch, and the other half in the next.
+A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A text
+of weight 2 has each row twice in an epoch; of a text of weight 0.5, each epoch has the half that the last one had not.
 """
 
 import functools
@@ -15,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lowmem.core.batch import Batch
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
@@ -25,8 +22,7 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """Cuts `documents` into rows of at most `seq` input tokens. `name` is the text's name as the user gave it. `weight`
-    says how often an epoch contains each row."""
+    """Cuts `documents` into rows of at most `seq` input tokens. An epoch contains each row `weight` times."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -41,8 +37,7 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a row's token ids (int64), and a mask (bool) of the tokens that are trained on. A row has one token
-        more than inputs, because its last token is only a label."""
+        """Returns a row's ids (int64) and which are trained on (bool). Its last token is only a label."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -50,8 +45,7 @@ class Rows:
         return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
 
     def where(self, row: int) -> list[str]:
-        """Names the places in the user's files that a row comes from, such as ["a.jsonl:17-23", "book.txt at
-        41.20%"]."""
+        """Names the places of a row in the user's files, such as ["a.jsonl:17-23", "book.txt at 41.20%"]."""
         if not self.documents.packed:
             return self.documents.where(slice(row, row + 1))
         start = row * self.seq
@@ -63,8 +57,8 @@ class Rows:
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
         """Returns the numbers of an epoch's rows, in no particular order. All rows, repeated endlessly, form a
-        sequence, and each epoch takes the next `in_epoch` rows of it. A repetition that epochs share is shuffled,
-        seeded with (seed, repetition, `part`). `part` is this text's index among all texts."""
+        sequence, of which each epoch takes the next `in_epoch` rows. A repetition that epochs share is shuffled for
+        text number `part`."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -78,14 +72,10 @@ class Rows:
 
 
 class Batches:
-    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`.
-
-    With a `seed`, the sequence never ends and is reshuffled every epoch; a batch may span two epochs. With `seed` None
-    (evaluation), rows keep their order and the last batch of a pass may be smaller. With `fixed`, every batch is the
-    first batch. `document_mask` stops attention at the ends of documents in packed text. `pack` says how examples are
-    padded. PADDED: to the full row length. SORTED: to the longest row computed together. PACKED: not, since examples
-    share rows.
-    """
+    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
+    it never ends and is reshuffled every epoch; a batch may span two. Without one (evaluation), rows keep their order,
+    and the last batch of a pass may be smaller. `fixed`: every batch is the first one. `document_mask`: attention stops
+    at the ends of packed documents."""
 
     remarks: tuple[str, ...] = ()  # for the description of the data
 
@@ -132,16 +122,17 @@ class Batches:
                 ends = tokens[:-1] == self.end_of_text
                 labels[row, span][ends] = IGNORED_LABEL
                 starts[row, span][1:] = ends[:-1]
-        batch = [input_ids, labels, None, None, np.array(lengths) if ragged else None]
+        batch = {"input_ids": input_ids, "labels": labels}
         if masked:
             positions = np.arange(input_ids.shape[1])
-            batch[2] = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
-            batch[3] = np.cumsum(starts, axis=1, dtype=np.int32)
-        return Batch(*(None if one is None else _tensor(one) for one in batch))
+            batch["position_ids"] = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+            batch["document_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
+        if ragged:
+            batch["lengths"] = np.array(lengths)
+        return Batch(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the lengths of a typical batch's rows, longest first: their distribution is that of an epoch. Returns
-        None if all rows are full, or their padding is computed."""
+        """Returns the lengths of a typical batch's rows, longest first; None if they are full or padded in full."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
@@ -183,9 +174,8 @@ def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs examples of the given `sizes` into rows of length `seq`. Returns each example's (row, first position), and
-    the length of each row. Uses first-fit decreasing, which needs at most 11/9 of the fewest possible rows, plus
-    one."""
+    """Packs examples of these `sizes` into rows of length `seq`: first-fit decreasing, at most 11/9 of the fewest rows,
+    plus one. Returns each example's (row, first position), and the length of each row."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty
@@ -198,7 +188,3 @@ def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], l
 def _permutation(count: int, *seeds: int) -> np.ndarray:
     # numpy promises that RandomState's stream never changes (default_rng's may), so old runs can be resumed.
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(count)
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))

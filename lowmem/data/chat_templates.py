@@ -1,11 +1,10 @@
 """Renders a conversation as text with the tokenizer's chat template, as the model is given it in inference.
 
 A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
-`tokenizer.apply_chat_template` in four points:
+`tokenizer.apply_chat_template` in three points:
 
 - A template that asks for the date always gets the same date, so every training run reads the same text.
 - The spans marked with {% generation %} are returned, too.
-- Templates of vision models get each message's content as a list of parts.
 - DeepSeek's templates get tool calls in an older form if the usual form fails.
 """
 
@@ -34,8 +33,7 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model. Raises
-    InputError if the file cannot be read or its template cannot be used."""
+    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -60,18 +58,14 @@ class ChatTemplate:
         self.note = f" (which is told that today is {TODAY})" if dated else ""
         exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         text = ""
-        for self._parts in (False, True):
-            with contextlib.suppress(InputError):
-                text, _ = self.render(Conversation("", exchange))
-            if _QUESTION in text and _ANSWER in text:
-                break
+        with contextlib.suppress(InputError):
+            text, _ = self.render(Conversation("", exchange))
         # The text after the last answer: "" for nothing, None if unknown.
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
-        generated. With `ask`, the text ends with the prompt for an answer. Raises InputError if the template raises any
-        error."""
+        generated. `ask`: the text ends with the prompt for an answer."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -89,8 +83,7 @@ class ChatTemplate:
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Checks `text`, the rendered conversation. Raises InputError if UTF-8 cannot encode it. Also raises InputError
-        if tool calls or their results are missing, since many templates ignore them."""
+        """Raises InputError if `text` is no UTF-8, or lacks tool calls or results, which many templates ignore."""
         encodable(text, conversation.where, "the conversation")
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         if calls and conversation.tools:  # the list of tools also has the names
@@ -109,7 +102,7 @@ class ChatTemplate:
         template = _ASKS_FOR_THE_DATE.sub(lambda match: repr(TODAY.strftime(match[2])), template)
         marks = bool(_MARKS_GENERATION.search(template))
         texts, spans = render_jinja_template(
-            [list(map(_in_parts, messages)) if self._parts else messages],
+            [messages],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=marks,
@@ -119,15 +112,8 @@ class ChatTemplate:
         return texts[0], spans[0] if marks else []
 
 
-def _in_parts(message: Message) -> Message:
-    if not message.get("content"):
-        return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
 def _with_older_tool_calls(message: Message) -> Message:
-    """Returns `message` with the arguments of its tool calls as JSON text. If the message has no content, it gets
-    None."""
+    """Returns `message` with the arguments of its tool calls as JSON text, and with content None if it has none."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

@@ -1,8 +1,7 @@
 """Reads conversations from a data set's rows, as messages for the chat templates of Hugging Face models.
 
-A message is {"role": ..., "content": ...}. Its role is system, user, assistant, tool, or another one that the chat
-template names. Other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the template unchanged. docs/data.md
-lists the accepted ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
+A message is {"role": ..., "content": ...}. Other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the
+template unchanged. docs/data.md lists the accepted ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
 """
 
 from dataclasses import dataclass
@@ -36,8 +35,7 @@ class UntrainableRow(InputError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds the messages of one conversation. `where` is its place in the user's files, for error messages. The first
-    `given` messages are never trained on."""
+    """Holds the messages of one conversation. The first `given` messages are never trained on."""
 
     where: str
     messages: list[Message]
@@ -46,8 +44,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Returns the indices of the messages to train on: the assistant's, except those that the row excludes from
-        training."""
+        """Returns the indices of the assistant's messages, except those that the row excludes from training."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -58,8 +55,7 @@ class Conversation:
 
     @property
     def last_reasoning(self) -> list[str]:
-        """Returns the reasoning texts of the last answer: text between <think> and </think>, or under a key such as
-        `thinking`. Returns an empty list if there are none."""
+        """Returns the last answer's reasoning: text in <think> tags, or under a key such as `thinking`."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         within, ended, _ = message.get("content", "").rpartition("</think>")
@@ -68,8 +64,7 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages in one or two `columns` of a row. Of two columns, only the second is trained on. `template` is
-    the text of the chat template, which may name unusual roles. Raises InputError for a message that cannot be read."""
+    """Reads the messages in one or two `columns` of a row. Of two, only the second is trained on."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -77,8 +72,7 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError if
-    it is not text, or if several columns differ."""
+    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none."""
     filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
     for name, text in filled.items():
         if not isinstance(text, str):
@@ -89,8 +83,7 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses `text`, JSON inside a row. Raises InputError for invalid JSON. The error message begins with `place` and
-    `this_is`, such as "tools is" or "the arguments are"."""
+    """Parses `text`, JSON inside a row. `this_is` begins the sentence of a refusal, such as "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -98,8 +91,7 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it; `where` and `name` tell which text that
-    is."""
+    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -123,8 +115,7 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """Converts one message to the keys and roles that chat templates read, without null values. `template` is the chat
-    template, which may name unusual roles. Raises InputError, whose message begins with `place`."""
+    """Converts one message to the keys and roles that chat templates read, without null values."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -151,8 +142,7 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns a message's value under `name`, or under its synonym `other`, which is removed. Raises InputError if both
-    are present and differ."""
+    """Returns the value under `name`, or under its synonym `other`, which is removed. They must not differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -160,8 +150,7 @@ def _either(message: Message, name: str, other: str, place: str) -> Any:
 
 
 def _role(said: str, place: str, template: str) -> str:
-    """Converts a role as written, such as "Human:", to the name that chat templates use. Other roles are kept if the
-    chat `template` names them. Raises InputError for the rest."""
+    """Converts a role as written, such as "Human:", to the name that this chat `template` uses."""
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
@@ -191,8 +180,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, as chat templates expect. OpenAI writes arguments as JSON
-    text."""
+    """Returns a tool call with its arguments as an object, as templates expect. OpenAI writes them as JSON text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(

@@ -13,15 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.batches import Batches, Rows
 from lowmem.data.chat_templates import set_chat_template
-from lowmem.data.documents import Documents, hold_out, read_documents
+from lowmem.data.documents import Documents, hold_out, read_documents, row_inputs
 from lowmem.data.pairs import PairBatches
 from lowmem.data.prepared import Part, Preparation, content_key
-from lowmem.data.records import Record, Source, first_rows
-from lowmem.data.settings import DataSettings
+from lowmem.data.records import Reading, Record, Source, first_rows
 from lowmem.data.sources import open_source
 from lowmem.data.stored import ArrayFolder
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import InputError
+from lowmem.fields import each
 from lowmem.settings import Settings
 from lowmem.units import counted
 
@@ -45,28 +45,19 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. Raises InputError,
-    which names the place in the data.
-
-    vocabulary_size  Number of ids that the model embeds.
-    folder           The training run's folder, which may have the tokens of an earlier start.
-    decoder_start    The id before each target, for encoder-decoders.
-
-    The held-out part is `eval_data`, or the validation split of each source, or else `eval_fraction` of its documents.
-    `steps` limits how much of a streamed source is read.
-    """
-    settings = DataSettings.of(settings)
+    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. `vocabulary_size`: how
+    many ids the model embeds. `folder`: the run's, which may have the tokens of an earlier start. `decoder_start`: the
+    id before each target, for encoder-decoders. `eval_data` is held out, or each source's validation split, or
+    `eval_fraction` of its documents."""
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
-    if decoder_start is not None:
-        settings = replace(settings, seq=settings.seq - 1)  # pairs.py uses all tokens of a row, and no label follows it
     reader = _Reader(settings, tokenizer, vocabulary_size, folder)
     sources = [*reader.sources, *reader.evaluated]
     key = content_key(settings, tokenizer, vocabulary_size, reader.needed_rows, reader.sources, reader.evaluated)
     preparation = Preparation(folder, key)
     parts = preparation.find(tokenizer) or preparation.make(reader.read)
     try:
-        cut = [_cut(source, part, settings.seq) for source, part in zip(sources, parts, strict=True)]
+        cut = [_cut(source, part, row_inputs(settings)) for source, part in zip(sources, parts, strict=True)]
         train, evaluations = _batches(cut, settings, tokenizer.eos_token_id, decoder_start)
         return Data(
             train,
@@ -86,11 +77,12 @@ class _Reader:
     """Opens the sources that the settings name (files, folders, data sets of the hub), and tokenizes them."""
 
     def __init__(
-        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
+        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
     ):
         self.settings, self.tokenizer, self.vocabulary_size = settings, tokenizer, vocabulary_size
-        self.sources = [open_source(spec, settings.reading(), folder) for spec in settings.data]
-        self.evaluated = [open_source(spec, settings.reading(held_out=True), folder) for spec in settings.eval_data]
+        self.sources = [open_source(spec, Reading.of(settings), folder) for spec in each(settings.data)]
+        held_out = Reading.of(settings, held_out=True)
+        self.evaluated = [open_source(spec, held_out, folder) for spec in each(settings.eval_data)]
         if settings.split is not None and not any(source.splits for source in self.sources):
             raise InputError(f"--split {settings.split}: none of --data has splits; leave it out")
         for source in self.evaluated:
@@ -102,8 +94,7 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Tokenizes each source, then each text of --eval-data, and writes the tokens into `folder`. Returns one Part
-        for each."""
+        """Tokenizes each source, then each text of --eval-data, into `folder`. Returns one Part for each."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # A second time for the held-out share:
@@ -121,7 +112,7 @@ class _Reader:
             elif source.evaluation is not None and self.settings.eval_fraction > 0:
                 parts.append(self._held_out(source, folder)._replace(train=train))
             else:
-                parts.append(Part(*hold_out(train, self.settings.eval_fraction, self.settings.seq, folder)))
+                parts.append(Part(*hold_out(train, self.settings.eval_fraction, row_inputs(self.settings), folder)))
         named = [self._held_out(source, folder) for source in self.evaluated]
         return [*_without_held_out(parts, folder, named), *named]
 
@@ -137,8 +128,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without the training documents that another part holds out for evaluation. Documents that are also
-    in `named`, the texts of --eval-data, stay in training; a note for the log says so."""
+    """Yields `parts` without training documents that another part holds out. A note names those in `named`, which
+    stay."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -159,10 +150,9 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 
 
 def _batches(
-    parts: list[Part], settings: DataSettings, end_of_text: int, decoder_start: int | None
+    parts: list[Part], settings: Settings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Returns batches of all training texts together, and a list with batches of each held-out text. Raises InputError
-    for a text that does not fill one row."""
+    """Returns the batches of all training texts together, and those of each held-out text."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
@@ -171,7 +161,7 @@ def _batches(
             raise InputError(f"{rows.name}: all of its documents are held out of other --data; give each text once")
         if rows.count == 0:
             raise InputError(
-                f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {settings.seq} (+ 1); "
+                f"{rows.name}: its {len(rows.documents.tokens)} tokens do not fill one row of {rows.seq} (+ 1); "
                 f"give more text or a smaller --seq"
             )
     make = functools.partial(Batches, end_of_text=end_of_text, document_mask=settings.document_mask, pack=settings.pack)
@@ -200,8 +190,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 
 
 def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the description of the data for the log: a line for each text, and one for their mixture. A single text
-    gets only one line."""
+    """Describes the data for the log: a line for each text, and one for a mixture of several."""
     lines = []
     for source, part in zip(sources, parts, strict=True):
         name = source.name + source.remark

@@ -1,9 +1,8 @@
 """Tokenizes the documents of a source, and holds some of them out for evaluation.
 
 Token ids are stored in files: 2 bytes each for up to 65,536 ids, else 4. Examples take one more byte per token, which
-says whether it is trained on. RAM holds 32 bytes per document, the names of the files, and at most TOKENIZING_BYTES of
-text. Four things need more RAM: a long word with Unigram or WordPiece, SentencePiece's own library, a `.json` list, and
-a row of a table. While held-out documents are written, the disk holds the data twice.
+says whether it is trained on. RAM holds 32 bytes per document, and at most TOKENIZING_BYTES of text, unless that has
+very long words or rows (docs/data.md). While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -22,11 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_filled
 from lowmem.data.long_text import LongText
-from lowmem.data.records import Record, Source, StableHash
+from lowmem.data.records import Reading, Record, Source, StableHash
 from lowmem.data.seams import Example, Seams, Segments
-from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
+from lowmem.settings import Settings
 from lowmem.units import MIB
 
 TOKENIZING_BYTES = 300 * MIB  # a test holds it to that
@@ -37,8 +36,7 @@ _PROGRESS_AFTER_SECONDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Holds the tokens of n documents end to end, with each document's length, content hash and place in the user's
-    files."""
+    """Holds the tokens of n documents end to end, and what is known of each document."""
 
     tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
     lengths: np.ndarray  # int64 [n], in tokens
@@ -56,8 +54,7 @@ class Documents:
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
-        """Returns the documents for which `chosen` (bool [n]) is True. Their tokens are copied into new files in
-        `folder`."""
+        """Returns the documents for which `chosen` (bool [n]) is True, with copies of their tokens in `folder`."""
         ends = np.cumsum(self.lengths)
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)  # of runs of neighbours
         spans = [(ends[first] - self.lengths[first], ends[after - 1]) for first, after in edges]
@@ -97,16 +94,21 @@ class Documents:
         return found
 
 
+def row_inputs(settings: Settings) -> int:
+    """Returns the number of input tokens of a row. One more token follows them, as the last label. An encoder-decoder's
+    row has `seq` tokens in all, since no label follows its last one (pairs.py)."""
+    return settings.seq if settings.target_tokens is None else settings.seq - 1
+
+
 def read_documents(
-    source: Source, records: Iterable[Record], rows_limit: int | None, settings: DataSettings,
+    source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records`, the rows of `source`, and writes their tokens into `folder`. Stops when the tokens fill
-    `rows_limit` rows; None reads all records."""
+    """Tokenizes `records` into `folder` until they fill `rows_limit` rows; None reads all."""
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    format = find_format(first, settings.reading(), settings.train_on, tokenizer)
+    format = find_format(first, Reading.of(settings), settings.train_on, tokenizer)
     writer = _Writer(format, tokenizer, vocabulary_size, settings, folder)
     skipped, why = 0, ""
     for record in _with_progress(records, source.name, writer):
@@ -126,13 +128,10 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """Splits `documents` into (training, held out, description). The held-out share of tokens, or of examples, is about
-    `fraction`.
-
-    Whole documents are held out, in the order of their content hash. Equal documents have equal hashes, so no held-out
-    text is trained on. A document stays in training if it would make the held-out part more than twice as large as
-    wanted. Text with too few documents, such as one book, has its last tokens held out.
-    """
+    """Splits `documents` into (training, held out, description). About `fraction` of the tokens, or of the examples, is
+    held out: whole documents, in the order of their content hash. So equal documents stay together, and none makes the
+    share more than twice as large as wanted. Of a text with few documents, as of one book, the last tokens are held
+    out."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -181,11 +180,11 @@ class _Writer:
     """Tokenizes documents, _BATCH_CHARACTERS at a time, and writes their token ids end to end into files."""
 
     def __init__(
-        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, settings: DataSettings,
+        self, format: Format, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, settings: Settings,
         folder: ArrayFolder,
     ):  # fmt: skip
         self.packed, self.format, self.vocabulary_size = format.packed, format, vocabulary_size
-        self.seq, self.target_tokens = settings.seq, settings.target_tokens
+        self.seq, self.target_tokens = row_inputs(settings), settings.target_tokens
         self.encode = Encoder(tokenizer)
         self.mark = Seams(self.encode, pairs=self.target_tokens is not None)
         self.begin, self.begin_text = format.begin, "".join(tokenizer.convert_ids_to_tokens(format.begin))
@@ -253,8 +252,7 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes a record's token ids. Adds the tokens that begin or end a document if the text lacks them. Examples
-        are cut to the length limit."""
+        """Writes a record's ids, cut to the length limit, with the tokens that begin and end a document."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -285,9 +283,8 @@ class _Writer:
             self._end_document(record)
 
     def _room_for(self, trained: np.ndarray) -> np.ndarray:
-        """Returns the indices of an example's tokens that fit the length limit. An encoder-decoder's source and target
-        have separate limits, so a long prompt does not shorten the answer. `trained` is the mask of the example's
-        trained tokens."""
+        """Returns the indices of an example's tokens that fit the length limit. Source and target of an encoder-decoder
+        have separate limits, so a long prompt does not shorten the answer."""
         indices = np.arange(len(trained))
         if self.target_tokens is None:
             return indices[: self.seq + 1]

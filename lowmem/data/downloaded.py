@@ -28,8 +28,7 @@ Splits = dict[str, list[Path]]
 
 
 class Layout(NamedTuple):
-    """Lists the files of a data set's training split and of its held-out split. `name` is the name of the held-out
-    split."""
+    """Lists the files of a data set's training split, and of its held-out split called `name`."""
 
     train: list[Path]
     held_out: list[Path]
@@ -39,10 +38,7 @@ class Layout(NamedTuple):
 
 
 def find_layout(folder: Path, files: list[Path], config: str | None, split: str | None) -> Layout | None:
-    """Finds the training and held-out files of a data set that was downloaded from the hub into `folder`. `files` are
-    all files there; `config` names one of the data set's configurations, `split` the split to train on. Returns None if
-    nothing shows that the folder is such a data set. Raises InputError if the choice of a configuration or a training
-    file is missing."""
+    """Finds the splits of a data set downloaded into `folder`. Returns None if nothing shows that it is one."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -82,9 +78,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns name and content of the configuration `asked` for, or of the default one if `asked` is None. The name is
-    "" for the only configuration. Returns ("", {}) if the card lists none. Raises InputError if the choice is unknown
-    or ambiguous."""
+    """Returns name and content of the configuration that is `asked` for, or of the default one. The only one has no
+    name."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -103,8 +98,7 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} as a configuration's `data_files` says, without splits whose files were not downloaded.
-    Raises InputError if the training split's files are missing."""
+    """Returns {split: files} as a configuration says, without splits whose files were not downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -125,8 +119,7 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """Returns the files of the most common table format, compressed or not. Returns the .txt files if there are no
-    tables."""
+    """Returns the files of the most common table format, compressed or not, or else the .txt files."""
     counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
     return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
@@ -138,8 +131,7 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Groups `files` by the split that each file's name shows. Three rules are tried; the first one that finds a split
-    decides."""
+    """Groups `files` by the split that each name shows. Of three rules the first that finds a split decides."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -155,8 +147,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if the file names show a training split and at least one other. For .txt files, every name must show
-    a split."""
+    """Returns True if names show a training split and another one. If they are .txt files, all names must show one."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -14,9 +14,8 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes texts with `tokenizer`, without adding special tokens. Special tokens written in a text, such as
-    <|endoftext|>, become their ids, as in all Hugging Face tokenizers. RAYON_NUM_THREADS sets the number of processors.
-    Long texts are encoded in overlapping windows (long_text.py)."""
+    """Encodes texts without adding special tokens; those written in a text, such as <|endoftext|>, become their ids.
+    Long texts are encoded in overlapping windows (long_text.py), on RAYON_NUM_THREADS processors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -34,9 +33,8 @@ class Encoder:
         return self._long_text(self._encode)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns each text's ids, and the positions in characters at which each token begins and ends, int32 [tokens,
-        2]. Positions are None if the tokenizer does not report them. They exclude white space that an added token
-        strips."""
+        """Returns each text's ids, and int32 [tokens, 2], where each token begins and ends without white space that it
+        strips. That is None if the tokenizer does not report it."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -67,8 +65,7 @@ class Encoder:
         return [np.asarray(one, np.int32)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
-        """Returns each text's (id, begin, end) per token, int32 [tokens, 3]. The tokenizer's postprocessor is switched
-        off, since it would exclude white space from a token's begin and end."""
+        """Returns each text's (id, begin, end) per token, int32 [tokens, 3], without a postprocessor's changes."""
         processor, self._backend.post_processor = self._backend.post_processor, None
         try:
             encoded = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -94,8 +91,7 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer behind `tokenizer`. Used directly, it builds no masks and takes half the time. Returns
-    None if there is none, or if its ids differ from those of `tokenizer`."""
+    """Returns the Rust tokenizer, which by itself takes half the time; None if it has other ids or does not exist."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -103,8 +99,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns the white-space characters before which a Unigram tokenizer always ends a word. Returns None for other
-    models."""
+    """Returns the white space before which a Unigram tokenizer always ends a word; None for other models."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

@@ -1,7 +1,6 @@
 """Turns a row's columns into the text to train on: plain text, a conversation, or a prompt with its completion.
 
-The columns of a source's first row decide which; docs/data.md has the table. A row's text comes in segments, (text,
-True if it is trained on). The segments of a row are tokenized together (seams.py).
+The columns of a source's first row decide which; docs/data.md has the table. A row's text comes in segments (seams.py).
 """
 
 import itertools
@@ -36,8 +35,7 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 class Format:
-    """Converts rows of one source to text. Each subclass reads certain columns. With `everything`, prompts are trained
-    on too."""
+    """Converts rows of one source to text. With `everything`, prompts are trained on too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -53,15 +51,13 @@ class Format:
 
     @property
     def description(self) -> str:
-        """Describes the source's rows for the log: the format, remarks on the rows read so far, and columns that are
-        not used."""
+        """Describes the source's rows for the log: format, remarks on the rows read so far, unused columns."""
         unused = [f"columns not used: {_listed(self._unused)}"] if self._unused else []
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments, (text, True if it is trained on). Raises UntrainableRow if there is
-        nothing to train on, and InputError for other mistakes. The error's message names the row's place."""
-        for name in (*record.columns, *record.unread):
+        """Returns the text of a row in segments. Raises UntrainableRow if there is nothing to train on."""
+        for name in record.columns:
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
         for name in self._needed:
@@ -107,8 +103,7 @@ class _Prompts(Format):
 
 
 class _Alpaca(Format):
-    """Writes rows with `instruction`, `input` and `output` (or `instruction`, `context` and `response`) in Alpaca's
-    wording."""
+    """Writes `instruction`, `input` and `output`, or `instruction`, `context` and `response`, in Alpaca's wording."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -134,8 +129,7 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Renders messages with the chat template. A tokenizer without a template gets the default one, which is then
-    exported with the model."""
+    """Renders messages with the chat template. A default one is set, and exported, if the tokenizer has none."""
 
     chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")
@@ -182,20 +176,17 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first record that has a value other than null, and an iterator over all records. If the first
-    _MOST_BLANK records are empty, returns the last of those. The first result is None if there are no records."""
+    """Returns the first record with a value (or the last of _MOST_BLANK empty ones), and an iterator over all."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
-        if record.unread or any(value is not None for value in record.columns.values()):
+        if any(value is not None for value in record.columns.values()):
             break
     return (seen[-1] if seen else None), itertools.chain(seen, records)
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the format for the columns of `record`, a source's first row. `reading` names the columns; a column that
-    an option names is taken before all others. `train_on` is "completion" or "all". Raises InputError if no format
-    fits, or several do."""
+    """Returns the format of a source by its first row. A column that an option names is taken before all others."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):
@@ -242,7 +233,7 @@ def _in_two_ways(record: Record, readings: Iterable[Iterable[str]]) -> InputErro
 
 
 def _unreadable(record: Record, reading: Reading) -> InputError:
-    names = (*record.columns, *record.unread)
+    names = record.columns
     asked, answered = (next((name for name in known if name in names), None) for known in (_QUESTIONS, _ANSWERS))
     if {"chosen", "rejected"} <= {*names}:
         advice = (
@@ -289,8 +280,7 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns of a conversation in a row, as pairs [instruction, response]. In CSV the column is JSON
-    text."""
+    """Returns the earlier turns in a row, pairs [instruction, response]. In CSV the column is JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

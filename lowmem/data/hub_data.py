@@ -1,8 +1,4 @@
-"""Reads data sets of the Hugging Face hub with the package `datasets`: by name, or from a folder that `save_to_disk`
-wrote.
-
-One split is trained on, and one is held out. The description of the data names the others.
-"""
+"""Reads data sets of the Hugging Face hub with the package `datasets`: by name, or as `save_to_disk` wrote them."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +7,7 @@ from typing import Any
 
 from lowmem import hub
 from lowmem.data.records import Reading, Record, Source
-from lowmem.data.tables import split_columns
+from lowmem.data.tables import used_columns
 from lowmem.errors import InputError, first_line
 from lowmem.text_files import read_json, refuse_pointer
 
@@ -26,15 +22,13 @@ _ARTICLE_TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
 
 def split_of(name: str) -> str | None:
-    """Returns the kind of split that a name shows: "validation", "test", "train" or None. For example, `train_sft` and
-    `train-00000-of-00001.parquet` are of kind "train"."""
+    """Returns the kind of split that a name such as `train_sft` shows: "validation", "test", "train" or None."""
     words = set(_WORD_ENDS.split(name.lower()))
     return next((split for split, known in _SPLIT_WORDS.items() if words & known), None)
 
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
-    """Chooses the split to train on (`wanted`, if given) and the split to hold out (or None) from the `names` of all
-    splits. Also returns a remark for the description of the data. Raises InputError if there is no split `wanted`."""
+    """Chooses the splits to train on (`wanted`, if given) and to hold out (or None). Also returns a remark."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -50,8 +44,7 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
-    """Opens a data set of the hub, from the cache or over the network. A large data set is streamed if only a part of
-    it is needed; `streamed` streams any. `config` is the name of the data set's configuration. Raises InputError."""
+    """Opens a data set of the hub. A large one, or any if `streamed`, is streamed if only a part of it is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     in_part = reading.steps is not None or reading.most_rows is not None
@@ -60,7 +53,7 @@ def hub_source(path: str, config: str | None, reading: Reading, streamed: bool =
             f"{spec} is too large to be read to its end; give --steps or --max-samples, not --epochs alone"
         )
     try:
-        if not hub.is_reachable():
+        if hub.why_unreachable():
             datasets.config.HF_HUB_OFFLINE = True  # saves 25 seconds of retries
         if not streamed and in_part:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
@@ -117,16 +110,17 @@ def _names_of_splits(file: Path) -> list[str]:
 
 
 def _rows(spec: str, split: str, rows: Any, reading: Reading) -> Iterator[Record]:
-    place, unread, number = f"{spec}, {split} row" if split else f"{spec}: row", (), 0
-    if rows.column_names is not None:  # streams do not always know them
-        columns, unread = split_columns(rows.column_names, reading)
+    place, number = f"{spec}, {split} row" if split else f"{spec}: row", 0
+    names = rows.column_names or ()  # streams do not always know them
+    if names:
+        columns = used_columns(names, reading)
         if not columns:
-            yield Record(f"{place} 1", {}, unread=unread)
+            yield Record(f"{place} 1", dict.fromkeys(names))
             return
         rows = rows.select_columns(columns)
     try:
         for number, row in enumerate(rows, 1):
-            yield Record(f"{place} {number}", row, may_be_blank=True, unread=unread)
+            yield Record(f"{place} {number}", dict.fromkeys(names) | row, may_be_blank=True)
     except (ValueError, OverflowError) as error:  # a date of the year 10000
         raise InputError(f"{place} {number + 1}: cannot be read ({first_line(error).rstrip('.')})") from error
     except Exception as error:  # a stream meets the network here

@@ -1,8 +1,8 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows of 65,536 characters or more, which are tokenized separately. Two neighbouring
-windows are joined in the middle of the tokens that both have in their overlap. If their tokens there differ, the second
-window begins a little earlier, or else the first one is enlarged. docs/data.md says why the result is exact.
+The text is cut into overlapping windows, which are joined in the middle of the tokens that both have in their overlap.
+If their tokens there differ, the second window begins a little earlier, or else the first one is enlarged. docs/data.md
+says why the result is exact.
 """
 
 import itertools
@@ -18,8 +18,7 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """Tokenizes one text that arrives in pieces, window by window (see the module). `encode` tokenizes windows. Windows
-    begin only with a character in `word_starts`; None allows any character."""
+    """Tokenizes one text that arrives in pieces. Windows begin only with a character in `word_starts`, if given."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -30,8 +29,7 @@ class LongText:
         self._given = 0  # tokens of the last window that the window before it has, too
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns the next tokens that no later piece can change; all remaining tokens if
-        this is the `last` piece."""
+        """Adds a piece of the text. Returns the tokens that no later piece can change; all after the `last` one."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -49,8 +47,7 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Joins the windows that end at the positions `ends`, until two of them disagree. Returns the tokens that are
-        then final."""
+        """Joins the windows that end at `ends`, until two disagree. Returns the tokens that are then final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -72,8 +69,7 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns at most `most` positions at which the next window may begin, the latest first. `cut` is the position
-        at which the window before it ends."""
+        """Returns at most `most` places where the window after the one up to `cut` may begin, the latest first."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -81,14 +77,12 @@ class LongText:
         return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
-        """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
-        window. All begin at `begin`; the first window ends at `cut`, the second at `end`."""
+        """Returns the overlap of two windows, the overlap without its last character, and the second window."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Tries to begin the next window earlier, so that it agrees with the last one. Returns its begin, its tokens
-        and the joint (see _joint). Tokens and joint are None if no begin works. The last window ends at `cut`, the next
-        one at `end`."""
+        """Tries to begin the next window, up to `end`, earlier, so that it agrees with the last one. Returns its begin,
+        its tokens and the joint (see _joint); the latter two are None if nothing helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -103,10 +97,9 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds where the tokens of two overlapping windows of a text can be joined. `overlap` are the tokens of the
-        shared text, `shorter` those of the same without its last character, `window` those of the next window. Returns
-        `window` and the joint: the index at which the last window stops, and the one at which `window` takes over. The
-        joint is None if the two windows have different tokens in their overlap."""
+        """Finds where the tokens of two overlapping windows can be joined: those of their `overlap`, of the same
+        without its last character (`shorter`), and of the next `window`. Returns `window` and the indices at which the
+        last window stops and `window` takes over; None if their tokens differ."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
@@ -115,8 +108,7 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens up to index `stop`, without those that the window before it gave. `begun` is
-        the window's first character in `_text`. Begin and end of each token become positions in the whole text."""
+        """Returns the last window's tokens up to `stop` that are new, with their places in the whole text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

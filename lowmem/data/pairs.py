@@ -1,7 +1,7 @@
-"""Makes batches for encoder-decoders: each row is a source of S tokens and a target of T tokens.
+"""Makes batches for encoder-decoders: each row is a source of S tokens and a target of T tokens (docs/data.md).
 
-docs/data.md says how examples and plain text become pairs. The decoder reads the target shifted by one token, after the
-id `decoder_start`. Padding is on the right. `Batch.source_mask` masks it in sources, and labels of -100 in targets.
+The decoder reads the target shifted by one token, after the id `decoder_start`. Padding is on the right.
+`Batch.source_mask` masks it in sources, and labels of -100 in targets.
 """
 
 import numpy as np
@@ -13,8 +13,7 @@ from lowmem.data.batches import Batches
 
 
 class PairBatches(Batches):
-    """Gives batches of sources and targets. `parts` are Rows of S + T - 1 inputs, and so of S + T tokens, which are all
-    used."""
+    """Gives batches of sources and targets. `parts` are Rows of S + T - 1 inputs, whose S + T tokens are all used."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -45,8 +44,7 @@ class PairBatches(Batches):
         """Returns None, because padding is computed."""
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row's tokens into source and target. Returns both, and the mask of the target's trained tokens.
-        `packed` says that the row is plain text, which is cut at a fixed position."""
+        """Splits a row's tokens into source and target; text at a fixed place. Also returns the target's mask."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

@@ -5,9 +5,9 @@
       data.json        which array is which, and the key
       manifest.json    size and hash of each file; written last
 
-The key is a hash of everything that decides the tokens: the content of the user's files, the tokenizer, the settings of
-the data, and the code of lowmem/data. A streamed source has no files to hash; a resumed run trains on its stored part.
-Until all is prepared, the files are in `.data-partial/`, on the same disk as `data`, which may be a link.
+The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and this code. A
+streamed source has no files to hash; a resumed run trains on its stored part. Until all is prepared, the files are in
+`.data-partial/`, on the same disk as `data`, which may be a link.
 """
 
 import hashlib
@@ -26,19 +26,17 @@ from transformers import PreTrainedTokenizerBase
 from lowmem import text_files
 from lowmem.data.documents import Documents
 from lowmem.data.records import Source
-from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.data.tokenizer import is_byte_level
 from lowmem.errors import LowmemError
 from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
-from lowmem.settings import TOKENS, marked
+from lowmem.settings import TOKENS, Settings, marked
 
 FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the documents of one source: those to train on, those held out, and a description of the held-out ones.
-    dataset.py replaces the documents by Rows (documents cut into rows)."""
+    """Holds a source's documents (or Rows of them), a description of the held-out ones with them."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -46,16 +44,14 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes the tokenized documents of a training run in the run's `folder`. If `folder` is None, they are in
-    temporary files, which vanish when they are closed. `key` is a hash of everything that decides the tokens."""
+    """Finds or makes a run's tokenized documents in its `folder`; None: in temporary files."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the stored documents of each source if they are complete and have this key; otherwise None. The
-        tokenizer gets the chat template that was stored with them."""
+        """Returns the stored documents; None if they are incomplete or have another key. Sets their chat template."""
         if self._folder is None:
             return None
         try:
@@ -75,8 +71,7 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Calls `prepare` with a new folder for its files, and returns the result. `keep` moves the files into the
-        run's folder."""
+        """Calls `prepare` with a new folder for its files, which `keep` moves into the run's folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -91,8 +86,7 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Moves the files of `parts` into the run's folder, with the tokenizer's chat template, unless `find` found
-        them there."""
+        """Moves the files of `parts` into the run's folder, unless `find` found them there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
@@ -114,8 +108,7 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Returns the fields of `documents` for data.json. Arrays become references to files, whose names are added to
-        `used`."""
+        """Returns `documents` for data.json, with references to the files of its arrays. Adds their names to `used`."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -136,11 +129,10 @@ class Preparation:
 
 
 def content_key(
-    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides a data set's tokens. `rows_limit`, the number of rows to read, matters
-    only for streamed sources."""
+    """Returns a hash of everything that decides the tokens. `rows_limit` matters only for streamed sources."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem.settings import Settings
+
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a source is read: the names of its columns (--text-field, --prompt-field, ...), its split, and how many
-    rows are needed."""
+    """Says how a source is read: its columns (--text-field, ...), its split, and how many rows are needed."""
 
     text: str = "text"
     prompt: str = "prompt"
@@ -19,6 +20,12 @@ class Reading:
     split: str | None = None  # None: the one that is called train, or the first
     most_rows: int | None = None  # None: all
     steps: int | None = None  # of training; None if all rows will be read
+
+    @classmethod
+    def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
+        """Returns how a text of --data is read, or a text of --eval-data if it is `held_out`."""
+        names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
+        return cls(*names, *((None, None) if held_out else (settings.split, settings.max_samples)), settings.steps)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -30,17 +37,15 @@ class Record:
     """Holds one row of a table, or the text (or a piece of the text) of a file. `where` names its place in errors."""
 
     where: str  # for error messages, such as "a.jsonl:17"
-    columns: dict[str, Any]
+    columns: dict[str, Any]  # None for a column that was not read because no format uses it
     may_be_blank: bool = False  # a row without text is skipped; otherwise it is an error
     goes_on: bool = False  # the next record continues this text, and is `begun`
     begun: bool = False
-    unread: tuple[str, ...] = ()  # columns that were not read because no format uses them
 
 
 @dataclass(frozen=True)
 class Source:
-    """Holds the rows of one `--data SPEC=WEIGHT` argument: those to train on, and those that the publisher holds
-    out."""
+    """Holds the rows of one --data SPEC=WEIGHT: those to train on, and those that the publisher holds out."""
 
     name: str
     train: Iterable[Record]
@@ -68,8 +73,7 @@ def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
 
 
 class StableHash:
-    """Hashes a text to 64 bits. The hash is the same in every process, version and machine. The text may arrive in
-    pieces."""
+    """Hashes a text, which may arrive in pieces, to 64 bits that are the same on every machine."""
 
     def __init__(self, text: str = ""):
         self._digest = hashlib.blake2b(text.encode(), digest_size=8)

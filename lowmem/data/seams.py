@@ -1,9 +1,8 @@
 """Tokenizes the segments of an example, and finds which tokens are trained on. A segment is (text, True if trained on).
 
-The segments are joined and tokenized at once. A token is trained on if any of its characters is. White space that an
-added token strips from its neighbours (`rstrip`) does not count. A tokenizer written in Python does not report the
-positions of tokens. So the text up to each boundary of segments (a seam) is tokenized, too. Tokens with which both
-results begin are before the seam. An encoder-decoder's prompt and answer are tokenized separately.
+The segments are tokenized at once. A token is trained on if any of its characters is. Tokenizers written in Python do
+not report characters. So the text up to each boundary of segments (a seam) is tokenized, too; tokens with which both
+results begin are before the seam.
 """
 
 import itertools
@@ -18,8 +17,7 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples, and marks the tokens to train on. With `pairs` (for encoder-decoders), prompt and answer are
-    tokenized separately."""
+    """Tokenizes examples, and marks the tokens to train on. `pairs`: prompt and answer are tokenized separately."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -36,28 +34,24 @@ class Seams:
 
     def __call__(self, examples: list[Segments]) -> list[Example]:
         parts = [self._parts(segments) for segments in examples]
-        texts = ["".join(text for text, _ in segments) for example in parts for segments in example]
-        both = [len({trained for text, trained in segments if text}) > 1 for example in parts for segments in example]
-        placed = iter(self._encode.with_places(list(itertools.compress(texts, both))))
-        plain = iter(self._encode([text for text, mixed in zip(texts, both, strict=True) if not mixed]))
-        mixed, found = iter(both), []
-        for example in parts:
-            marked = [
-                self._marked(segments, *next(placed)) if next(mixed) else _uniform(segments, next(plain))
-                for segments in example
-            ]
-            found.append(tuple(map(np.concatenate, zip(*marked, strict=True))))
-        return found
+        texts = ["".join(text for text, _ in segments) for segments in itertools.chain(*parts)]
+        if any(map(_is_mixed, itertools.chain(*parts))):
+            tokens = iter(self._encode.with_places(texts))
+        else:
+            tokens = ((ids, None) for ids in self._encode(texts))
+        marked = [[self._marked(segments, *next(tokens)) for segments in example] for example in parts]
+        return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits an example's segments into those whose text is tokenized in one call: all of them, or for a pair the
-        source and the target separately."""
+        """Splits a pair's segments into source and target. All others are tokenized in one call."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
         return [source, segments[len(source) :]]
 
     def _marked(self, segments: Segments, ids: np.ndarray, places: np.ndarray | None) -> Example:
+        if not _is_mixed(segments):
+            return ids, np.full(len(ids), any(trained for text, trained in segments if text))
         ends = [0, *itertools.accumulate(len(text) for text, _ in segments)]
         trained, straddled = np.zeros(len(ids), bool), False
         for (start, end), (_, is_trained) in zip(itertools.pairwise(ends), segments, strict=True):
@@ -76,12 +70,12 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before character `seam`, a boundary of segments. The second result is True if
-        the next token has characters on both sides of it. `ids` are the tokens of the whole `text`."""
+        """Returns the number of tokens before character `seam`, and whether the next one is on both sides of it."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)
 
 
-def _uniform(segments: Segments, ids: np.ndarray) -> Example:
-    return ids, np.full(len(ids), any(trained for text, trained in segments if text))
+def _is_mixed(segments: Segments) -> bool:
+    """Returns True if some of the text is trained on, and some is not."""
+    return len({trained for text, trained in segments if text}) > 1

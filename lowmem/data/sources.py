@@ -1,8 +1,6 @@
-"""Opens what `--data SPEC[=WEIGHT]` names: local files and folders, data sets of the Hugging Face hub, Python's own
-source.
+"""Opens what `--data SPEC[=WEIGHT]` names: files and folders, data sets of the hub, Python's own source (docs/data.md).
 
-docs/data.md lists the kinds of SPEC. `python-stdlib` means the source files of Python's standard library. Every source
-yields its records one at a time, so a large data set takes time and disk, not RAM.
+Every source yields its records one at a time, so a large data set takes time and disk, not RAM.
 """
 
 import glob
@@ -36,8 +34,7 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
-    """Opens the source that a `--data` spec names. `out` is the training run's own folder, which is not read as data.
-    Raises InputError."""
+    """Opens the source that a --data spec names. Files in the run's own folder `out` are not read."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -87,8 +84,7 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
 
 
 def split_weight(spec: str) -> tuple[str, float]:
-    """Splits SPEC=WEIGHT into name and weight (1 if it has none). If a file named `spec` exists, such as year=2024,
-    nothing is split."""
+    """Splits SPEC=WEIGHT. Nothing is split if a file named `spec` exists, such as year=2024."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -108,8 +104,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns {name: path} of the source files of Python's standard library. They are shuffled by a hash of their
-    names, so that neighbours come from different folders."""
+    """Returns {name: path} of the standard library, shuffled by a hash: neighbours come from different folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -189,8 +184,7 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Leaves out the `files` below `root` that a training run wrote, and the current run's folder `out`. Returns the
-    other files, and a remark on those left out."""
+    """Leaves out the `files` that training runs wrote. Returns the others, and a remark."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -200,8 +194,7 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a source of all readable `files`, in their order. `found` is part of the error message if there are none.
-    `in_folder` lists all files of their folder, so that unread kinds can be named."""
+    """Makes a source of all readable `files`. `in_folder`: all files there, so that unread kinds can be named."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

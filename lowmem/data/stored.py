@@ -55,10 +55,8 @@ class StoredArray:
 
 
 class ArrayFolder:
-    """Writes arrays into a folder, one file after another. `entries` has the size and hash of each finished file.
-    Raises PlanError before the disk is full. The error estimates the room that all will take, from the texts read so
-    far. `source_bytes` is the size of all texts, 0 if unknown. `times_written` is 2 if tokens are copied once more,
-    when held-out texts are split off."""
+    """Writes arrays into a folder, one file after another. Raises PlanError before the disk is full, and estimates what
+    all need. `source_bytes`: of all texts, 0 if unknown. `times_written`: 2 if held-out texts are copied, too."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -23,15 +23,13 @@ KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
 _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
 
 
-def split_columns(names: Iterable[str], reading: Reading) -> tuple[list[str], tuple[str, ...]]:
-    """Splits the `names` of columns into those that some format uses, and others, which need not be read."""
-    columns = [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
-    return columns, tuple(name for name in names if name not in columns)
+def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
+    """Returns those of the columns `names` that some format uses; the others need not be read."""
+    return [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, whose suffix tells its format. With `may_be_blank`, a text file may be empty. Raises
-    InputError."""
+    """Yields the rows of a file, whose suffix tells its format. A text file `may_be_blank`, that is, empty."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -127,15 +125,16 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _refuse_twice(file.schema_arrow.names, str(path))
-            columns, unread = split_columns(file.schema_arrow.names, reading)
+            names = file.schema_arrow.names
+            _refuse_twice(names, str(path))
+            columns = used_columns(names, reading)
             if not columns and file.metadata.num_rows:
-                yield Record(f"{path}: row 1", {}, unread=unread)
+                yield Record(f"{path}: row 1", dict.fromkeys(names))
                 return
             for rows in file.iter_batches(batch_size=256, columns=columns):
                 for row in rows.to_pylist():
                     number += 1
-                    yield Record(f"{path}: row {number}", row, unread=unread)
+                    yield Record(f"{path}: row {number}", dict.fromkeys(names) | row)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error).rstrip('.')})") from error
     except UnicodeDecodeError as error:

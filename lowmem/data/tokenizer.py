@@ -1,11 +1,9 @@
 """Loads the model's own tokenizer. Training from scratch without a tokenizer uses the 256 bytes of UTF-8 as tokens.
 
-The byte-level tokenizer needs no vocabulary: it has 256 ids for bytes and one for the end of a text. Texts have 3 to 4
-times as many tokens as with GPT-2's vocabulary. It is an ordinary fast tokenizer (byte-level BPE without merges), so it
-is exported with the model and loads with `AutoTokenizer.from_pretrained`.
+The byte-level tokenizer has 256 ids for bytes and one for the end of a text. Texts have 3 to 4 times as many tokens as
+with GPT-2's vocabulary. It is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
-Tokenizers are looked up in the hub's cache first. With `--init random`, they are looked up nowhere else. Otherwise the
-Hugging Face hub is asked, if it can be reached.
+Tokenizers are looked up in the hub's cache first, then on the hub; with `--init random` nowhere else.
 """
 
 import json
@@ -29,12 +27,8 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
 _BESIDE_THEM = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("*.jinja", "additional_chat_templates/*.jinja"),
 )
 _PACKAGE = re.compile(  # how transformers and Python say which package is missing
     r"You need to install (\S+) to use|[Rr]equires the (\S+) library|No module named '([\w.]+)'"
@@ -45,19 +39,15 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one (see the module).
-
-    With `init` "random" it is the folder's tokenizer, the cached one of a hub name, or else byte-level; the network is
-    not used. With `init` "pretrained" it is the folder's, the cached or the hub's. `vocabulary_size` is the number of
-    ids that the model embeds. Raises InputError if there is no tokenizer, it has no end-of-text token, or the model has
-    too few ids.
-    """
+    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one (see the module). Raises
+    InputError if there is none, if it has no end-of-text token, or if the model embeds fewer ids
+    (`vocabulary_size`)."""
     folder = Path(model)
     try:
         tokenizer, error = _from_pretrained(model, local_files_only=True)
     except OSError as error:  # of a file in the folder
         raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None
-    if tokenizer is None and not folder.is_dir() and init != "random" and hub.is_reachable():
+    if tokenizer is None and not folder.is_dir() and init != "random" and not hub.why_unreachable():
         tokenizer, error = _from_pretrained(model, local_files_only=False)
     if tokenizer is None and _files(hub.local_folder(model), *_VOCABULARIES):
         where = f"in the folder {model}" if folder.is_dir() else f"of {model}"
@@ -103,8 +93,7 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of 257 ids: id b is the byte b, and id 256 is <|endoftext|>. It encodes and decodes any text
-    exactly."""
+    """Returns a tokenizer of 257 ids that decodes any text exactly: id b is the byte b, id 256 is <|endoftext|>."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -127,8 +116,7 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """Returns (tokenizer, None), or (None, error) if it cannot be loaded. Raises InputError for a Git LFS pointer or a
-    compressed file."""
+    """Returns (tokenizer, None), or (None, error) if it cannot be loaded."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
@@ -176,8 +164,7 @@ def _files(folder: Path | None, *patterns: str) -> list[Path]:
 
 
 def _reason(model: str, error: Exception) -> str:
-    """Explains in a sentence, with advice, why the tokenizer of `model` cannot be read. `error` is the library's
-    error."""
+    """Explains in a sentence, with advice, why the tokenizer of `model` cannot be read."""
     folder = hub.local_folder(model)
     said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
@@ -202,8 +189,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns the name of a package that the tokenizer files in `folder` need and that is not installed. Returns None
-    if there is no such package. `said` is the text of the library's error."""
+    """Names a package that is not installed, and that the files in `folder` need or the library's error names."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):

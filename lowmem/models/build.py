@@ -1,8 +1,7 @@
 """Finds the folder and config of a model, and builds the model without weights.
 
 The shapes of GPT-2 and of the models in known_configs.json are known here, so planning them and training them from
-random weights need no network. Any other model comes from a folder, the hub's cache, or the Hugging Face hub. The hub
-is asked once, with a time limit.
+random weights need no network. Any other model comes from a folder, the hub's cache, or the hub.
 """
 
 import copy
@@ -57,8 +56,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the local folder of `model` (a folder or a hub name) with the files of one `part`: "config" or "weights".
-    Downloads the files if the hub's cache lacks them. Raises InputError if that fails."""
+    """Returns the folder with one `part` ("config" or "weights") of `model`, which is downloaded if need be."""
     if Path(model).is_dir():
         return Path(model)
     short = model.removeprefix(_OWNER)
@@ -105,12 +103,8 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name.
-
-    Known shapes (GPT-2's, KNOWN_CONFIGS) need no config.json. With `init` "pretrained" the hub's config.json is
-    preferred, and GPT-2's must agree. Raises InputError for an unknown name, a broken file, or a model that needs code
-    from the hub.
-    """
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. Shapes that are known here
+    need no config.json; for pretrained weights the hub's is preferred."""
     name, path = model.removeprefix(_OWNER), Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -176,8 +170,7 @@ def _gguf_fields(path: Path) -> dict:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """Returns the generation config that was published with `model` (a folder or a hub name). Returns None if there is
-    none, `init` is "random", or transformers cannot read it. In the last case, `say` is called with a warning."""
+    """Returns the generation config published with `model`, or None. One that cannot be read is said."""
     path = None
     try:
         if init != "random":
@@ -190,16 +183,14 @@ def own_generation_config(
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Returns the most tokens that the model takes in a sequence. Returns None without a limit (XLNet's config says
-    -1)."""
+    """Returns the most tokens that the model takes in a sequence; None without a limit (XLNet's config says -1)."""
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
     return next((number for number in limits if isinstance(number, int) and number > 0), None)
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """Raises InputError if sequences of `seq` tokens are too long for the model. On a GPU, an assertion would end the
-    process."""
+    """Raises InputError if `seq` is too long for the model. On a GPU, an assertion would end the process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
@@ -213,19 +204,14 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Adapts `settings` to this model: sets the length of an encoder-decoder's targets. Raises InputError if sequences
-    are too long for the model, or for a setting that the model does not have."""
+    """Returns `settings` with the length of an encoder-decoder's targets. Refuses those that the model cannot have."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
 
 def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Makes the Decoder of `config` (embedding, blocks and head as separate parts), without weights.
-
-    precision:      "bf16", "fp16" or "fp32", of the working weights.
-    residual:       "fp32" or "16bit", of the residual stream.
-    fused_kernels:  True to use the fused operators of core/kernels/operators.py.
-    """
+    """Makes the Decoder of `config`, without weights. `precision`: of the working weights. `residual`: "fp32" or
+    "16bit", of the residual stream. `fused_kernels`: use core/kernels/operators.py."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
@@ -243,9 +229,8 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU. Tied
-    parameters are one object. Attention is SDPA if transformers has it for the architecture, else eager. Not
-    thread-safe. Raises InputError if transformers cannot build the model, or if its buffers hold learned state."""
+    """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU, tied
+    parameters as one object, SDPA if transformers has it for the architecture. Not thread-safe."""
     with parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -256,8 +241,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces every parameter that a module registers inside the block by `place(parameter)`. This happens before the
-    parameter gets its initial values."""
+    """Replaces every parameter registered in the block by `place(parameter)`, before it gets its initial values."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -274,8 +258,7 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model of `config`, with fp32 weights as transformers initializes them. Raises InputError if
-    transformers has no such model, or refuses the config."""
+    """Returns the model of `config`, with fp32 weights as transformers initializes them."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         model = stock_model(config, dtype=torch.float32, trust_remote_code=False)

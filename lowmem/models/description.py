@@ -1,8 +1,7 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-Programs with transformers 4 must read the same from these files as programs with transformers 5. Version 5 stores the
-parameters of rotary embeddings only under `rope_parameters`, and version 4 does not know version 5's tokenizer classes.
-So both spellings are written. A generation config is written as published, because transformers refuses to save many.
+Programs with transformers 4 and 5 must read the same from these files, so rotary embeddings and tokenizer classes are
+spelled for both. A generation config is written as published, because transformers refuses to save many.
 
 A training run rehearses this export before its first step. The rehearsal's tokenizer files stay in the run's folder,
 because the tokenizer's original folder may be gone when training ends.
@@ -41,8 +40,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Holds what an export needs besides weights: the tokenizer, the generation config, and a folder with tokenizer
-    files."""
+    """Holds what an export needs besides weights, with a folder that has the tokenizer's files."""
 
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
@@ -79,14 +77,8 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes all files of an exported `model` except weights into `folder`. Returns {file that could not be written:
-    error}.
-
-    Args:
-        generation_config: None for the one that follows from the config.
-        dtype: of the exported weights.
-        tokenizer_files: a rehearsal's folder, from which the tokenizer's files are copied; None to make them.
-    """
+    """Writes all files of an exported `model` except weights. Returns {file that could not be written: error}.
+    `generation_config`: None for the config's. `tokenizer_files`: a rehearsal's folder to copy from."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -106,8 +98,7 @@ def write_description(
 
 
 def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """Returns a copy of the model's config, changed for the export: dtype, special token ids, no references to Python
-    files."""
+    """Returns a copy of the config with dtype and special token ids, and no references to Python files."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -164,8 +155,7 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields of `config`, including defaults. A rotary embedding's type has only its newer name,
-    `rope_type`."""
+    """Returns all fields of `config`, and defaults. A rotary type has only its newer name, `rope_type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -175,8 +165,7 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds the names that transformers 4 uses to the `fields` of a config.json of transformers 5, and to configs inside
-    them."""
+    """Adds transformers 4's names to the `fields` of transformers 5, and to configs inside them."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -203,8 +192,7 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """Converts rotary settings of transformers 5 to the `rope_scaling` of transformers 4. Returns None for unscaled
-    rotary embeddings. `kind` is the model type, and `rope` the value of `rope_parameters`."""
+    """Converts rotary settings of transformers 5 to `rope_scaling` of version 4; None if nothing is scaled."""
     rope_type = rope["rope_type"]
     if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
         return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
@@ -227,8 +215,7 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's files as published, but with new class and origin, and the chat template used in training.
-    If `made` is a folder with these files, copies them."""
+    """Writes the tokenizer's files as published, with the template used in training, or copies those `made`."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -268,8 +255,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns a paragraph for the README on tied weights, which the exported files do not repeat; "" if none are
-    tied."""
+    """Returns a paragraph for the README on tied weights, which the files do not repeat; "" if none are tied."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:

@@ -1,8 +1,7 @@
 """Finds the tensors in files of weights, and reads their values.
 
-A file (.safetensors or zipped .bin) has a list of (name, dtype, shape, offset), and raw bytes. First the lists of all
-files are read and compared with the model. Then bytes are read by offset. Files are not memory-mapped: every page read
-would count as RAM of this process until the map is closed.
+A file (.safetensors or zipped .bin) has a list of (name, dtype, shape, offset), and raw bytes. The lists are compared
+with the model, then bytes are read by offset. A memory map would count as RAM until it is closed.
 """
 
 import json
@@ -135,8 +134,7 @@ def _holds_tensors(content: object) -> bool:
 
 
 def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Allocates a tensor of zeros in a memory map that is freed with the tensor. malloc would keep freed blocks of up
-    to 32 MiB."""
+    """Allocates zeros in a memory map that is freed with the tensor. malloc would keep blocks of up to 32 MiB."""
     shape = tuple(shape)
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
@@ -157,8 +155,7 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32. A contiguous tensor of more than RUN_ELEMENTS elements comes in flat pieces, any other
-    tensor whole."""
+    """Yields the tensor in fp32: in flat pieces if it is contiguous and has more than RUN_ELEMENTS elements."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
@@ -170,8 +167,7 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Returns True if two stored tensors are equal. Tensors of dtypes that cannot be trained are compared only by dtype
-    and shape."""
+    """Returns True if two stored tensors are equal. Those of other dtypes are compared by dtype and shape only."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

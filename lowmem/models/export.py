@@ -30,30 +30,15 @@ class BeyondRange(LowmemError):
 
 
 def export_model(
-    folder: Path,
-    config: PretrainedConfig,
-    parameters: Iterable[tuple[str, Tensor]],
-    *,
-    tokenizer,
-    readme: str,
-    generation_config: GenerationConfig | None = None,
-    tokenizer_files: Path | None = None,
-    order: Sequence[str] | None = None,
-    dtype: torch.dtype = torch.float32,
-    shard_bytes: int = 256 * MIB,
-) -> list[str]:
-    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit.
-
-    An older folder is replaced only when the new one is complete and on the disk. Returns sentences on weights that are
-    not finite, and on other files that could not be written. Raises LowmemError if disk or RAM are too small, and
-    BeyondRange if `dtype` cannot hold a weight. Raises ValueError if `parameters` are not the config's.
-
-    Args:
-        parameters: each name of `build_model(config).named_parameters()` with its tensor, or with flat pieces of it in
-            order. Names come in any order, tensors on any device. Memory may be reused once the next item is asked for.
-        generation_config: as for write_description; so are `tokenizer_files`.
-        order: of the names in the files; None for the config's.
-    """
+    folder: Path, config: PretrainedConfig, parameters: Iterable[tuple[str, Tensor]], *, tokenizer, readme: str,
+    generation_config: GenerationConfig | None = None, tokenizer_files: Path | None = None,
+    order: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, shard_bytes: int = 256 * MIB,
+) -> list[str]:  # fmt: skip
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. It
+    replaces an older folder when it is complete and on the disk. Returns sentences on weights that are not finite, and
+    on other files that could not be written. `parameters`: each name of `build_model(config).named_parameters()` with
+    its tensor, or with flat pieces of it in order. Memory may be reused once the next item is asked for. `order`: of
+    the names in the files; None for the config's."""
     try:
         model = build_model(config)
     except InputError as error:  # the trained model was built from it: now the machine fails
@@ -98,16 +83,10 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 
 def _write_shards(
-    folder: Path,
-    model: PreTrainedModel,
-    shapes: dict[str, tuple[int, ...]],
-    order: Sequence[str],
-    parameters: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
-    shard_bytes: int,
-) -> list[str]:
-    """Writes weights into .safetensors files in the order in which they come; `shapes` decide the place of each value.
-    Returns a sentence on values that are not finite, if there are any."""
+    folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
+    parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
+) -> list[str]:  # fmt: skip
+    """Writes weights as they come, each in its place. Returns a sentence on values that are not finite, if any."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
     split = split_state_dict_into_shards_factory(

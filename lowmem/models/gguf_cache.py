@@ -1,11 +1,11 @@
 """Converts a GGUF file to an ordinary Hugging Face folder, once, and finds that folder again.
 
-llama.cpp's files hold quantised weights, a tokenizer and a chat template. The conversion needs the whole fp32 model in
-RAM, so another process does it (gguf_conversion.py): nothing of it stays in the process that trains. Folders are kept
+The conversion needs the whole fp32 model in RAM, so another process does it (gguf_conversion.py). Folders are kept
 beside the hub's cache, under the hash of the file's content, so that a moved file is found and a changed one is not
 mistaken for it. This module is imported before PyTorch.
 """
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -37,9 +37,8 @@ def check_gguf(path: Path) -> None:
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
-    """Returns the folder with the fp32 weights, tokenizer and chat template of the GGUF file `path`. Makes it if it
-    does not exist: a process that is killed leaves no unfinished folder. `say` gets a sentence about it. Raises
-    InputError if the file cannot be converted, and LowmemError if disk or RAM are too small."""
+    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. It is made if it does
+    not exist; a process that is killed leaves no unfinished folder. `say` gets a sentence about it."""
     check_gguf(path)
     folder = _folder(path)
     if folder.is_dir():
@@ -62,19 +61,11 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
 
 def _folder(path: Path) -> Path:
     from huggingface_hub import constants
+    from xxhash import xxh3_128
 
-    return Path(constants.HF_HOME, "lowmem", _hash(path)[:16], path.stem)  # the last part names run folders
-
-
-def _hash(path: Path) -> str:
-    import hashlib
-
-    try:
-        from xxhash import xxh3_128 as new
-    except ImportError:
-        new = hashlib.md5
     with path.open("rb") as file:
-        return hashlib.file_digest(file, new).hexdigest()
+        digest = hashlib.file_digest(file, xxh3_128).hexdigest()
+    return Path(constants.HF_HOME, "lowmem", digest[:16], path.stem)  # the last part names run folders
 
 
 def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None:

@@ -24,9 +24,8 @@ _EXACT = {"F32", "F16", "BF16"}
 
 
 def convert(path: Path, folder: Path) -> Iterator[str]:
-    """Writes the model of the GGUF file `path` into `folder`: fp32 weights, config, tokenizer and chat template. Yields
-    sentences for the user on the way. RAM holds the fp32 weights once. Raises InputError if the file cannot be
-    read."""
+    """Writes the GGUF file's model into `folder`, and yields sentences for the user. RAM holds the fp32 weights
+    once."""
     with gguf_blamed(path):
         reader = gguf.GGUFReader(path)
         yield from _remarks(reader, path, folder)
@@ -68,15 +67,13 @@ def gguf_blamed(path: Path) -> Iterator[None]:
 
 
 def read_config_fields(path: Path) -> dict:
-    """Returns the fields of a config.json that the header of the GGUF file `path` stands for. Raises InputError if
-    transformers cannot read it."""
+    """Returns the fields of a config.json that the header of the GGUF file `path` stands for."""
     with gguf_blamed(path):
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()
 
 
 def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
-    """Yields a sentence on the kinds of weights in the file, and a warning about a tensor that transformers ignores.
-    Raises InputError if the file is one of several."""
+    """Yields a sentence on the kinds of weights in the file, and a warning about a tensor that is ignored."""
     if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
         raise InputError(
             f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"

@@ -7,9 +7,8 @@ caller moves each tensor to its final place before the next one is read:
     for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
     for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
 
-weight_files.py finds the files, entries.py the tensors in them, names.py the parameter of each tensor. Quantised files,
-.bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a
-tensor goes unnoticed: neither format has checksums.
+Quantised files, .bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped
+bit inside a tensor goes unnoticed: neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,15 +28,10 @@ from lowmem.models.weight_files import usual_weight_files, weight_files
 def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files.
-
-    A tensor of more than RUN_ELEMENTS elements comes in flat pieces, each with the name. `source` is a folder or a hub
-    name. `say` is called with a sentence on each change of names or values.
-
-    Raises InputError before it returns if names or shapes are not the model's. Raises it later at a value that is not
-    finite. RAM holds one piece, 1 MiB, and the piece that the caller still holds. A transposed tensor of a .bin file
-    comes whole.
-    """
+    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A tensor of more
+    than RUN_ELEMENTS elements comes in flat pieces, each with the name; a transposed one of a .bin file comes whole.
+    `say` gets a sentence on each change of names or values. Raises InputError before it returns if names or shapes are
+    not the model's, and later at a value that is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
@@ -72,15 +66,9 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`.
-
-    transformers initializes a model module by module, and so does this function, with storage for one module at a time.
-    An execution on meta first finds the modules that write each parameter. RAM holds the largest tensor (GPT-2 XL: 307
-    MiB), and the tensor that the caller still holds. The distribution is that of transformers, but the numbers differ,
-    because transformers draws most weights twice.
-
-    If a parameter is not found this way (OpenAI GPT, Data2VecText), the whole model is built: 4 bytes of RAM per
-    parameter.
-    """
+    transformers initializes module by module, and so does this, with storage for one module at a time. An execution on
+    meta first finds the modules that write each parameter. The numbers differ from transformers', which draws most
+    weights twice. If a parameter is not found so (OpenAI GPT), the whole model is built."""
     model = build_model(config)
     owners = _untie(model)
     turns = list(_turns(model, model))
@@ -94,8 +82,7 @@ Turn = tuple[PreTrainedModel, nn.Module]  # a module, and the innermost model ar
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a separate parameter on meta. Returns {parameter name: (module, the module's name for
-    it)}."""
+    """Gives each tied name a parameter of its own on meta. Returns the owner of each parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -109,8 +96,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields each submodule of `module` after its children, with the innermost PreTrainedModel around it. `model` is
-    the one around `module`."""
+    """Yields each submodule of `module` after its children, with the innermost PreTrainedModel around it."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -161,8 +147,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of a whole model that transformers initialized. Each tensor has separate memory, which can be
-    freed."""
+    """Yields the weights of a whole model. Each has memory of its own, which can be freed."""
     on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too

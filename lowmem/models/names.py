@@ -35,8 +35,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds the result of renaming a checkpoint's names in one way: which match the model's parameters, and which do
-    not."""
+    """Holds what becomes of a checkpoint's names if they are renamed in one way."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
@@ -67,8 +66,7 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
     """Matches the names in the files as they are. If that fails, also tries them without wrappers' prefixes
-    (torch.compile and others). Also tries to leave out each prefix that many names have in common. Returns one result
-    per attempt."""
+    (torch.compile's and others'), and without each prefix that many names share."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -174,8 +172,7 @@ def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """Returns the error for a weight that the files store twice with different values. `target` maps names in files to
-    parameters."""
+    """Returns the error for a weight that the files store twice with different values."""
     others = [other for other in target if target[other] == target[name] and other != name]
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied

@@ -1,7 +1,6 @@
-"""Recognizes the kind of model that a user gave, by file names and config.json.
+"""Recognizes the kind of model that a user gave, by file names and config.json, before PyTorch is imported.
 
-Users may give something other than a model: an adapter, a file for llama.cpp, another trainer's checkpoint. Each kind
-gets one sentence with advice, before PyTorch is imported.
+Users may give something other than a model: an adapter, another trainer's checkpoint. Each kind gets its own advice.
 """
 
 import os
@@ -73,8 +72,7 @@ class Recognized(NamedTuple):
 
 
 def recognize(model: str, with_weights: bool) -> Recognized:
-    """Returns the model to use for `model`, a path or a hub name. With `with_weights`, the weights will be read, too.
-    Raises InputError if the model cannot be trained, or is neither a path nor a possible name on the hub."""
+    """Returns the model to use for `model`, a path or a hub name. `with_weights`: they will be read, too."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -165,8 +163,7 @@ def _adapted(folder: Path) -> str:
 
 
 def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
-    """Returns an error that advises the newest checkpoint in `folder`, if that has only folders checkpoint-N of Hugging
-    Face's Trainer. Returns None for any other folder."""
+    """Returns an error that advises the newest checkpoint-N of Hugging Face's Trainer in `folder`, if there is one."""
     folders = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     if not folders:
         return None
@@ -177,27 +174,21 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
 
 
 def config_fields(path: Path) -> dict:
-    """Returns the content of a config.json. Raises InputError if the file is no model's config, or if lowmem cannot
-    train such a model."""
-    fields = _read_fields(path)
-    check_fields(path, fields)
-    return fields
-
-
-def _read_fields(path: Path) -> dict:
+    """Returns the content of a config.json. Raises InputError if its model cannot be trained."""
     try:
-        return read_json(path)
+        fields = read_json(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except InputError as error:
         if path.name == "config.json":
             raise
         raise InputError(f"{path} cannot be read as a config.json ({error})") from None
+    check_fields(path, fields)
+    return fields
 
 
 def check_fields(path: Path, fields: dict) -> None:
-    """Raises InputError if `fields`, read from `path`, are no model's config, or if lowmem cannot train such a
-    model."""
+    """Raises InputError if `fields`, read from `path`, are no model's config, or of one that cannot be trained."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"

@@ -19,9 +19,7 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder`: under their usual names, as shards without an index, or the only
-    candidate. Raises InputError if there are none or several candidates, or if a shard is missing or a Git LFS
-    pointer."""
+    """Returns the files of weights in `folder`: by their usual names, as shards without an index, or the only one."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)
@@ -29,8 +27,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights under the names that transformers looks for; [] if there are none. Raises InputError
-    if a shard is missing."""
+    """Returns the files of weights under the names that transformers looks for; [] if there are none."""
     for single, index in _USUAL:
         if (folder / single).is_file():
             return [folder / single]
@@ -62,8 +59,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """Returns the first set of files that share a name and are numbered, such as model-1-of-3.bin; [] if there is
-    none."""
+    """Returns the first set of numbered files that share a name, such as model-1-of-3.bin; [] if there is none."""
     for match in filter(None, (_SHARD.fullmatch(path.name) for path in _candidates(folder))):
         name, number, count, end = match.groups()
         numbers = range(1, int(count) + 1)

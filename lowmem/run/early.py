@@ -15,9 +15,10 @@ from pathlib import Path
 
 from lowmem.core.states_folder import check_states_folder
 from lowmem.cudasim.gpus import card_named
-from lowmem.data.settings import DataSettings
+from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError, first_line
+from lowmem.fields import each
 from lowmem.models.gguf_cache import converted, is_gguf
 from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.naming import with_run_folder
@@ -38,10 +39,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     out = Path(settings.out)
     with _paths_refused_in_a_sentence():
         if not settings.plan_only:
-            of_data = DataSettings.of(settings)
-            for held_out, specs in ((False, of_data.data), (True, of_data.eval_data)):
-                for spec in filterfalse(is_on_hub, specs):
-                    open_source(spec, of_data.reading(held_out), out)
+            for held_out, specs in ((False, settings.data), (True, settings.eval_data)):
+                for spec in filterfalse(is_on_hub, each(specs)):
+                    open_source(spec, Reading.of(settings, held_out), out)
             if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
                 raise no_folder_to_resume(settings.resume)
         if settings.preview is not None:

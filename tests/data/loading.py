@@ -1,9 +1,9 @@
 """What the tests of data share: rows in files, and what load_data makes of them."""
 
-import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
+
+import pytest
 
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import byte_level_tokenizer
@@ -20,16 +20,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 def load(spec, tokenizer=None, vocabulary_size=257, folder=None, decoder_start=None, **options) -> Data:
-    """load_data of one path or several, with nothing held out and examples padded in their order. The options may be
-    those that Settings refuse."""
-    chosen = dataclasses.asdict(Settings(seq=16, batch=2, pack="padded")) | {"eval_fraction": 0} | options
-    chosen["data"], chosen["eval_data"] = (
-        specs if specs is None else tuple(map(str, specs)) if isinstance(specs, list | tuple) else str(specs)
-        for specs in (spec, chosen["eval_data"])
-    )
-    return load_data(
-        SimpleNamespace(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size, folder, decoder_start
-    )
+    """load_data of one path or several, with nothing held out and examples padded in their order."""
+    chosen = {"seq": 16, "batch": 2, "pack": "padded", "eval_fraction": 0, "data": spec} | options
+    for name in ("data", "eval_data"):
+        specs = chosen.get(name)
+        chosen[name] = specs and (tuple(map(str, specs)) if isinstance(specs, list | tuple) else str(specs))
+    return load_data(Settings(**chosen), tokenizer or byte_level_tokenizer(), vocabulary_size, folder, decoder_start)
 
 
 def write_texts(path: Path, *texts: str) -> Path:
@@ -38,6 +34,13 @@ def write_texts(path: Path, *texts: str) -> Path:
 
 def write_rows(path: Path, rows) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_table(path: Path, rows: list[dict]) -> Path:
+    """Writes a Parquet file, if pyarrow is installed."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 

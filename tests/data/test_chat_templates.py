@@ -16,9 +16,11 @@ from tests.data.loading import POINTER, load, tokens_of, write_rows
 
 TRL = importlib.util.find_spec("trl")  # its folder, without importing it
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
-TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
-TRAINING = {name.removesuffix("_training"): name for name in TEMPLATES if name.endswith("_training")}
-ORIGINAL = [name for name in TEMPLATES if not name.endswith("_training")]
+OF_PICTURES = ("idefics3", "llava_next", "smolvlm")  # take content as a list of parts alone; no such model is trained
+FILES = [file for file in sorted(FOLDER.glob("*.jinja")) if file.stem.removesuffix("_training") not in OF_PICTURES]
+TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in FILES}
+TRAINING = [name for name in TEMPLATES if name.endswith("_training")]  # TRL's variants, which mark answers
+ORIGINAL = [name for name in TEMPLATES if name not in TRAINING]
 
 CHAT = [
     {"role": "user", "content": "What is 2?"},
@@ -51,9 +53,6 @@ ENDS = {
 TRAINED = {name: [f"Two.{end}", f"Three.{end}"] for end, names in ENDS.items() for name in names.split()} | {
     # The end of the text follows the last end of turn.
     **dict.fromkeys(("phi3", "phi3_5"), ["Two.<|end|>\n", "Three.<|end|>\n<|endoftext|>"]),
-    # The prompt for an answer has no space; with one, the space would be a token of its own.
-    **dict.fromkeys(("idefics3", "smolvlm"), [" Two.<end_of_utterance>\n", " Three.<end_of_utterance>\n"]),
-    "llava_next": [" Two.</s> ", " Three.</s> "],
     # The model chooses where its message goes.
     "gptoss": ["<|channel|>final<|message|>Two.<|end|>", "<|channel|>final<|message|>Three.<|return|>"],
     "muse_glimmer": [" to=user<|message|>Two.<|eot|>", " to=user<|message|>Three.<|eot|>"],
@@ -69,34 +68,13 @@ TRAINED = {name: [f"Two.{end}", f"Three.{end}"] for end, names in ENDS.items() f
     ),
 }
 
-# TRL trains the end of what asks for an answer, too: in inference the model is given it and never writes it.
-TRL_TRAINS_OF_THE_PROMPT = {
-    **dict.fromkeys(("deepseek_r1_distill", "deepseekv3"), "<｜Assistant｜>"),
-    **dict.fromkeys(("gptoss", "muse_glimmer"), "<|start|>assistant"),
-    **dict.fromkeys([name for name in ORIGINAL if name.startswith("nemotron")], "<think>"),
-    "qwen2_5": "\n",
-    "qwen3_8": "<think>\n",
-}
-EMPTY_REASONING = ["<think>\n\n</think>\n\nTwo.<|im_end|>\n", "<think>\n\n</think>\n\nThree.<|im_end|>\n"]
-TRL_TRAINS = {
-    # TRL's variants write the reasoning, here an empty one, in old turns, too, where these models never see it.
-    **dict.fromkeys(("qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"), EMPTY_REASONING),
-    # TRL leaves the space after </s> to the next turn.
-    "llava_next": [" Two.</s>", " Three.</s>"],
-    # TRL ends the last answer with what would begin a question.
-    "glm4moe": ["\n<think></think>\nTwo.<|user|>", "\n<think></think>\nThree.<|user|>"],
-    **{name: [extra + turn for turn in TRAINED[name]] for name, extra in TRL_TRAINS_OF_THE_PROMPT.items()},
-}
-
 # What the templates that train no tools say.
 LEFT_OUT = "leaves out tool calls"
 NO_TOOLS = {
     **dict.fromkeys(("lfm2", "llama3", "qwen2_5_vl"), LEFT_OUT),
     **dict.fromkeys(("cohere2", "gemma", "gemma3"), "refuses the conversation .*must alternate"),
-    **dict.fromkeys("cohere idefics3 llava_next phi3 phi3_5 smolvlm".split(), "refuses the conversation .*content"),
+    **dict.fromkeys(("cohere", "phi3", "phi3_5"), "refuses the conversation .*content"),
 }
-
-PARTS = ("idefics3", "llava_next", "smolvlm")  # take content in lists of parts alone
 
 
 def tokenizer_of(template):
@@ -115,31 +93,9 @@ def trained_pieces(name, messages, tools=None):
     return [text for text, trained in segments if trained]
 
 
-def as_read(name, messages):
-    """`messages` as the template `name` reads them."""
-    if name.removesuffix("_training") in PARTS:
-        messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    return messages
-
-
-def masked(name, tokenizer, messages):
-    """Returns the ids of a conversation, and which of them transformers says that the assistant generated."""
-    messages = as_read(name, messages)
-    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    return encoded["input_ids"], encoded["assistant_masks"]
-
-
-def labels_of(tmp_path, tokenizer, messages):
-    """Returns the tokens of one conversation and their labels, -100 where not trained, as batches have them."""
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}])
-    batch = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0)
-    return batch.input_ids[0].tolist(), batch.labels[0].tolist()
-
-
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
 def test_the_table_has_every_template():
-    assert sorted(TRAINED) == ORIGINAL and len(TEMPLATES) > 60
-    assert set(TRL_TRAINS) < set(TRAINING) < set(ORIGINAL)
+    assert sorted(TRAINED) == ORIGINAL and len(TEMPLATES) > 55
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
@@ -153,7 +109,7 @@ def test_the_whole_text_is_what_transformers_writes(name):
     for messages in (CHAT, CHAT[:3], [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]):
         for everything in (True, False):
             segments = Answers(tokenizer).segments(Conversation("a.jsonl:1", messages), everything)
-            expected = tokenizer.apply_chat_template(as_read(name, messages), tokenize=False)
+            expected = tokenizer.apply_chat_template(messages, tokenize=False)
             assert "".join(text for text, _ in segments) == expected
 
 
@@ -179,34 +135,14 @@ def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refus
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_labels_are_those_of_trls_template_but_for_what_the_tables_say(tmp_path, name):
-    tokenizer, training = tokenizer_of(TEMPLATES[name]), tokenizer_of(TEMPLATES[TRAINING[name]])
-    ids, mask = masked(name, training, CHAT)
-    if name in TRL_TRAINS:
-        pieces = re.findall("1+", "".join(map(str, mask)))
-        text = training.decode([token for token, generated in zip(ids, mask, strict=True) if generated])
-        assert text == "".join(TRL_TRAINS[name]) and len(pieces) == 2
-        return
-    inputs, labels = labels_of(tmp_path, tokenizer, CHAT)
-    text = training.decode(ids)
-    assert tokenizer.decode(inputs).startswith(text.removesuffix("<|endoftext|>"))
-    expected = [
-        token if generated else -100 for token, generated in zip(tokenizer(text)["input_ids"], mask, strict=True)
-    ]
-    assert labels[: len(expected) - 1] == expected[1:]
-    rest = labels[len(expected) - 1 :]
-    assert rest in ([], [tokenizer.eos_token_id])  # after the end of a turn the end of the text, where it is missing
-
-
-@pytest.mark.parametrize("name", TRAINING.values())
 def test_generation_marks_in_a_template_are_the_labels(tmp_path, name):
     tokenizer = tokenizer_of(TEMPLATES[name])
-    ids, mask = masked(name, tokenizer, CHAT)
-    _, labels = labels_of(tmp_path, tokenizer, CHAT)
-    assert [label >= 0 for label in labels[: len(ids) - 1]] == [bool(generated) for generated in mask[1:]]
-    assert [label for label in labels[: len(ids) - 1] if label >= 0] == [
-        token for token, generated in zip(ids, mask, strict=True) if generated
-    ]
+    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    labels = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0).labels[0].tolist()
+    marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    expected = [token if generated else -100 for token, generated in marked]
+    assert labels[: len(expected) - 1] == expected[1:]
 
 
 def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_path):
@@ -312,19 +248,12 @@ def test_texts_and_examples_begin_as_the_tokenizer_begins_them(tmp_path):
     assert tokens_of(load(tmp_path / "long.txt", tokenizer, 258).train).count(start) == 1
     pairs = write_rows(tmp_path / "b.jsonl", [{"prompt": "p", "completion": "c"}])
     batch = load(pairs, tokenizer, 258, batch=1).train.batch(0)
-    assert batch.input_ids[0].tolist() == [start, ord("p"), ord("c")] and batch.labels[0].tolist() == [
-        -100,
-        ord("c"),
-        end,
-    ]
+    assert batch.input_ids[0].tolist() == [start, *b"pc"] and batch.labels[0].tolist() == [-100, *b"c", end]
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     chats = write_rows(tmp_path / "c.jsonl", [{"messages": CHAT[:2]}])
     assert tokens_of(load(chats, tokenizer, 258, seq=64).train).count(start) == 1
-    tokenizer.chat_template = None
-    assert tokens_of(load(chats, tokenizer, 258, seq=64).train)[:3] == [
-        start,
-        *b"Us",
-    ]  # the default template writes it, too
+    tokenizer.chat_template = None  # the default template writes it, too
+    assert tokens_of(load(chats, tokenizer, 258, seq=64).train)[:3] == [start, *b"Us"]
 
 
 def test_one_end_of_text_lies_between_packed_texts_where_it_begins_them_too(tmp_path):

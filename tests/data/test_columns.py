@@ -1,11 +1,9 @@
 """Which columns, which split and how many rows are trained on: --prompt-field and the like, --split, --max-samples."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
-from loading import in_order, load, trained_text, write_rows
+from loading import in_order, load, trained_text, write_rows, write_table, write_texts
 
 from lowmem.data.records import Reading
 from lowmem.data.sources import open_source
@@ -25,17 +23,11 @@ def describe(batches) -> str:
     return batches.parts[0].documents.description
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_s_named_columns_are_read(tmp_path, kind):
-    path = tmp_path / f"a.{kind}"
-    if kind == "csv":
-        with path.open("w") as file:
-            csv.writer(file).writerows([ASKED.keys(), ASKED.values()])
-    else:
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist([ASKED]), path)
-    batches = in_order(path, prompt_field="question", completion_field="answer", seq=32)
-    assert trained_text(batches.batch(0)) == "two$"
+def test_a_table_s_named_columns_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n1+1?,two\n")
+    for path in (tmp_path / "a.csv", write_table(tmp_path / "a.parquet", [ASKED])):
+        batches = in_order(path, prompt_field="question", completion_field="answer", seq=32)
+        assert trained_text(batches.batch(0)) == "two$"
 
 
 def test_one_of_the_two_may_keep_its_name(tmp_path):
@@ -110,7 +102,7 @@ def test_nothing_is_held_out_where_that_is_asked_for(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text(json.dumps({"text": f"{split} " * 40}) + "\n")
+        write_texts(folder / f"{split}.jsonl", f"{split} " * 40)
     for spec in (folder, folder / "train.jsonl"):
         assert load(spec, eval_fraction=0).evaluations == ()
     assert load(folder, eval_fraction=0.01).evaluations

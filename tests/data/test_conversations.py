@@ -217,6 +217,9 @@ def test_alpaca_s_system_and_history_are_used(tmp_path):
     plain = read(tmp_path, ALPACA)[0][0]
     opening = plain.removesuffix(f"{RESPONSE}3")
     assert opening.startswith("Below is an instruction") and opening.endswith("request.\n\n")
+    without = read(tmp_path, ALPACA | {"input": "", "text": "its own rendering"})
+    wording = opening.replace(", paired with an input that provides further context", "")
+    assert without == [(f"{wording}### Instruction:\nAdd.\n\n### Response:\n3", "3")] and wording != opening
     for rows, expected in (
         (SYSTEM, f"Be kind.\n\n{RESPONSE}3"),
         ({"system_prompt": "Be kind."}, f"Be kind.\n\n{RESPONSE}3"),

@@ -25,6 +25,7 @@ from tests.data.loading import (
     tokens_of,
     trained_text,
     write_rows,
+    write_table,
     write_texts,
 )
 
@@ -158,21 +159,6 @@ def test_prompt_and_completion_train_the_completion_and_the_true_end_of_text(tmp
     assert shown(batch, 1) == [("S", ""), ("a", ""), ("y", " "), (" ", "a"), ("a", "$"), ("$", "")]
     assert trained_text(in_order(path, train_on="all").batch(0)) == ": yes$"
     assert load(path, document_mask=True).train.batch(0).document_ids is None
-
-
-def test_alpaca_columns_use_alpacas_wording_with_and_without_input(tmp_path):
-    rows = [
-        {"instruction": "Add.", "input": "1 2", "output": "3", "text": "its own rendering"},
-        {"instruction": "Greet.", "input": "", "output": "Hi", "text": "its own rendering"},
-    ]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    data = load(path, seq=512, eval_data=str(path))
-    batch = data.evaluations[0].batch(0)
-    prompts = ["".join(token for token, _ in shown(batch, row)) for row in (0, 1)]
-    assert "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3" in prompts[0]
-    assert "request.\n\n### Instruction:\nGreet.\n\n### Response:\nHi" in prompts[1] and "Input" not in prompts[1]
-    assert [trained_text(batch, row) for row in (0, 1)] == ["3$", "Hi$"]
-    assert "columns not used: text;" in data.description
 
 
 def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_the_tokenizer(tmp_path):
@@ -319,13 +305,12 @@ def test_a_batch_names_files_examples_and_places_in_a_long_text(tmp_path):
 
 
 def test_every_file_format_gives_the_same_rows(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
     rows = [{"text": f'naïve, "{index}"\nand 😀', "other": index} for index in range(20)]
     write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     quoted = ['"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["other"]) for row in rows]
     (tmp_path / "a.csv").write_text("\ufefftext,other\r\n" + "".join(quoted))
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", rows)
     for kind in ("jsonl", "json", "csv", "parquet"):
         found = tokens_of(load(tmp_path / f"a.{kind}").train)
         assert found == [token for row in rows for token in [*row["text"].encode(), END]]
@@ -433,7 +418,7 @@ def test_fingerprint_changes_with_tokens_vocabulary_and_rows(tmp_path):
 def hub(tmp_path, monkeypatch):
     """A folder per hub id; `datasets` loads from there what it would load from the hub."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub_data.hub, "why_unreachable", lambda: None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     asked = []
 
@@ -500,7 +485,7 @@ def test_a_hub_data_set_is_read_by_its_columns_and_blank_rows_are_skipped(hub, m
 
 def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(hub_data.hub, "why_unreachable", lambda: "no network")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     start = time.perf_counter()
     for spec in ("org/no-such-data", "wikitext", "codeparrot"):
@@ -512,7 +497,7 @@ def test_an_unreachable_hub_is_one_sentence_and_no_wait(monkeypatch):
 
 def test_a_data_set_with_a_script_and_a_missing_package_are_named(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub_data.hub, "why_unreachable", lambda: None)
 
     def refuse(*_, **__):
         raise RuntimeError("Dataset scripts are no longer supported, but found old.py")

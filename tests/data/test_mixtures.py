@@ -1,6 +1,5 @@
 """Several texts in one run: how often each row comes, what a mixed batch is, what is held out of what."""
 
-import json
 import os
 import sysconfig
 from collections import Counter
@@ -13,7 +12,7 @@ from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
 from lowmem.errors import InputError
 from tests.data import loading
-from tests.data.loading import END
+from tests.data.loading import END, write_rows, write_texts
 
 
 def load(*specs, **options):
@@ -22,13 +21,11 @@ def load(*specs, **options):
 
 def texts(path, letter, count):
     """Writes rows of eight tokens each: a00000.$"""
-    path.write_text("".join(json.dumps({"text": f"{letter}{n:05d}."}) + "\n" for n in range(count)) + '{"text": "."}')
-    return path
+    return write_texts(path, *(f"{letter}{n:05d}." for n in range(count)), ".")
 
 
 def answers(path, count):
-    path.write_text("".join(json.dumps({"prompt": "p", "completion": f"{n:03d}"}) + "\n" for n in range(count)))
-    return path
+    return write_rows(path, [{"prompt": "p", "completion": f"{n:03d}"} for n in range(count)])
 
 
 def rows_of(batches, steps) -> list[tuple]:
@@ -165,10 +162,10 @@ def test_the_held_out_end_of_a_long_document_is_not_trained_on_when_another_text
     """The first text loses a document that the second holds out, after it has been cut itself."""
     long = "".join(f"{number:05d} " for number in range(2000))
     short = [f"short {number}" for number in range(300)]
-    others = texts_of(tmp_path / "short.jsonl", short)
+    others = write_texts(tmp_path / "short.jsonl", *short)
     held_out = load(others, eval_fraction=0.02).evaluations[0].parts[0].documents
     first = bytes(held_out.tokens[: held_out.lengths[0] - 1].astype(np.uint8)).decode()
-    data = load(texts_of(tmp_path / "long.jsonl", [long, first]), others, eval_fraction=0.02)
+    data = load(write_texts(tmp_path / "long.jsonl", long, first), others, eval_fraction=0.02)
     trained, evaluated = (batches.parts[0].documents for batches in (data.train, data.evaluations[0]))
     for documents in (trained, evaluated):
         assert documents.lengths.sum() == len(documents.tokens)
@@ -181,11 +178,6 @@ def test_one_book_given_twice_is_refused_for_what_it_is(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"{number:05d} " for number in range(2000)))
     with pytest.raises(InputError, match=r"book\.txt: all of its documents are held out of other --data; give each"):
         load(tmp_path / "book.txt", tmp_path / "book.txt", eval_fraction=0.02)
-
-
-def texts_of(path, documents):
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return path
 
 
 def test_a_file_is_held_out_by_its_content_however_it_was_found(tmp_path):

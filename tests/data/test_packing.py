@@ -1,6 +1,5 @@
 """Examples of many lengths: padded, sorted or packed, a batch has the same examples and the same gradients."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ from lowmem.core.loss import IGNORED
 from lowmem.data.batches import PACKED, PADDED, SORTED, Batches, Rows
 from reference import VOCABULARY, tiny_model
 from steps import make_step
-from tests.data.loading import load
+from tests.data.loading import load, write_rows
 
 SEQ, END = 64, 0
 LENGTHS = [1, 64, 2, 17, 17, 40, 8, 9, 33, 5, 1, 24]  # inputs, so one token less than the example has
@@ -143,8 +142,7 @@ def test_a_batch_like_the_others_has_as_many_tokens_as_they_have_on_average():
 
 @pytest.mark.parametrize("pack", [PADDED, SORTED, PACKED])
 def test_a_run_reads_its_examples_as_its_settings_say(tmp_path, pack):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "q", "completion": "a" * n}) + "\n" for n in range(1, 40)))
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "a" * n} for n in range(1, 40)])
     data = load(path, seq=SEQ, batch=8, pack=pack, eval_fraction=0.01)
     assert data.train.pack == pack and all(held_out.pack == pack for held_out in data.evaluations)
     assert (data.train.batch(0).lengths is None) == (pack == PADDED)

@@ -1,7 +1,6 @@
 """What was tokenized is found again by who goes on from a run, and only while it is what would be read again."""
 
 import errno
-import json
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.records import Reading
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
-from tests.data.loading import load
+from tests.data.loading import CONVERSATION, load, write_rows, write_texts
 from tests.data.test_long_text import small_windows
 
 
@@ -32,9 +31,7 @@ def no_tokenizing(monkeypatch):
 
 
 def rows(path, count=40):
-    lines = [{"prompt": f"{n}?", "completion": f"the square of it is {n**2}"} for n in range(count)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_rows(path, [{"prompt": f"{n}?", "completion": f"the square of it is {n**2}"} for n in range(count)])
 
 
 def book(path):
@@ -43,8 +40,7 @@ def book(path):
 
 
 def texts(path):
-    path.write_text("".join(json.dumps({"text": f"text {n} " * (n % 7 + 1)}) + "\n" for n in range(40)))
-    return path
+    return write_texts(path, *(f"text {n} " * (n % 7 + 1) for n in range(40)))
 
 
 def the_same(one, other) -> bool:
@@ -95,9 +91,7 @@ def test_what_follows_from_something_else_is_tokenized_again(tmp_path):
 
 
 def test_the_chat_template_that_the_data_were_written_with_comes_back(tmp_path, no_tokenizing):
-    path = tmp_path / "a.jsonl"
-    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
-    path.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION[:2]}] * 4)
     prepare(tmp_path / "out", path, seq=64).keep()
     no_tokenizing()
     tokenizer = byte_level_tokenizer()

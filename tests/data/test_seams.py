@@ -1,9 +1,7 @@
 """Examples have the tokens of their whole text, for every kind of tokenizer, split where the trained text begins."""
 
-import functools
 import itertools
 import json
-import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizer
+from transformers import LlamaConfig
 
 from lowmem.data import documents
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import find_format
 from lowmem.data.records import Reading, Record, Source
 from lowmem.data.seams import Seams
-from lowmem.data.settings import DataSettings
 from lowmem.data.stored import ArrayFolder
-from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.run.evaluation import sample
 from lowmem.settings import Settings
+from tests.data.loading import CONVERSATION
 from tests.data.test_long_text import TEXTS, small_windows
-from tests.data.tokenizer_kinds import KINDS, tokenizer
+from tests.data.tokenizer_kinds import KINDS, OTHERS, of_kind, tokenizer
 
 PAIRS = [
     ("question : the cat", " yes"),
@@ -54,54 +51,7 @@ PAIRS = [
     ("the<|word|>", " cat"),
     ("the <|word|>", "s cat"),
 ]
-TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}",
-    "zephyr": "{% for m in messages %}<|{{ m['role'] }}|>\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] ~ eos_token }}{% endgeneration %}{% else %}{{ m['content'] ~ eos_token }}{% endif %}\n"
-    "{% endfor %}",
-    "llama2": "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] }} [/INST]"
-    "{% else %}{% generation %} {{ m['content'] }} {{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}",
-    "plain": "{% for m in messages %}{% if m['role'] == 'user' %}Human: {{ m['content'] }}   Assistant: "
-    "{% else %}{% generation %}{{ m['content'] }}{% endgeneration %}\n\n{% endif %}{% endfor %}",
-}
-CHAT = [
-    {"role": "user", "content": "who are you?"},
-    {"role": "assistant", "content": "the cat. "},
-    {"role": "user", "content": "é 🙂 <|strip|>"},
-    {"role": "assistant", "content": " yes, the dog's"},
-]
 
-
-class Words(PreTrainedTokenizer):
-    """Written in Python, with a space before each text, as SentencePiece writes it."""
-
-    def __init__(self):
-        self.ids = {}
-        super().__init__(eos_token="</s>", unk_token="<unk>")
-
-    vocab_size = property(lambda self: len(self.ids))
-
-    def get_vocab(self):
-        return self.ids | self._added_tokens_encoder
-
-    def _tokenize(self, text):
-        return re.findall("▁?[^▁]{1,3}|▁", "▁" + text.replace(" ", "▁"))
-
-    def _convert_token_to_id(self, token):
-        return self.ids.setdefault(token, 10 + len(self.ids))
-
-    def _convert_id_to_token(self, index):
-        return {number: token for token, number in self.ids.items()}.get(index, "<unk>")
-
-
-@functools.cache
-def of_kind(kind: str, begins: bool = False, ends: bool = False):
-    others = {"bytes": byte_level_tokenizer, "python": ByT5Tokenizer, "python, prefix space": Words}
-    return others[kind]() if kind in others else tokenizer(kind, begins, ends)
-
-
-OTHERS = ["bytes", "python", "python, prefix space"]
 ALL = [(kind, begins, ends) for kind in KINDS for begins, ends in itertools.product((False, True), repeat=2)]
 ALL += [(kind, False, False) for kind in OTHERS]
 
@@ -109,8 +59,7 @@ ALL += [(kind, False, False) for kind in OTHERS]
 def examples(of, rows: list[dict], tmp_path, **more) -> list[tuple[list[int], list[bool]]]:
     """The tokens of each row and whether each is trained, as they are written."""
     records = [Record(f"a.jsonl:{number}", columns) for number, columns in enumerate(rows, 1)]
-    chosen = vars(Settings(seq=10_000)) | more
-    settings, folder = DataSettings.of(SimpleNamespace(**chosen)), ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path)))
+    settings, folder = Settings(**{"seq": 10_000} | more), ArrayFolder(Path(tempfile.mkdtemp(dir=tmp_path)))
     found = documents.read_documents(Source("a", []), records, None, settings, of, 2**20, folder)
     trained = [True] * len(found.tokens) if found.trained is None else found.trained[:].tolist()
     spans = itertools.pairwise([0, *itertools.accumulate(found.lengths.tolist())])
@@ -152,21 +101,6 @@ def test_prompt_and_completion_are_the_tokens_of_their_text(kind, begins, ends, 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-@pytest.mark.parametrize("name", [*TEMPLATES, "default"])
-def test_a_chat_is_the_tokens_that_apply_chat_template_gives(kind, name, tmp_path):
-    of = of_kind(kind)
-    of.chat_template = TEMPLATES.get(name)
-    ids, trained = example(of, {"messages": CHAT}, tmp_path)
-    text = of.apply_chat_template(CHAT, tokenize=False)
-    end = [] if text.rstrip().endswith(of.eos_token) else [of.eos_token_id]
-    assert ids == of.apply_chat_template(CHAT, tokenize=True, return_dict=False) + end
-    if name != "default" and of.is_fast and kind not in ("t5", "wordpiece"):  # transformers looks for dropped spaces
-        encoded = of.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        mask = encoded["assistant_masks"]
-        assert trained[: len(mask)] == [bool(one) for one in mask]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @given(TEXTS, st.lists(st.integers(0, 600), max_size=5))
 @settings(deadline=None, max_examples=15)
 def test_any_text_cut_into_segments_keeps_its_tokens(kind, text, cuts):
@@ -202,7 +136,7 @@ def test_what_is_put_before_a_text_may_be_several_tokens(tmp_path):
         ids, _ = example(of, {"text": text}, tmp_path)
         assert ids == [*(number for _, number in special * begun), *of(text, add_special_tokens=False)["input_ids"], 2]
     assert json.loads(of.backend_tokenizer.to_str())["post_processor"], "it is there as before"
-    assert find_format(Record("a:1", {"messages": CHAT}), Reading(), "completions", of).begin == ()
+    assert find_format(Record("a:1", {"messages": CONVERSATION}), Reading(), "completions", of).begin == ()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "metaspace first", "t5", "python, prefix space"])

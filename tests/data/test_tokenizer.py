@@ -11,6 +11,7 @@ from lowmem.data import tokenizer as module
 from lowmem.data.encoder import Encoder
 from lowmem.data.tokenizer import byte_level_tokenizer, is_byte_level, load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError
+from tests.data.loading import POINTER
 
 BYTES = byte_level_tokenizer()
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -87,7 +88,7 @@ def with_files_alone(**files: bytes):
     return change
 
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+LFS = POINTER.encode()
 SPM = b"\n\x05rubbish"
 BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
     "cut": (with_files_alone(tokenizer__json=b"{"), ["tokenizer.json is not JSON", "again, complete"]),
@@ -128,9 +129,9 @@ BROKEN = {  # what is done to a folder with a tokenizer: what is said of it
         ),
         ["Python code from its repository, which is not run here"],
     ),
-    "pointer": (with_files_alone(tokenizer__json=POINTER), ["tokenizer.json is a Git LFS pointer", "git lfs pull"]),
+    "pointer": (with_files_alone(tokenizer__json=LFS), ["tokenizer.json is a Git LFS pointer", "git lfs pull"]),
     "compressed": (with_files_alone(tokenizer__json=gzip.compress(b"{}")), ["tokenizer.json is compressed with gzip"]),
-    "config pointer": (with_files_alone(tokenizer_config__json=POINTER), ["config.json is a Git LFS pointer"]),
+    "config pointer": (with_files_alone(tokenizer_config__json=LFS), ["config.json is a Git LFS pointer"]),
     "empty vocabulary": (
         with_files_alone(tokenizer_config__json=b'{"tokenizer_class": "T5Tokenizer"}'),
         ["holds no tokenizer"],

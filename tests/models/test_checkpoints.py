@@ -2,35 +2,27 @@
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from families import FAMILIES
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.load import read_weights
 
-GPT2 = transformers.GPT2Config(
-    n_embd=16, n_layer=2, n_head=2, n_positions=32, vocab_size=61, bos_token_id=0, eos_token_id=0
-)
-LLAMA = transformers.LlamaConfig(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-    vocab_size=61, tie_word_embeddings=False,
-)  # fmt: skip
-
-
-def model_of(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-MODELS = {"gpt2": model_of(GPT2), "llama": model_of(LLAMA)}
-HEAD = {"v_head.summary.weight": torch.zeros(1, 16), "v_head.summary.bias": torch.zeros(1)}
+torch.manual_seed(0)
+GPT2, LLAMA = FAMILIES["gpt2"](), FAMILIES["llama"]()
+MODELS = {
+    kind: AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for kind, config in (("gpt2", GPT2), ("llama", LLAMA))
+}
+HEAD = {"v_head.summary.weight": torch.zeros(1, 32), "v_head.summary.bias": torch.zeros(1)}
 
 
 def under(prefix):
@@ -40,11 +32,8 @@ def under(prefix):
 def each_block(wrapper):
     """Names weights as FSDP or torch.compile of single blocks does."""
     return lambda tensors: {
-        name.replace(".h.", f".h.{wrapper}").replace(f".h.{wrapper}0.", f".h.0.{wrapper}").replace(
-            f".h.{wrapper}1.", f".h.1.{wrapper}"
-        ): tensor
-        for name, tensor in tensors.items()
-    }  # fmt: skip
+        re.sub(r"\.h\.(\d+)\.", rf".h.\1.{wrapper}", name): tensor for name, tensor in tensors.items()
+    }
 
 
 def within(*keys, **beside):
@@ -74,7 +63,7 @@ TAKEN = {  # how the weights are saved: what is said
     "recomputed blocks": (each_block("_checkpoint_wrapped_module."), "without _checkpoint_wrapped_module."),
     "PPO": (lambda tensors: tensors | HEAD, "a head next to the language model (v_head.summary."),
     "PPO under DDP": (lambda tensors: under("module.")(tensors | HEAD), "without module."),
-    "a reward model": (lambda tensors: tensors | {"score.weight": torch.zeros(2, 16)}, "score.weight"),
+    "a reward model": (lambda tensors: tensors | {"score.weight": torch.zeros(2, 32)}, "score.weight"),
     "fp64": (lambda tensors: {name: tensor.double() for name, tensor in tensors.items()}, "are fp64, and rounded"),
 }  # fmt: skip
 NESTED = {
@@ -129,12 +118,12 @@ REFUSED = {  # what is in the folder: the words of the sentence
     "lora": (
         lambda t: {
             "base_model.model." + name.replace("c_attn.", "c_attn.base_layer."): tensor for name, tensor in t.items()
-        } | {"base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight": torch.zeros(2, 16)},
+        } | {"base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight": torch.zeros(2, 32)},
         ["adapters (LoRA) that are not merged", "merge_and_unload"],
     ),
     "two models": (
         lambda t: under("policy.")(t) | under("ref.")({name: tensor + 1 for name, tensor in t.items()}),
-        ["28 unexpected (policy.", "more than this model, under policy: save only the model"],
+        ["40 unexpected (policy.", "more than this model, under policy: save only the model"],
     ),
     "Meta's names": (
         lambda t: {"layers.0.attention.wq.weight": torch.zeros(2), "tok_embeddings.weight": torch.zeros(2)},
@@ -148,17 +137,17 @@ REFUSED = {  # what is in the folder: the words of the sentence
         lambda t: {name: tensor.to(torch.float8_e4m3fn) if tensor.dim() > 1 else tensor for name, tensor in t.items()},
         ["but F8_E4M3", "original precision"],
     ),
-    "I8": (lambda t: t | {"transformer.h.0.mlp.c_fc.bias": torch.zeros(64, dtype=torch.int8)}, ["but I8", "quant"]),
+    "I8": (lambda t: t | {"transformer.h.0.mlp.c_fc.bias": torch.zeros(128, dtype=torch.int8)}, ["but I8", "quant"]),
     "GPTQ": (
         lambda t: t | {"transformer.h.0.mlp.c_fc.qweight": torch.zeros(2, 2, dtype=torch.int32)},
         ["qweight", "quantised"],
     ),
     "resized vocabulary": (
-        lambda t: t | {"transformer.wte.weight": torch.zeros(64, 16)},
-        ["[64, 16] in the file, [61, 16] in the config", 'set "vocab_size": 64 in config.json'],
+        lambda t: t | {"transformer.wte.weight": torch.zeros(64, 32)},
+        ["[64, 32] in the file, [97, 32] in the config", 'set "vocab_size": 64 in config.json'],
     ),
     "resized vocabulary under a wrapper": (
-        lambda t: under("module.")(t | {"transformer.wte.weight": torch.zeros(64, 16)}),
+        lambda t: under("module.")(t | {"transformer.wte.weight": torch.zeros(64, 32)}),
         ['set "vocab_size": 64 in config.json'],
     ),
     "of another model": (
@@ -185,7 +174,7 @@ def test_what_cannot_be_taken_is_refused_with_the_way_out(tmp_path, change, word
 def test_a_missing_or_a_resized_head_is_named(tmp_path, head, said):
     tensors = tensors_of("llama")
     del tensors["lm_head.weight"]
-    save_file(tensors | {name: torch.zeros(64, 16) for name in head}, tmp_path / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(64, 32) for name in head}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=said):
         read(tmp_path, LLAMA)
 

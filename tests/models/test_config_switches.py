@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from families import FAMILIES
 from lowmem.config_switches import remarks
 from lowmem.errors import InputError
 from lowmem.models.build import load_config, make_decoder
@@ -14,10 +15,7 @@ from lowmem.models.compatibility import compare_small_copy
 from lowmem.models.export import export_model
 from lowmem.run.identity import config_identity
 
-LLAMA = transformers.LlamaConfig(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-    vocab_size=61, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+LLAMA = FAMILIES["llama"]()
 EXPORTED = (
     {"gradient_checkpointing": True},
     {"return_dict": False},

@@ -1,5 +1,6 @@
 """Published configs, generation configs and tokenizers are exported as they came, mended aloud, or refused early."""
 
+import copy
 import json
 
 import pytest
@@ -88,16 +89,33 @@ def test_a_published_config_is_exported_and_loads(published, gpt2, tmp_path):
     assert "auto_map" not in kept
 
 
-def test_rotary_embeddings_are_spelled_as_both_versions_spell_them():
-    llama3 = {
-        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "original_max_position_embeddings": 16,
-    }
-    fields = config_fields(family_config("llama", rope_parameters=llama3 | {"rope_theta": 5e5}))
-    assert (fields["rope_theta"], fields["rope_scaling"]) == (5e5, llama3)
-    assert fields["rope_parameters"] == llama3 | {"rope_theta": 5e5}
-    fields = config_fields(family_config("gpt_neox", rope_parameters={"rope_theta": 7.0, "partial_rotary_factor": 0.5}))
-    assert (fields["rotary_emb_base"], fields["rotary_pct"], fields["rope_scaling"]) == (7.0, 0.5, None)
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LLAMA_3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "version_4"),
+    [
+        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA_3}),
+        ("gpt_neox", {"rotary_emb_base": 7.0, "rotary_pct": 0.5, "rope_scaling": None}),
+        ("olmo", {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+        ("gemma3_text", {"rope_theta": 7.0, "rope_local_base_freq": 70.0, "rope_scaling": LINEAR}),
+    ],
+)
+def test_rotary_embeddings_are_spelled_as_both_versions_spell_them(kind, version_4):
+    config = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(version_4))
+    fields = config_fields(config)
+    assert {name: fields[name] for name in version_4} == version_4
+    assert fields["rope_parameters"] == config.rope_parameters
+
+
+def test_one_frequency_for_full_and_sliding_attention_is_spelled_once():
+    thetas = {"global_rope_theta": 700.0, "local_rope_theta": 700.0}
+    fields = config_fields(transformers.CONFIG_MAPPING["modernbert-decoder"].from_dict(thetas))
+    assert fields["global_rope_theta"] == 700.0 and "local_rope_theta" not in fields
 
 
 def test_what_version_4_cannot_express_is_said(tmp_path):

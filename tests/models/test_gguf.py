@@ -42,7 +42,7 @@ def interleaved(name: str, weight: np.ndarray) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, model, tokenizer, kind=gguf.GGMLQuantizationType.F32, architecture="llama") -> None:
+def write_gguf(path, model, bpe_tokenizer, kind=gguf.GGMLQuantizationType.F32, architecture="llama") -> None:
     writer = gguf.GGUFWriter(path, architecture)
     config = model.config
     writer.add_block_count(LAYERS)
@@ -56,15 +56,15 @@ def write_gguf(path, model, tokenizer, kind=gguf.GGMLQuantizationType.F32, archi
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = bpe_tokenizer.get_vocab()
     writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
     writer.add_token_types(
-        [3 if token == tokenizer.eos_token else 1 for token in sorted(vocabulary, key=vocabulary.get)]
+        [3 if token == bpe_tokenizer.eos_token else 1 for token in sorted(vocabulary, key=vocabulary.get)]
     )
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    merges = json.loads(bpe_tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_token_merges([" ".join(pair) for pair in merges])
     for role in ("bos", "eos", "unk", "pad"):
-        getattr(writer, f"add_{role}_token_id")(tokenizer.eos_token_id)
+        getattr(writer, f"add_{role}_token_id")(bpe_tokenizer.eos_token_id)
     writer.add_chat_template(CHAT)
     for name, parameter in model.named_parameters():
         values = interleaved(name, parameter.detach().numpy())
@@ -79,16 +79,11 @@ def write_gguf(path, model, tokenizer, kind=gguf.GGMLQuantizationType.F32, archi
 
 
 @pytest.fixture(scope="module")
-def tokenizer(bpe_tokenizer):
-    return bpe_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer) -> LlamaForCausalLM:
+def model(bpe_tokenizer) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    end = tokenizer.eos_token_id
+    end = bpe_tokenizer.eos_token_id
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        vocab_size=len(bpe_tokenizer), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KEYS, max_position_embeddings=64, tie_word_embeddings=True,
         head_dim=HIDDEN // HEADS, bos_token_id=end, eos_token_id=end, pad_token_id=end,
     )  # fmt: skip
@@ -96,8 +91,8 @@ def model(tokenizer) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def file(tmp_path, model, tokenizer):
-    write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
+def file(tmp_path, model, bpe_tokenizer):
+    write_gguf(tmp_path / "tiny.gguf", model, bpe_tokenizer)
     return tmp_path / "tiny.gguf"
 
 
@@ -106,7 +101,7 @@ def converted_weights(folder) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_from_a_gguf_file_has_the_bits_of_one_from_the_folder(
-    tmp_path, monkeypatch, capsys, file, model, tokenizer, train
+    tmp_path, monkeypatch, capsys, file, model, bpe_tokenizer, train
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hub"))
@@ -131,9 +126,9 @@ def test_a_run_from_a_gguf_file_has_the_bits_of_one_from_the_folder(
     assert (tmp_path / "one/model/chat_template.jinja").read_text() == CHAT
 
 
-def test_quantised_weights_are_those_that_the_package_gguf_unpacks(tmp_path, model, tokenizer):
+def test_quantised_weights_are_those_that_the_package_gguf_unpacks(tmp_path, model, bpe_tokenizer):
     kind = gguf.GGMLQuantizationType.Q8_0
-    write_gguf(tmp_path / "tiny.gguf", model, tokenizer, kind)
+    write_gguf(tmp_path / "tiny.gguf", model, bpe_tokenizer, kind)
     said = list(convert(tmp_path / "tiny.gguf", tmp_path / "out"))
     assert len(said) == 1 and "bits each (Q8_0, F32)" in said[0] and "stays lost" in said[0]
     weights = converted_weights(tmp_path / "out")
@@ -150,32 +145,23 @@ def test_a_plan_reads_the_header_and_converts_nothing(tmp_path, monkeypatch, fil
     assert (config.model_type, config.num_hidden_layers, config.tie_word_embeddings) == ("llama", LAYERS, True)
 
 
-def _cut(file, model, tokenizer):
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def _header_only(file, model, tokenizer):
-    file.write_bytes(file.read_bytes()[:200])
-
-
-def _unknown(file, model, tokenizer):
-    write_gguf(file, model, tokenizer, architecture="newest")
-
-
-@pytest.mark.parametrize("damage", [_cut, _header_only, _unknown])
-def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path, file, model, tokenizer, damage):
-    damage(file, model, tokenizer)
+@pytest.mark.parametrize("damage", ["cut", "header only", "unknown"])
+def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path, file, model, bpe_tokenizer, damage):
+    if damage == "unknown":
+        write_gguf(file, model, bpe_tokenizer, architecture="newest")
+    else:
+        file.write_bytes(file.read_bytes()[: -1000 if damage == "cut" else 200])
     with pytest.raises(InputError, match="cannot be read by transformers") as refusal:
         list(convert(file, tmp_path / "out"))
     assert "\n" not in str(refusal.value) and "that the file was made from" in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_is_missing_is_not_made_up(tmp_path, file, model, tokenizer, monkeypatch):
+def test_a_tensor_that_is_missing_is_not_made_up(tmp_path, file, model, bpe_tokenizer, monkeypatch):
     named = dict(model.named_parameters())
     del named["model.norm.weight"]
     monkeypatch.setattr(model, "named_parameters", named.items)
-    write_gguf(file, model, tokenizer)
+    write_gguf(file, model, bpe_tokenizer)
     with pytest.raises(InputError, match=r"no weights for 1 of its parameters \(model.norm.weight\)"):
         list(convert(file, tmp_path / "out"))
 

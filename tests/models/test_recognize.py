@@ -11,9 +11,10 @@ from lowmem.errors import InputError
 from lowmem.models.recognize import Recognized, is_hub_name, recognize
 from lowmem.run.main import main
 from runs import ROOT, SCRIPTS
+from tests.data.loading import POINTER
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
+BART = {"model_type": "bart", "is_encoder_decoder": True}
 MADE_UP = {  # {file name: content} of a folder that is not a model; its kind and the advice in the message
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "adapter_model.safetensors": ""},
@@ -28,13 +29,7 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
     ),
     "umt5": ({"config.json": {"model_type": "umt5", "is_encoder_decoder": True}}, ["umt5 is an encoder-decoder"]),
     "bart": (
-        {
-            "config.json": {
-                "model_type": "bart",
-                "architectures": ["BartForConditionalGeneration"],
-                "is_encoder_decoder": True,
-            }
-        },
+        {"config.json": BART | {"architectures": ["BartForConditionalGeneration"]}},
         ["BartForConditionalGeneration is an encoder-decoder", "only T5"],
     ),
     **{
@@ -139,7 +134,7 @@ def test_what_is_a_model_stays_what_it_is(tmp_path):
     for name, config in {
         "decoder": GPT2,
         "bert": {"model_type": "bert", "is_decoder": True},
-        "bart": {"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True},
+        "bart": BART | {"architectures": ["BartForCausalLM"]},
         "t5": {"model_type": "t5", "is_encoder_decoder": True},
     }.items():
         folder = str(made(tmp_path / name, {"config.json": config, "model.safetensors": ""}))

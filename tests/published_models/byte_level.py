@@ -173,7 +173,7 @@ LAYOUTS = [
            config={**LLAMA3_CONFIG, "pad_token": "<|reserved_special_token_0|>", "padding_side": "left",
                    "unk_token": None}, decoder={token: {} for token in LLAMA3}),
     Layout("Llama 3's original tokenizer.model, a tiktoken file", "meta-llama/Meta-Llama-3-8B", lambda: byte_bpe([]),
-           ("tokenizer.model",), {}, spm_kind="tiktoken"),
+           ("tokenizer.model",), {}, tiktoken=True),
     Layout("truncation and padding in tokenizer.json", LLAMA31, llama3, config=LLAMA3_CONFIG, edit=TRUNCATED),
     Layout("TokenizersBackend, as transformers 5 writes it", LLAMA31, llama3, config={
            "backend": "tokenizers", "bos_token": LLAMA3[0], "clean_up_tokenization_spaces": True,

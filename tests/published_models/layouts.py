@@ -11,14 +11,13 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.data.tokenizer_kinds import LLAMA3_SPLIT, LLAMA_2, bpe
+
 CORPUS = ["the cat sat on the mat and said hello to the dog . yes no maybe answer question user assistant"] * 20
 SPECIAL = 16  # ids of special tokens at the front of a small vocabulary
+SENTENCE_PIECE = b"\n begins the message of its models, which nothing here reads: sentencepiece is not installed"
 HUGE = 1000000000000000019884624838656
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT4O_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -39,15 +38,7 @@ def split(pattern: str, *before) -> pre_tokenizers.PreTokenizer:
 
 def byte_bpe(special: list[str], size: int = 320, pre=None, last: bool = False, normalizer=None) -> Tokenizer:
     """GPT-2's kind: `special` are its first ids, or its last."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre or byte_level(), decoders.ByteLevel()
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[] if last else special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    backend.train_from_iterator(CORPUS, trainer)
+    backend = bpe([] if last else special, size, normalizer, pre or byte_level(), byte_level=True, corpus=CORPUS)
     if last:
         backend.add_special_tokens(special)
     return backend
@@ -58,22 +49,9 @@ def llama_bpe(
     bos: str | None = "<s>", eos: str | None = None, normalizer=None,
 ) -> Tokenizer:  # fmt: skip
     """SentencePiece's kind: byte fallback, and a space before each text, as a normalizer or as Metaspace's `scheme`."""
-    byte_tokens = [f"<0x{number:02X}>" for number in range(256)]
-    base = Tokenizer(models.BPE(unk_token="<unk>"))
-    base.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=[*special, *byte_tokens], show_progress=False)
-    base.train_from_iterator(CORPUS, trainer)
-    content = json.loads(base.to_str())
-    content["model"]["byte_fallback"], content["model"]["fuse_unk"] = True, True
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in special]
-    if scheme is not None:
-        content["normalizer"] = None
-        content["pre_tokenizer"] = {
-            "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False,
-        }  # fmt: skip
-    backend = Tokenizer.from_str(json.dumps(content))
-    if normalizer is not None:
-        backend.normalizer = normalizer
+    words = None if scheme else normalizer or LLAMA_2
+    metaspace = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False) if scheme else None
+    backend = bpe(special, 360, words, metaspace, corpus=CORPUS)
     strip = [decoders.Strip(" ", 1, 0)] if normalizer is None and scheme != "never" else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     backend.add_special_tokens(list(added))
@@ -113,31 +91,6 @@ def word_piece() -> Tokenizer:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special))
     return ends(backend, "[CLS]", "[SEP]")
-
-
-def spm(backend: Tokenizer, kind: str) -> bytes:
-    """Returns a sentencepiece model with the vocabulary of `backend`; `kind`: "bpe" or "unigram"."""
-    from transformers.convert_slow_tokenizer import import_protobuf  # sentencepiece's own, if it is installed
-
-    proto = import_protobuf().ModelProto()
-    content = json.loads(backend.to_str())["model"]["vocab"]
-    scores = dict(content) if isinstance(content, list) else {}
-    control = {token["content"] for token in json.loads(backend.to_str())["added_tokens"]} - {"<unk>"}
-    for number in range(backend.get_vocab_size(with_added_tokens=False)):
-        piece = backend.id_to_token(number)
-        kinds = {"<unk>": 2} | dict.fromkeys(control, 3)
-        type_ = 6 if len(piece) == 6 and piece.startswith("<0x") else kinds.get(piece, 1)
-        score = scores.get(piece, -float(number) if type_ == 1 else 0.0)
-        proto.pieces.add(piece=piece, score=score, type=type_)
-    trainer = proto.trainer_spec
-    trainer.model_type = {"unigram": 1, "bpe": 2}[kind]
-    trainer.byte_fallback, trainer.vocab_size = kind == "bpe", len(proto.pieces)
-    trainer.unk_id = backend.token_to_id("<unk>")
-    for name, piece in (("bos_id", "<s>"), ("eos_id", "</s>"), ("pad_id", "<pad>")):
-        setattr(trainer, name, -1 if backend.token_to_id(piece) is None else backend.token_to_id(piece))
-    proto.normalizer_spec.name, proto.normalizer_spec.add_dummy_prefix = "identity", True
-    proto.normalizer_spec.remove_extra_whitespaces, proto.normalizer_spec.escape_whitespaces = False, True
-    return proto.SerializeToString()
 
 
 def tiktoken(backend: Tokenizer) -> str:
@@ -181,7 +134,7 @@ class Layout:
     extra: dict[str, str] = field(default_factory=dict)  # {file: text}
     edit: dict = field(default_factory=dict)  # of tokenizer.json's top level
     decoder: dict[str, dict] | None = None  # {token: what added_tokens_decoder says of it beyond the usual}
-    spm_kind: str = "bpe"
+    tiktoken: bool = False  # tokenizer.model is such a file, not SentencePiece's
 
     def write(self, folder: Path, model: dict) -> None:
         backend = self.backend()
@@ -210,10 +163,10 @@ class Layout:
             backend.model.save(str(folder))
         elif name == "tekken.json":
             (folder / name).write_text(tekken(backend), encoding="utf-8")
-        elif name in ("qwen.tiktoken", "tiktoken.model") or (name == "tokenizer.model" and self.spm_kind == "tiktoken"):
+        elif name == "qwen.tiktoken" or self.tiktoken:
             (folder / name).write_text(tiktoken(backend), encoding="utf-8")
         else:
-            (folder / name).write_bytes(spm(backend, self.spm_kind))
+            (folder / name).write_bytes(SENTENCE_PIECE)
 
     @staticmethod
     def _name_ids(folder: Path, model: dict, backend: Tokenizer, said: dict) -> None:

@@ -17,7 +17,6 @@ from lowmem.run import prepare
 from lowmem.run.ending import Ending
 from lowmem.settings import Settings
 from tests.published_models import probe
-from tests.published_models.shapes import shrunk
 
 TOLERANCE_5, TOLERANCE_4 = 1e-5, 1e-4  # of the largest logit; 4 computes some products in another order
 PROBE = Path(probe.__file__)
@@ -25,7 +24,7 @@ PROBE = Path(probe.__file__)
 
 @dataclass(frozen=True)
 class Case:
-    """A published folder. `tokenizer` writes its tokenizer's files for a config; `config` has the real sizes."""
+    """A published folder. `tokenizer` writes its tokenizer's files for a config; `config` is the small one."""
 
     name: str
     kind: str
@@ -36,40 +35,32 @@ class Case:
     chat: bool = False
 
 
-class Later:
-    """probe.py under `python`, whose transformers is another: one process for many requests."""
-
-    def __init__(self, python: Path):
-        self.process = subprocess.Popen(
-            [python, PROBE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def ask(self, do: str, **request) -> dict:
-        self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+Ask = Callable[..., dict]
 
 
 @contextlib.contextmanager
-def transformers_4(python: Path | None) -> Iterator[Later | None]:
-    """None if there is no such environment."""
-    later = Later(python) if python is not None and Path(python).exists() else None
-    try:
-        yield later
-    finally:
-        if later is not None:
-            later.close()
+def transformers_4(python: Path) -> Iterator[Ask | None]:
+    """Yields a function that asks probe.py under `python`, whose transformers is another: one process for many
+    requests. Yields None if there is no such environment."""
+    if not python.exists():
+        yield None
+        return
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([python, PROBE], text=True, **pipes) as process:
+
+        def ask(do: str, **request) -> dict:
+            process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield ask
 
 
-def run(case: Case, room: Path, later: Later | None) -> dict:
+def run(case: Case, room: Path, ask_4: Ask | None) -> dict:
     """Runs `case` in an empty folder `room`: its row's `outcome`, `said`, `checks` and `values`."""
     folder, out = room / "model", room / "out"
     folder.mkdir(parents=True)
-    write(case, folder, later)
+    write(case, folder, ask_4)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(room / "log.txt", "w", encoding="utf-8"))
         stack.enter_context(contextlib.redirect_stdout(log))
@@ -83,7 +74,7 @@ def run(case: Case, room: Path, later: Later | None) -> dict:
         except Exception as error:
             said = portable(probe.reason(error), room)
             return {"outcome": "failed", "said": said, "checks": {"trained": False}, "values": {}}
-        checks, values, said = compare(folder, out / "model", logits, room, later)
+        checks, values, said = compare(folder, out / "model", logits, room, ask_4)
     return {"outcome": "trained", "said": portable("; ".join(said), room), "checks": checks, "values": values}
 
 
@@ -98,23 +89,20 @@ def named(case: Case, sentence: str) -> bool:
     return any(name.lower() in sentence.lower() for name in names if name)
 
 
-def write(case: Case, folder: Path, later: Later | None) -> None:
+def write(case: Case, folder: Path, ask_4: Ask | None) -> None:
     """The folder as it is on the hub: weights as transformers 4 names them, where it knows the model."""
-    config = shrunk(case.config)
+    config = dict(case.config)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     try:
         load_config(str(folder), "pretrained")
-        answer = (
-            later.ask("make", folder=str(folder), weights=list(case.weights)) if later is not None else {"error": ""}
-        )
+        answer = ask_4("make", folder=str(folder), weights=list(case.weights)) if ask_4 is not None else {"error": ""}
         if "error" in answer:
             probe.make(str(folder), list(case.weights))
     except InputError:  # it is refused before its weights are read
         (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if case.generation is not None:
-        generation = case.generation | shrunk(case.generation)
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        (folder / "generation_config.json").write_text(json.dumps(case.generation, indent=2), encoding="utf-8")
     case.tokenizer(folder, config)
 
 
@@ -149,19 +137,19 @@ def train(case: Case, folder: Path, out: Path, room: Path) -> torch.Tensor:
     return found[0]
 
 
-def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, later: Later | None):
+def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, ask_4: Ask | None):
     """Compares the export with the training in both versions; returns `checks`, `values` and remarks."""
     checks, values, said = {}, {}, []
     before, after = probe.read(str(folder), str(room / "first in 5.pt")), probe.read(str(exported), str(room / "5.pt"))
     checks["model in 5"] = _loaded(after, "5", said) and _near(
         values, "5 from training", logits, torch.load(room / "5.pt")[0], TOLERANCE_5
     )
-    first = later.ask("read", folder=str(folder), logits=str(room / "first in 4.pt")) if later is not None else {}
+    first = ask_4("read", folder=str(folder), logits=str(room / "first in 4.pt")) if ask_4 is not None else {}
     published = [answer for answer in (before, first) if "tokens" in answer]
     checks["tokens in 5"] = _same_tokens(published[:1], after, said, "5")
-    if later is None:
+    if ask_4 is None:
         return checks, values, said
-    last = later.ask("read", folder=str(exported), logits=str(room / "4.pt"))
+    last = ask_4("read", folder=str(exported), logits=str(room / "4.pt"))
     for version, answer in (("5", before), ("4", first)):
         if "model_error" in answer:
             said.append(f"transformers {version} does not load the published model ({answer['model_error']})")
@@ -175,7 +163,7 @@ def compare(folder: Path, exported: Path, logits: torch.Tensor, room: Path, late
         if "4 from 5" in values and not checks["model in 4"]:  # 4's fused attention leaves some settings out
             eager = {"folder": str(exported), "attention": "eager"}
             probe.read(**eager, logits=str(room / "eager 5.pt"))
-            later.ask("read", **eager, logits=str(room / "eager 4.pt"))
+            ask_4("read", **eager, logits=str(room / "eager 4.pt"))
             checks["model in 4"] = _near(
                 values, "4 from 5, both eager", *(torch.cat(torch.load(room / f"eager {n}.pt"), 1) for n in "54"), 1e-4
             )
