@@ -29,8 +29,8 @@ def bytes_per_second_through_ram(copies: float, ranks: int) -> float:
 
 
 class SimulatedRanks(Shares):
-    """Is the first of `count` ranks. The batch that it is given is its own part. `bytes_per_second`: of its link, None
-    if sending takes no time. `exposed_seconds`: how long its card stood still only because of the link."""
+    """Is the first of `count` ranks. `bytes_per_second`: of its link, None if sending takes no time. `exposed_seconds`:
+    how long its card stood still only because of the link."""
 
     def __init__(self, count: int, recorder: Recorder, bytes_per_second: float | None):
         super().__init__(count, 0)
@@ -70,8 +70,7 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int) -> float:
-        """Sends and receives that many bytes as soon as the link is free and all kernels so far have run. Returns the
-        time when that is done."""
+        """Sends and receives that many bytes as soon as the link and the card are free. Returns when that is done."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         seconds = size_bytes / self._rate if self._rate else 0.0
@@ -79,7 +78,7 @@ class SimulatedRanks(Shares):
         return self._free
 
     def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor that is not on the list of allocations."""
+        """Returns a tensor that is not on the tape."""
         with self._recorder.paused():
             tensor = torch.empty(entries, dtype=dtype, device="meta")
         self._recorder.leave_out(tensor)

@@ -15,7 +15,8 @@ from lowmem.core.ranks import Ranks
 from lowmem.data.dataset import Data
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import Question, make_plan
+from lowmem.planning.planner import make_plan
+from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
 
 
@@ -63,7 +64,7 @@ def plan_for(question: Question, gpus: int) -> Plan:
     """Returns the plan for torchrun with `gpus` processes on one machine, or for one process."""
     if gpus < 1:
         raise InputError(f"--gpus {gpus}: there has to be at least one")
-    return plan_of_ranks(question, gpus, gpus, lambda share: share.answer(make_plan))
+    return plan_of_ranks(question, gpus, gpus, make_plan)
 
 
 def plan_of_ranks(question: Question, count: int, on_this_machine: int, make: Callable[[Question], Plan]) -> Plan:
