@@ -70,7 +70,7 @@ def efficient_attention(
         logsumexp = None
     elif logsumexp is not None:
         logsumexp = torch.nn.functional.pad(logsumexp, (0, -query.shape[2] % _ROWS_MULTIPLE), value=torch.inf)
-    return output, logsumexp, *_seed_and_offset(seed)
+    return output, logsumexp, *((None, None) if seed is None else (torch.tensor(seed), torch.tensor(0)))
 
 
 def efficient_attention_backward(
@@ -82,25 +82,6 @@ def efficient_attention_backward(
     saved, asked = (output, logsumexp, philox_seed), grad_input_mask[3]
     found = _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale, bias_gradient=asked)
     return tuple(tensor if wanted else None for tensor, wanted in zip(found, grad_input_mask, strict=True))
-
-
-def cudnn_attention(
-    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
-    scale=None,
-):  # fmt: skip
-    """Computes `aten::_scaled_dot_product_cudnn_attention`; its logsumexp is [B, H, T, 1]."""
-    output, logsumexp, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
-    logsumexp = logsumexp[..., None] if compute_log_sumexp and logsumexp is not None else None
-    return output, logsumexp, None, None, query.shape[2], key.shape[2], *_seed_and_offset(seed), None
-
-
-def cudnn_attention_backward(
-    gradient, query, key, value, output, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
-    max_k, dropout_p, is_causal, *, scale=None,
-):  # fmt: skip
-    """Computes `aten::_scaled_dot_product_cudnn_attention_backward`: the gradients for query, key and value."""
-    saved = output, logsumexp, philox_seed
-    return _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale)[:3]
 
 
 def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor | None, int | None]:
@@ -151,12 +132,6 @@ def _plain(query, key, value, bias, dropout_p, is_causal, scale) -> Tensor:
     return _aten._scaled_dot_product_attention_math.default(
         query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=True
     )[0]
-
-
-def _seed_and_offset(seed: int | None) -> tuple[Tensor | None, Tensor | None]:
-    if seed is None:
-        return None, None
-    return torch.tensor(seed), torch.tensor(0)
 
 
 def _keep_generator_state() -> int:

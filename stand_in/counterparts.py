@@ -107,8 +107,6 @@ COUNTERPARTS: dict[OpOverload, Callable] = {
     _aten._scaled_dot_product_flash_attention_backward.default: attention.flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention.default: attention.efficient_attention,
     _aten._scaled_dot_product_efficient_attention_backward.default: attention.efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention.default: attention.cudnn_attention,
-    _aten._scaled_dot_product_cudnn_attention_backward.default: attention.cudnn_attention_backward,
     _aten.native_dropout.default: _native_dropout,
     _aten.native_dropout_backward.default: _native_dropout_backward,
     _aten.native_layer_norm.default: _layer_norm,

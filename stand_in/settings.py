@@ -14,18 +14,10 @@ ORDERS = ("issue", "late", "lowest", "highest", "random:N")
 
 
 def environment(
-    gpu: str,
-    *,
-    libraries: Path,
-    architectures: Sequence[int],
-    memory_bytes: int | None = None,
-    page_locked_bytes: int = UNLIMITED,
-    devices: int = 1,
-    host_resident: bool = False,
-    values: bool = False,
-    order: str = "issue",
-    sanitize: bool = False,
-) -> dict[str, str]:
+    gpu: str, *, libraries: Path, architectures: Sequence[int], memory_bytes: int | None = None,
+    page_locked_bytes: int = UNLIMITED, devices: int = 1, host_resident: bool = False, values: bool = False,
+    order: str = "issue", sanitize: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """Returns environment variables for a process, and its children, that shall find a card of kind `gpu`.
 
     Args:

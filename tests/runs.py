@@ -82,11 +82,12 @@ def remembering() -> Iterator[Callable]:
         def plan(function: Callable, *arguments):
             if function is not make_plan:
                 return aside(function, *arguments)
-            settings, config, kind, precision, card, free, *more = arguments
+            (question,) = arguments
+            settings, free = question.settings, question.ram_free_bytes
             asked = replace(settings, **{name: getattr(Settings, name) for name in NOT_PLANNED})
-            key = (asked, config.to_json_string(), precision, min(free, 2 * GIB))
-            if kind != "cpu" or settings.ram_limit_bytes is not None or key not in _PLANS:
-                _PLANS[key] = aside(function, settings, config, kind, precision, card, free, *more)
+            key = (asked, question.config.to_json_string(), question.precision, min(free, 2 * GIB))
+            if question.card is not None or settings.ram_limit_bytes is not None or key not in _PLANS:
+                _PLANS[key] = aside(function, question)
             return replace(_PLANS[key], settings=settings)
 
         yield plan

@@ -40,7 +40,7 @@ from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_step import StepCase
-from lowmem.planning.target import card_for
+from lowmem.planning.target import Question, card_for
 from lowmem.settings import Settings
 
 SEQ, BATCH, PLAIN_BATCH = 1024, 16, 2
@@ -210,7 +210,7 @@ def _config(name: str) -> PretrainedConfig:
 def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
     """Returns the plan, or why there is none."""
     try:
-        return make_plan(settings, _config(name), "cuda", precision, card, fused_kernels=fused_kernels)
+        return make_plan(Question(settings, _config(name), precision, card, fused_kernels=fused_kernels))
     except (InputError, PlanError) as refusal:
         return str(refusal)
 

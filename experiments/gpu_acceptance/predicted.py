@@ -34,6 +34,7 @@ from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_step import META, StepCase, gpu_target, record_step
+from lowmem.planning.target import Question
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
@@ -106,7 +107,7 @@ def planned(model: str, card: Card, batch: int) -> Plan:
         model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
         ram_limit_bytes=RAM_LIMITS[model], plan_only=True,
     )  # fmt: skip
-    return make_plan(settings, load_config(model, "random"), "cuda", precision_of(card), card)
+    return make_plan(Question(settings, load_config(model, "random"), precision_of(card), card))
 
 
 def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> float:

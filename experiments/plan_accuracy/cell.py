@@ -31,7 +31,7 @@ from lowmem.planning import gpu_plan
 from lowmem.planning.caps import margins, smallest_cap
 from lowmem.planning.choices import Choices, step_case, ways
 from lowmem.planning.planner import make_plan
-from lowmem.planning.target import planning_target
+from lowmem.planning.target import Question, planning_target
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
 from lowmem.settings import Settings
@@ -128,13 +128,13 @@ def _tight_cap(arguments: list[str]) -> int:
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
     target = planning_target(settings)
-    free = make_plan(settings, config, *target)
-    left_free = margins(step_case(settings, target[1]).needs_all_gradients)
+    free = make_plan(Question(settings, config, *target))
+    left_free = margins(step_case(settings, target[0]).needs_all_gradients)
     allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes
     for share in (0.5, 1.0):
         cap = smallest_cap(int(allocated + share * (reserved - allocated)), left_free)
         try:
-            make_plan(replace(settings, gpu_limit_bytes=cap), config, *target)
+            make_plan(Question(replace(settings, gpu_limit_bytes=cap), config, *target))
         except PlanError:
             continue
         return cap

@@ -35,8 +35,7 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class Block:
-    """Represents a range of addresses in one segment, which is memory taken from the driver. `previous` and `next` are
-    the neighbouring blocks of the segment."""
+    """Represents a range of addresses in one segment, with its neighbours `previous` and `next` there."""
 
     __slots__ = ("address", "size", "arena", "state", "previous", "next")
 
@@ -46,8 +45,7 @@ class Block:
         self.next: Block | None = None
 
     def split(self, size: int, state: int) -> "Block":
-        """Shortens this block to its first `size` bytes. Returns the rest as a new block in `state` (FREE or
-        UNMAPPED)."""
+        """Shortens this block to its first `size` bytes. Returns the rest as a new block in `state`."""
         rest = Block(self.address + size, self.size - size, self.arena, state)
         self.size = size
         _link(rest, self.next)
@@ -55,8 +53,7 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Merges this block with neighbours of the same state (free or unmapped), and removes them from the arena's
-        lists."""
+        """Merges this block with neighbours of the same state, which leave the arena's lists."""
         previous, following = self.previous, self.next
         if previous is not None and previous.state == self.state:
             self.arena.unlist(previous)
@@ -74,7 +71,7 @@ class Block:
         self.arena.enlist(self)
 
     def size_when_grown(self) -> int:
-        """Returns the size of this block plus that of the unmapped block behind it, if there is one."""
+        """Returns the size of this block and of the unmapped block behind it, if there is one."""
         following = self.next
         return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
 
@@ -87,8 +84,7 @@ def _link(first: Block | None, second: Block | None) -> None:
 
 
 class _Arena:
-    """Lists the free and unmapped blocks of one pool (small or large) on one stream. Free blocks are sorted by (size,
-    address), unmapped blocks by address."""
+    """Lists the blocks of one pool on one stream: free ones by (size, address), unmapped ones by address."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -109,8 +105,7 @@ class _Arena:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def find(self, size: int) -> Block | None:
-        """Removes the best-fitting block from the list of free blocks, and returns it. Returns None if none is large
-        enough."""
+        """Takes the best-fitting block from the list of free blocks, None if none is large enough."""
         free = self.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -123,8 +118,7 @@ class _Arena:
         return free.pop(index)[2]
 
     def map_pages(self, block: Block, size: int) -> int:
-        """Maps pages under the first `size` bytes of an unmapped block, and merges it with free neighbours. Returns the
-        number of bytes mapped."""
+        """Maps pages under the first `size` bytes of an unmapped block. Returns the number of bytes mapped."""
         mapped = _round_up(size, self.page_bytes)
         self.unlist(block)
         if mapped < block.size:
@@ -150,8 +144,7 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """Returns the block with the lowest address that has `size` unused bytes from its start on. It is an unmapped
-        block, or the free block right before one."""
+        """Returns the first block with `size` unused bytes from its start on: unmapped, or free right before one."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous

@@ -6,7 +6,7 @@ Four numbers describe how a region (a sequence of operations) changes both clock
     h' = max(h + host, g + wait)
     g' = max(h + lead, g + gpu)                lead: when an idle GPU would be done, from the region's start on the host
 
-So a region is recorded once and replayed in constant time. docs/cuda-memory.md says why, and what is left out.
+So a region is recorded once and replayed in constant time (docs/cuda-memory.md).
 """
 
 import math
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes the simulated clocks of host and GPU, in seconds. The
-    formulas are in the module's docstring."""
+    """Describes how a region changes the clocks, in seconds. The formulas are in the module's docstring."""
 
     host: float
     gpu: float
@@ -25,12 +24,11 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation, which takes `host` seconds, and then `gpu` seconds on the GPU. If `gpu`
-        is 0, no kernel is launched."""
+        """Returns the effect of one operation. If `gpu` is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
-        """Returns the effect on both clocks of this region followed by the region `other`."""
+        """Returns the effect of this region followed by the region `other`."""
         return Span(
             host=max(self.host + other.host, self.lead + other.wait),
             gpu=max(self.gpu + other.gpu, self.wait + other.lead),
@@ -44,15 +42,13 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Keeps two simulated times in seconds. `host` is the present time; `gpu` is the time at which the GPU's compute
-    stream will have finished all work launched so far."""
+    """Keeps two simulated times in seconds: `host` is the present, `gpu` is when the compute stream will be idle."""
 
     def __init__(self):
         self.host = 0.0
         self.gpu = 0.0
 
     def advance(self, span: Span) -> None:
-        """Moves both clocks by the effect of one region."""
         self.host, self.gpu = (
             max(self.host + span.host, self.gpu + span.wait),
             max(self.gpu + span.gpu, self.host + span.lead),

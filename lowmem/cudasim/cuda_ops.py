@@ -36,8 +36,8 @@ PRODUCTS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Runs the operators that PyTorch chooses on CUDA, except cuDNN's attention, in place of its generic functions.
-    Only calls with tensors without data are replaced: meta tensors, or FakeTensors of any device."""
+    """Runs the operators that PyTorch chooses on CUDA, except cuDNN's attention, in place of its generic functions, on
+    tensors without data: meta tensors, or FakeTensors of any device."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -111,8 +111,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the attention operator that PyTorch would choose on CUDA. `chosen` is called with the arguments and returns
-    its name: flash, efficient, math. Source: native/transformers/attention.cpp, of a recent version."""
+    """Runs the attention operator that `chosen(*arguments)` names: flash, efficient, math. Source:
+    native/transformers/attention.cpp, of a recent version."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

@@ -15,8 +15,7 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Holds the functions and numbers in which devices differ. Functions take an operation as (func, args, kwargs,
-    result)."""
+    """Holds in what devices differ. Functions take an operation as (func, args, kwargs, result)."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
@@ -34,8 +33,8 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
-    """Registers a custom operator that multiplies two matrices through cuBLAS. The matrices are its arguments number
-    `first_factor` and `first_factor` + 1. Each call takes `host_seconds` more on the host than other operators."""
+    """Registers a custom operator that multiplies its arguments number `first_factor` and `first_factor` + 1 through
+    cuBLAS. Each call takes `host_seconds` more on the host than other operators."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.PRODUCTS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
@@ -43,8 +42,7 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the DeviceModel of a card, with PyTorch configured as in lowmem/device.py. With `plain`, PyTorch has its
-    default configuration."""
+    """Returns the model of a card, with PyTorch configured as in device.py or, with `plain`, by default."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

@@ -47,8 +47,7 @@ BY_CAPABILITY = {
 
 
 class Multiprocessor(NamedTuple):
-    """Holds the limits of one multiprocessor: resident threads, bytes of shared memory in all and per block, and
-    resident blocks."""
+    """Holds the limits of one multiprocessor: resident threads, shared memory, resident blocks."""
 
     threads: int
     shared_bytes: int
@@ -74,8 +73,7 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """Returns the limits of a multiprocessor of this compute capability. For one that the table lacks, those of the
-    nearest older capability in the table are returned."""
+    """Returns the limits for this capability or, if the table lacks it, for the nearest older one."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
@@ -197,15 +195,13 @@ def card_named(name: str) -> Card:
 
 
 def _exactly(short: str) -> Card | None:
-    """Returns the card with the short name, which may lack "rtx" or "gtx", or have one too many; None if there is
-    none."""
+    """Returns the card with the short name, which may lack "rtx" or "gtx", or have one too many."""
     forms = (short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx"))
     return next((_BY_SHORT_NAME[form] for form in forms if form in _BY_SHORT_NAME), None)
 
 
 def _of_size(name: str) -> Card | None:
-    """Returns the card of a name such as "rtx 3060 12gb", in which the memory or the kind of board is not part of the
-    table's name; None if the table has none with that memory."""
+    """Returns the card of a name such as "rtx 3060 12gb", whose memory or kind of board is not in the table's name."""
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
@@ -221,8 +217,8 @@ def _same_but_size(known: str, short: str) -> bool:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the card that torch.cuda.get_device_name calls `name`; None if the table lacks it. If several cards share
-    the name, returns the one with memory nearest to `memory_bytes`, or the first without `memory_bytes`."""
+    """Returns the card that torch.cuda.get_device_name calls `name`, None if the table lacks it. Of several, returns
+    that with memory nearest to `memory_bytes`, or the first."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

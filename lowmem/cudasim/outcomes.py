@@ -1,8 +1,6 @@
 """Remembers the outcomes of operations, which depend only on the shapes of the arguments.
 
 The key of an outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
-The outcome says how to make the results without running the operation, what the operation allocates, and how long it
-takes.
 """
 
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what one operation returns, allocates, and costs in time, without any data."""
+    """Holds what one operation returns, allocates, and costs in time."""
 
     results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
@@ -35,8 +33,7 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if an operation only returns views. Such an operation must run to give its results, but all else in
-    its Outcome is always the same."""
+    """Returns True if an operation only returns views. It must run, but all else in its Outcome is always the same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
@@ -44,8 +41,7 @@ def is_view(func) -> bool:
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
     """Returns the key under which an operation's outcome is remembered. Returns None if it cannot be: an argument is a
-    tensor with data (not a meta tensor), or is passed in two places, or is neither a tensor nor a plain value such as a
-    number."""
+    tensor with data, or is passed in two places, or is neither a tensor nor a plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None
@@ -74,9 +70,8 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Returns what is needed to make an operation's results without running it: their type (None for nothing) and
-    shapes. Returns _FIRST if the result is the first argument. Returns _RUN if `func` must be run, because results
-    share memory with arguments or with each other."""
+    """Returns the type (None for nothing) and the shapes of an operation's results, _FIRST if the result is the first
+    argument, or _RUN if results share memory with arguments or with each other."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:
@@ -100,7 +95,6 @@ def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, li
 
 
 def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
-    """Makes the result of an operation as its `outcome` says; runs `func` only if that is necessary."""
     if outcome.results is _RUN:
         return func(*args, **kwargs)
     if outcome.results is _FIRST:

@@ -63,8 +63,7 @@ def cuda_peak(
 
 
 def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
-    """Calls `function` with a new recorder, and returns the recorder with its list of allocations and its clock.
-    `machine` describes the GPU; `name_of` names tensors (see Recorder)."""
+    """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
     recorder = Recorder(machine, name_of or _phase)
     with (
         _named(recorder), _autocast_simulated(), _modes_in_backward(_CudaIsMeta, machine.functions),
@@ -102,9 +101,8 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def _modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps the function modes `modes` on in backward, where PyTorch switches them off. Backward runs a model's code if
-    it recomputes blocks. Also switches off checkpoint's check of recomputed tensors, which would compare "meta" with
-    "cuda"."""
+    """Keeps `modes` on in backward, where PyTorch switches them off; recomputed blocks run a model's code there. Also
+    switches off checkpoint's check of recomputed tensors, which would compare "meta" with "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -126,9 +124,8 @@ def _on_meta(value):
 
 
 def _refuse_number(func: Callable) -> None:
-    """Raises InputError if the user's own code calls `func`, which reads a tensor's value (as .item() does): the
-    simulation has no data. An installed package may call it. transformers asks, for example, whether a mask is all
-    ones, and gets the value 1."""
+    """Raises InputError if the user's own code calls `func`, which reads a tensor's value. An installed package may
+    call it: transformers asks whether a mask is all ones, and gets the value 1."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back

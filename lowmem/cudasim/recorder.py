@@ -6,7 +6,7 @@ sees each operation. It appends each allocation and free of a storage to a list,
 almost no cost. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run again,
 and costs a third of that.
 
-FakeTensors would be slower, and transformers builds other masks for them. docs/cuda-memory.md has a diagram.
+FakeTensors would be slower, and transformers builds other masks for them.
 """
 
 import gc
@@ -31,9 +31,8 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a recorder's tape, so that it can be replayed. Inside, `count` storages were allocated, numbered
-    from `base`. `span` is the region's effect on the clock. In `operations`, storages count from 0; storage n of an
-    earlier region is written -1 - n."""
+    """Holds a part of a recorder's tape, so that it can be replayed. Its `count` storages are numbered from `base`. In
+    `operations` they count from 0; storage n of an earlier region is written -1 - n."""
 
     base: int
     count: int = 0
@@ -50,8 +49,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` names a storage
-    allocated in this Python frame; if it returns None, it is called with the caller's frame. `outcomes` caches what
-    operations do, by the shapes of their arguments; recorders of one `machine` may share it."""
+    allocated in this Python frame; if it returns None, it is called with the caller's frame. Recorders of one `machine`
+    may share `outcomes` (outcomes.py)."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -159,9 +158,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code in the block as a region, which can be replayed. Its storages get the name `name`. Regions
-        may be nested. A region may free storages that were allocated in it or in `earlier`; freeing any other raises
-        AssertionError."""
+        """Records the code in the block as a region, whose storages get the name `name`. Regions may be nested. A
+        region may free storages that were allocated in it or in `earlier`; any other raises AssertionError."""
         self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
         self._settle()
         region = Region(self._count)
@@ -185,9 +183,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` once more to the list of allocations (the tape). Returns the number of the
-        first storage that they allocate. If they free storages of an earlier region, `earlier_base` is the number of
-        that region's first storage."""
+        """Appends the operations of `region` to the tape once more. Returns the number of the first storage that they
+        allocate. `earlier_base`: the number of the first storage of the earlier region whose storages they free."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -197,16 +194,15 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. Its deallocation is
-        recorded. With `held`, it is not: a replayed autograd graph holds the storage, and a later replay frees it."""
+        """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. With `held`, its
+        end is not recorded: a replayed autograd graph holds the storage, and a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Lets code inside the block record regions without adding them to the list of allocations (the tape). Storages
-        that are allocated inside must be freed inside."""
+        """Lets code inside the block record regions that are not on the tape. It must free what it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -219,7 +215,6 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops recording operations inside the block."""
         self._paused = True
         try:
             yield
@@ -232,24 +227,22 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number that the storage of `tensor` has in the list of allocations (the tape). Returns None if
-        the recorder does not know the storage."""
+        """Returns the number of the storage of `tensor` on the tape, None for an unknown storage."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless the storage is already known."""
+        """Records the storage of `tensor` as allocated now, unless it is known."""
         self._settle()
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor`, which was made in `paused`, off the list of allocations (the tape)."""
+        """Keeps the storage of `tensor`, which was made in `paused`, off the tape."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` another name in the list of allocations (the tape). A storage from a replay
-        keeps its region's name."""
+        """Gives the storage of `tensor` another name on the tape. One from a replay keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -292,13 +285,9 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Allocates a new storage for the pending sum of two gradients.
-
-        Autograd adds the second gradient into the first one, if nothing else holds the first (accumulate in
-        input_buffer.cpp). It never does so under a dispatch mode. So the sum takes over the first gradient's storage if
-        that gradient is freed next. If anything else happens before, something held the gradient, and the sum is a new
-        tensor.
-        """
+        """Allocates a new storage for the pending sum of two gradients. Autograd adds the second gradient into the
+        first one if nothing else holds that (accumulate in input_buffer.cpp), but never under a dispatch mode. So the
+        sum takes over the first gradient's storage if that is freed next; else something held it."""
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None
@@ -326,8 +315,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _called_by_the_engine() -> bool:
-    """Returns True if autograd's engine, or a backward in C++, called the current operation. A backward in Python gives
-    False."""
+    """Returns True if autograd's engine, or a backward in C++, called the current operation."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -93,8 +93,7 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Reads from an operator's schema how often its arguments and results pass through memory. Returns None if the
-    operator moves no data."""
+    """Reads from an operator's schema how often its arguments and results pass through memory, None for never."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -120,8 +119,7 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes of the tensors in `value`, without those already in `seen`. An expanded tensor counts only the
-    bytes that it stores."""
+    """Returns the bytes that the tensors in `value` store, without those already in `seen`."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -148,12 +146,9 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy.
-
-    Each multiprocessor computes one tile of the result at a time. Two things are lost: parts of tiles beyond the
-    result's edges, and multiprocessors without a tile in the last round. If tiles are fewer than multiprocessors,
-    several share a long sum (split-K).
-    """
+    """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy. Lost are parts of
+    tiles beyond the result's edges, and multiprocessors without a tile in the last round. If tiles are fewer than
+    multiprocessors, several share a long sum (split-K)."""
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))
@@ -166,8 +161,7 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates the time of fused attention over query [B, H, T, E], key and value. Causal attention skips tiles above
-    the diagonal."""
+    """Estimates the time of fused attention: query [B, H, T, E]. If causal, it skips tiles above the diagonal."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]

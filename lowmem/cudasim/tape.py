@@ -34,8 +34,7 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Lists allocations and frees. Iterating yields (storage, bytes or FREED, name), with a unique number for each
-    storage."""
+    """Lists allocations and frees: (storage, bytes or FREED, name), with a unique number for each storage."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -46,7 +45,7 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: stores what was computed of replayed regions, between calls for tapes that share them."""
+        `summaries`: of replayed regions, kept between calls for tapes that share them."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -66,8 +65,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Summarizes a chunk for `peak_bytes`. Returns the bytes at the chunk's end and at its peak, relative to its start.
-    Also returns the chunk's storages that stay allocated, with sizes, and the earlier storages that the chunk frees."""
+    """Returns the bytes at the chunk's end and at its peak, relative to its start; its storages that stay allocated,
+    with sizes; and the earlier storages that it frees."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -86,8 +85,7 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory a tape (a list of allocations and frees) takes: its peaks, their parts by name, and a
-    timeline."""
+    """Holds how much GPU memory a tape takes."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -99,9 +97,9 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape`, a list of allocations and frees, with a caching allocator capped at `limit_bytes`. Raises
-    SimulatedOutOfMemory if the replay does not complete. If `expandable_segments` is None, the mode is the one in
-    lowmem/device.py or the environment. `streams`: {name: CUDA stream} of storages that are not of stream 0."""
+    """Replays `tape` with a caching allocator capped at `limit_bytes`. Raises SimulatedOutOfMemory if the replay does
+    not complete. If `expandable_segments` is None, device.py or the environment decides. `streams`: {name: CUDA stream}
+    of storages that are not of stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -125,8 +123,8 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes} at the peak of requested bytes, largest first. If `peak_bytes`, the allocator's peak, is
-    given, its difference to that peak is listed as "rounding"."""
+    """Returns {name: bytes} at the peak of requested bytes, largest first. What the allocator's peak `peak_bytes` has
+    more is listed as "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -146,8 +144,7 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the largest sum of bytes that storages named `name` take at once. Storages of `below_bytes` or more do
-    not count."""
+    """Returns the most bytes that storages named `name` take at once; those of `below_bytes` or more do not count."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

@@ -26,12 +26,11 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 @dataclass(frozen=True)
 class Gpu:
-    """Holds the properties of a GPU on which temporaries depend. `deterministic` is True if
-    torch.use_deterministic_algorithms is on."""
+    """Holds the properties of a GPU on which temporaries depend."""
 
     capability: Capability
     multiprocessors: int
-    deterministic: bool = True
+    deterministic: bool = True  # torch.use_deterministic_algorithms is on
 
     @property
     def multiprocessor(self) -> Multiprocessor:
@@ -58,14 +57,13 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the sizes of copies of gradients and outputs [B, H, T, D]. Those that are contiguous as [B, T, H, D] are
-    not copied."""
+    """Returns the sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for every query head. Grouped-query attention then adds
-    them up for each group. Returns () if every query head has a separate key head."""
+    """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
+    adds up for each group."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -76,9 +74,9 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of flash attention's partial results. One CUDA block works on 64 queries of one head of one
-    sequence. If these are too few blocks for the card, several blocks share the keys, and their partial results are
-    summed. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the bytes of partial results. One CUDA block works on 64 queries of one head of one sequence. If the card
+    has room for more blocks, several share the keys. Source: transformers/cuda/flash_attn/flash_api.cpp,
+    set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -89,8 +87,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy.
-    `blocks` is the number of CUDA blocks without splits, and `slots` the number that the card runs at once."""
+    """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy of the
+    card, which runs `slots` CUDA blocks at once."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -119,10 +117,9 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns the numbers of queries and keys in the backward kernel's tile. Also returns True if dk and dv stay in
-    registers. PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for heads of
-    this `width` that fits into shared memory. The bytes that a kernel asks for were read off its launches (Volta's
-    assumed)."""
+    """Returns the numbers of queries and keys in the backward kernel's tile, and whether dk and dv stay in registers.
+    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits
+    into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -224,8 +221,7 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
     """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Large sorts have
-    second buffers. Small sorts need none, but CUB takes one byte for them. Source: cuda/Indexing.cu,
-    index_put_with_sort_kernel."""
+    second buffers; for small ones CUB takes one byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8

@@ -14,8 +14,7 @@ MARGINS_IN_A_CAP = 200
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Returns the bytes that a simulated layout may take under a cap of GPU memory. `margins`: how many safety margins
-    stay free."""
+    """Returns the bytes that a layout may take under a cap of GPU memory with that many safety margins."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
@@ -26,14 +25,13 @@ def smallest_cap(room: int, margins: int = 1) -> int:
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins stay free: 2 if no update waits for the norm, else 1. In the first case a step
-    may update during backward, and cannot be repeated then. `needs_all_gradients`: whether updates wait."""
+    """Returns how many safety margins stay free. `needs_all_gradients`: whether updates wait for the norm."""
     return 1 if needs_all_gradients else 2
 
 
 def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the sentence that refuses to train. It names the smallest caps that would do: `gpu_cap`, None if there is
-    none or the cap is large enough, and `ram`, the bytes that the whole training run needs."""
+    """Returns the sentence that refuses to train. It names the smallest caps that would do: `gpu_cap`, None without a
+    GPU, and `ram`."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
@@ -50,5 +48,4 @@ def wants(gpu_cap: int | None, ram: int) -> str:
 
 
 def what(settings: Settings) -> str:
-    """Returns words for the task, to be used in refusals: the model and the batch."""
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens"

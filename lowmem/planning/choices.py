@@ -24,13 +24,11 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts that store every kind of number in the same place and do the same with final gradients (their
-    fate).
+    """Describes layouts that store every kind of number in the same place, with the same fate of final gradients.
 
     `base` has the places and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
-    units (the embeddings, each block, the final norm) with optimizer states on the GPU or, if working weights are in
-    RAM, with weights there. `groups` None allows any size. `whole_batch`: the whole batch must be one group. `disk`:
-    the minimum number of units with states on a disk.
+    units with optimizer states on the GPU or, if working weights are in RAM, with weights there. `groups` None allows
+    any size. `whole_batch`: the whole batch must be one group. `disk`: the least units with states on a disk.
     """
 
     base: Layout
@@ -44,7 +42,7 @@ class Choices:
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
         """Returns the group sizes to try, in micro-batches: 1, then about twice as many each time, below the whole
-        batch. Returns only the whole batch if that must be one group, and only the given sizes if `groups` is set."""
+        batch."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -63,8 +61,7 @@ class Choices:
 
 
 def step_case(settings: Settings, precision: str, ranks: Mesh = ALONE) -> StepCase:
-    """Returns the training step of these settings, to be simulated. Its layout is a placeholder. `ranks`:
-    those that train together; the settings' batch is one rank's part."""
+    """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -73,10 +70,9 @@ def step_case(settings: Settings, precision: str, ranks: Mesh = ALONE) -> StepCa
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices (sets of layouts), to be tried one after the other. First weights and block inputs are
-    on the GPU; then weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has
-    one entry for each thing that can happen to final gradients (their fate). With several ranks, each entry comes
-    twice: first no block keeps its gathered weights, then all do."""
+    """Returns lists of Choices, to be tried one after the other. First weights and block inputs are on the GPU; then
+    weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has an entry for each
+    fate of gradients. With several ranks it comes twice: first no block keeps its gathered weights, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -109,7 +105,7 @@ def _placed(
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the Choices (a set of layouts) that the settings allow with weights and gradients on the GPU."""
+    """Returns the Choices that the settings allow with weights and gradients on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
     if settings.micro_batch is not None:
@@ -129,9 +125,9 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields `choices` once for each thing that the settings allow to happen to final gradients (their fate): held,
-    held with the whole batch as one group, sent to RAM, dropped. If no update waits for the norm, gradients are applied
-    in backward instead of sent or dropped. With several ranks the whole batch is always one group."""
+    """Yields `choices` for each fate of gradients that the settings allow: held, held with the whole batch as one
+    group, sent to RAM, dropped; or applied, instead of the last two, if no update waits for the norm. With several
+    ranks the whole batch is always one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     if held and case.ranks.count == 1:

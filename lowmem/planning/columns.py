@@ -1,9 +1,8 @@
 """Computes memory and time of all layouts in a column from a few simulated steps (recordings).
 
-A column is a set of layouts that differ only in how much blocks keep for backward and in how many units (the
-embeddings, each block, the final norm) are on the GPU. Both numbers are given as indices into the lists of Choices.
-Bytes of units add up exactly. Kept bytes and saved seconds are expected to grow per block as they do for the smallest
-micro-batch. The search simulates the layout that is expected to fit.
+A column is a set of layouts that differ only in `kept`, how much blocks keep for backward, and in `on_gpu`, how many
+units are on the GPU. Here both are indices into the lists of these names in Choices. Bytes of units add up exactly.
+Kept bytes and saved seconds are expected to grow per block as they do for the smallest micro-batch.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from lowmem.planning.simulations import Simulations
 
 @dataclass(frozen=True)
 class Column:
-    """Stands for all layouts with these choices, this micro-batch, group and segment length. They differ only in how
-    much blocks keep for backward and in how many units are on the GPU."""
+    """Stands for all layouts with these choices, this micro-batch, group and segment length."""
 
     choices: Choices
     micro_batch: int
@@ -25,37 +23,30 @@ class Column:
     segment: int
 
     def layout(self, kept: int, on_gpu: int) -> Layout:
-        """Returns the layout with these two numbers; all other fields are the same for the whole column. `kept` and
-        `on_gpu` are indices into the lists of these names in Choices."""
         chosen = self.choices.kept[kept], self.choices.on_gpu[on_gpu]
         return self.choices.layout(self.micro_batch, self.group, self.segment, *chosen)
 
 
 class Columns:
-    """Computes memory and time of columns (sets of layouts, see Column) from simulations of some of their layouts."""
-
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
         self._recorded: dict[Column, dict[int, int]] = {}  # for each `kept` that was simulated, `on_gpu` of it
         self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and `kept`
 
     def frugal(self, choices: Choices) -> Column:
-        """Returns the Column (a set of layouts) of these choices that needs the least RAM. Longer segments save fewer
-        inputs."""
+        """Returns the column that needs the least RAM. Longer segments save fewer inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def last_kept(self, column: Column) -> int:
-        """Returns the largest index of `kept`, the list of how much blocks may keep, that is allowed in this column.
-        Only blocks that keep nothing form segments."""
+        """Returns the largest `kept` of this column. Only blocks that keep nothing form segments."""
         kept = column.choices.kept
         return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index in `choices.kept` from which each further block that keeps activations adds the same bytes
-        to the peak: usually 0. If the batch is one group and all gradients are held, the first blocks add nothing.
-        Their activations use memory that gradients take later."""
+        """Returns the `kept` from which each further block adds the same bytes to the peak: usually 0. If the batch is
+        one group and all gradients are held, the first blocks add nothing: their memory is that of gradients later."""
         if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
             return 0
         return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
@@ -65,8 +56,7 @@ class Columns:
         return sum(each < blocks for each in kept)
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
-        """Returns the bytes of RAM for everything that is copied to the GPU when needed. `on_gpu`: index into the list
-        of numbers of units on the GPU."""
+        """Returns the bytes of RAM for everything that is copied to the GPU when needed."""
         return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
@@ -97,12 +87,11 @@ class Columns:
         return needed <= limit_bytes
 
     def _held(self, column: Column) -> bool:
-        """Returns True if gradients stay on the GPU until their norm is known."""
         return column.choices.base.fate is Fate.HELD
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory. `kept` and `on_gpu` are indices. For each `kept`, one number of
-        units is simulated; the peak for other numbers is computed from that."""
+        """Returns the peak of allocated GPU memory. For each `kept`, one `on_gpu` is simulated; the peak for others is
+        computed from that."""
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, on_gpu if kept else 0)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
         for place, sign in ((on_gpu, 1), (recorded, -1)) if on_gpu != recorded else ():
@@ -112,19 +101,18 @@ class Columns:
         return size
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns the indices of `kept` for which `allocated_bytes` needs no simulation."""
+        """Returns each `kept` for which `allocated_bytes` needs no simulation."""
         return sorted(self._recorded.get(column, ()))
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns the bytes that `units` units on the GPU take, minus those of the column's smallest number of
-        units."""
+        """Returns the bytes of `units` units on the GPU, minus those of the column's smallest number of units."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns how long the bus is busy with the units between two numbers of units on the GPU, given as indices.
-        Weights in RAM are copied in the forward and the backward pass of each group."""
+        """Returns how long the bus is busy with the units between two `on_gpu`. Weights in RAM are copied in the
+        forward and the backward pass of each group."""
         target = self.simulations.target
         if target.copies_in is None:
             return 0.0
@@ -137,8 +125,7 @@ class Columns:
         return passes * groups * moved / target.copies_in
 
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns how much blocks can keep under the limit, as an index of the list `kept`. Extrapolates from the
-        simulated bytes at the index `known`."""
+        """Returns the largest `kept` under the limit, extrapolated from the simulated bytes at `known`."""
         last, kept = self.last_kept(column), column.choices.kept
         if limit_bytes is None or last == 0:
             return last
@@ -149,17 +136,15 @@ class Columns:
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy, if blocks keep at most `most` (a value of
-        Layout.kept)."""
+        """Returns the expected seconds of a step that waits for no copy, with at most `most` as Layout.kept."""
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
         return share * self.recording(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the seconds of a step, for all layouts with these choices and this micro-batch. A
-        step that runs forward and backward twice counts 1.5 times: its first run makes no updates, which are less than
-        half of a step."""
+        """Returns a lower bound for the seconds of all layouts with this micro-batch. A step that runs forward and
+        backward twice counts 1.5 times: its first run makes no updates, which are less than half of a step."""
         column = Column(replace(choices, base=Layout(1), on_gpu=(0,)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
@@ -184,6 +169,5 @@ class Columns:
         return Layout(column.choices.micro_batches[0], kept=kept)
 
     def recording(self, column: Column) -> Recording:
-        """Returns the simulated step (Recording) of the column's layout with nothing kept and the fewest units on the
-        GPU."""
+        """Returns the simulated step with nothing kept and the fewest units on the GPU."""
         return self.simulations.record(column.layout(0, 0))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
@@ -20,10 +19,11 @@ from lowmem.errors import InputError, PlanError
 from lowmem.planning.caps import refusal, wants
 from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.plan import Plan
-from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, Process, on_the_cpu
-from lowmem.planning.simulated_ranks import ALONE, Mesh
+from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, on_the_cpu
+from lowmem.planning.search import within
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.target import Question
 from lowmem.planning.ways_out import WayOut, in_a_sentence
 from lowmem.settings import Settings
 
@@ -32,40 +32,40 @@ CPU_MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class _Case:
-    settings: Settings
+    question: Question
     simulations: Simulations
-    precision: str
-    free_bytes: int | None  # RAM that the machine has for this process, None for no limit
-    process: Process
+
+    @property
+    def settings(self) -> Settings:
+        return self.question.settings
 
     def plan(self, layout: Layout) -> Plan:
-        settings, simulations, recording = self.settings, self.simulations, self.simulations.record(layout)
+        question, simulations, recording = self.question, self.simulations, self.simulations.record(layout)
         train = named_at_peak(recording.tape) | {name: size for name, size in recording.in_ram.items() if size}
         train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
-        drawn_bytes = simulations.largest_drawn_bytes(settings.init)
-        ram = on_the_cpu(self.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
+        drawn_bytes = simulations.largest_drawn_bytes(self.settings.init)
+        ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
         return Plan(
-            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cpu",
-            self.precision, None, layout, settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
+            self.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision, None,
+            layout, self.settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
             checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
             sent_bytes=recording.sent_bytes,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
         """Returns True if the plan's RAM is under the cap."""
-        return self.settings.ram_limit_bytes is None or plan.ram_bytes <= self.settings.ram_limit_bytes
+        return within(plan.ram_bytes, self.settings.ram_limit_bytes)
 
     def fits_here(self, plan: Plan) -> bool:
         """Returns True if the plan's RAM is under the cap and free on this machine."""
-        here = self.free_bytes is None or plan.ram_bytes - self.process.now_bytes <= self.free_bytes
-        return here and self.fits(plan)
+        return within(plan.ram_bytes, self.question.ram_here_bytes) and self.fits(plan)
 
     def first(self, layouts: Iterable[Layout], fits: Callable[[Plan], bool]) -> Plan | None:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns a list with the layout that never holds all gradients: it applies them in backward or, if updates
-        wait for their norm, runs forward and backward twice. Returns an empty list if that is not possible."""
+        """Returns the layout that never holds all gradients: it applies them in backward or, if updates wait for their
+        norm, runs twice. Returns an empty list if that is not possible."""
         whole = self.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.settings.group not in (None, whole):
             return []
@@ -76,14 +76,13 @@ class _Case:
         return replace(layout, states_on_gpu=self.simulations.units - units, states_on_disk=units)
 
 
-def cpu_plan(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, ram_free_bytes: int | None, process: Process,
-    ranks: Mesh = ALONE, ways_out: bool = True,
-) -> Plan:  # fmt: skip
+def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
     else would do."""
-    simulations = Simulations(decoder, step_case(settings, precision, ranks), cpu_target())
-    case = _Case(settings, simulations, precision, ram_free_bytes, process)
+    settings = question.settings
+    base = step_case(settings, question.precision, question.ranks)
+    simulations = Simulations(question.make_decoder, base, cpu_target())
+    case = _Case(question, simulations)
     once = _layouts(settings, simulations)
     layouts = once + [layout for each in once for layout in case.without_gradients(each)]
     plan = case.first(layouts, case.fits)
@@ -96,47 +95,45 @@ def cpu_plan(
             plan = plan if settings.states == "disk" else _with_fewer_on_disk(case, plan)
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
-        found = list(_ways_out(settings, decoder, precision, process, ranks)) if ways_out else []
+        found = list(_ways_out(question)) if ways_out else []
         smallest = {"options": wants(None, least), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(settings, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
         plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
-    if settings.recompute == "auto" and ram_free_bytes is not None and not streamed:
+    free_bytes = question.ram_free_bytes
+    if settings.recompute == "auto" and free_bytes is not None and not streamed:
         kept = case.plan(replace(plan.layout, kept=2 * simulations.blocks, segment_blocks=1))
-        if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= ram_free_bytes // 4:
+        if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= free_bytes // 4:
             return kept
     return plan
 
 
-def _ways_out(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, process: Process, ranks: Mesh
-) -> Iterator[WayOut]:
+def _ways_out(question: Question) -> Iterator[WayOut]:
     """Yields changed settings for which there is a plan under the same cap of RAM."""
-    changes = {"--states-folder DIR": {"states_folder": "DIR"}, "--optimizer adamw8bit": {"optimizer": "adamw8bit"}}
-    changes |= {f"--seq {settings.seq // 4}": {"seq": settings.seq // 4}}
-    allowed = (settings.states_folder is None, settings.optimizer == "adamw", settings.seq >= 128)
-    for (options, changed), possible in zip(changes.items(), allowed, strict=True):
-        if not possible or (settings.target_tokens is not None and "seq" in changed):
-            continue
+    settings = question.settings
+    shorter = settings.seq // 4
+    changes = {"--states-folder DIR": {"states_folder": "DIR"}} if settings.states_folder is None else {}
+    if settings.optimizer == "adamw":
+        changes["--optimizer adamw8bit"] = {"optimizer": "adamw8bit"}
+    if settings.seq >= 128 and settings.target_tokens is None:
+        changes[f"--seq {shorter}"] = {"seq": shorter}
+    for options, changed in changes.items():
         with suppress(PlanError, InputError):
-            plan = cpu_plan(replace(settings, **changed), decoder, precision, None, process, ranks, ways_out=False)
+            other = replace(question, settings=replace(settings, **changed), ram_free_bytes=None)
+            plan = cpu_plan(other, ways_out=False)
             yield WayOut(options, plan.ram_bytes, disk_bytes=plan.disk_state_bytes)
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """Returns the layouts to try, the largest micro-batch first. Everything is in RAM, and other choices are as the
-    settings ask."""
+    """Returns the layouts to try, the largest micro-batch first. Everything is in RAM."""
     choices = open_choices(settings, simulations)
     base = Layout(
-        1,
-        segment_blocks=choices.segments[0],
-        kept=choices.kept[0],
-        states_on_gpu=choices.on_gpu[-1],
+        1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.on_gpu[-1],
         states_on_disk=simulations.units if settings.states == "disk" else 0,
         boundaries_in_ram=settings.boundaries == "streamed",
-    )
+    )  # fmt: skip
     if settings.weights == "streamed":
         base = replace(base, weights_on_gpu=1, states_on_gpu=0)
     if settings.gradients == "streamed":
@@ -154,8 +151,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns the plan with optimizer states of as few units as possible on the disk; the other states must fit into
-    RAM."""
+    """Returns the plan with states of as few units as possible on the disk; the others must fit into RAM."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

@@ -20,8 +20,7 @@ Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the o
 
 
 def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout that fits into `room`, over all `ways` (lists of Choices, from choices.ways). Returns
-    None if nothing fits."""
+    """Returns the fastest layout of all `ways` that fits into `room`, None if nothing fits."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(ways, search)) is not None:
         if simulations.fits(found.layout, room.gpu):
@@ -36,8 +35,8 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` (how much blocks keep) that fails in the model of the allocator, given that `found`
-    fails. Tries one less first, then bisects."""
+    """Returns the smallest `kept` that fails in the model of the allocator, as `found` does. Tries one less first, then
+    bisects."""
     runs, fails = -1, found.kept
     tried = fails - 1
     while fails - runs > 1:
@@ -50,9 +49,8 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout by allocated bytes. Ends with the first list of `ways` that gives a layout with
-    weights and gradients on the GPU. A disk is used only if nothing fits without one, or only layouts that run forward
-    and backward twice."""
+    """Returns the fastest layout by allocated bytes, of the lists up to the first that gives one with weights and
+    gradients on the GPU. A disk is used only if without one everything runs twice, or nothing fits."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -89,8 +87,7 @@ def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> 
 
 
 def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
-    """Returns the layout `found` with optimizer states of as few units as possible on a disk. Returns None if RAM has
-    no room for the other states."""
+    """Returns `found` with states of as few units as possible on a disk, None if RAM has no room for the others."""
 
     def enough(units: int) -> bool:
         layout = replace(found.layout, states_on_disk=units)
@@ -105,9 +102,8 @@ def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> 
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Called if nothing fits into `room`.
-    If only RAM is short, only the RAM limit is raised. Otherwise the GPU limit is raised, and as much is in RAM as fits
-    there."""
+    """Returns the smallest limits under which a layout fits, if nothing fits into `room`. If only RAM is short, only
+    the RAM limit is raised. Otherwise the GPU limit is raised, and as much is in RAM as fits there."""
     frugal = _frugal(ways, simulations, room)
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -125,8 +121,7 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
 
 
 def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | None:
-    """Returns the layout that needs the least RAM of those that fit into `gpu` bytes of GPU memory, None if none
-    does."""
+    """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
     frugal = _frugal(ways, simulations, Room(gpu, None))
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         if simulations.fits(found.layout, gpu):
@@ -135,19 +130,14 @@ def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | 
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Returns candidate layouts with the least GPU memory, ignoring the RAM limit. `ways`: lists of Choices
-    (choices.ways)."""
+    """Returns candidate layouts with the least GPU memory, whatever RAM they need."""
     return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. For each column (set of
-    layouts that differ in the units on the GPU) these are the layouts with
-
-        the fewest units there that RAM allows
-        the most that the GPU allows by allocated bytes, and up to three fewer: the allocator reserves more than that
-        all units there
-    """
+    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column gives those
+    with the fewest units on the GPU that RAM allows, with all units there, and with the most that the GPU allows. The
+    allocator reserves more than it gives out, so up to three units fewer are returned, too."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -167,9 +157,9 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that training can continue with if memory runs out, the largest first. They store numbers where
-    `found` does, with the same micro-batch and no more units on the GPU. For each of `shares`, a layout allocates at
-    most that share of the bytes of `found`. If nothing is that small, a share gives no layout."""
+    """Returns layouts to go on with if memory runs out, the largest first. They store numbers where `found` does, with
+    the same micro-batch and no more units on the GPU. Each allocates at most one of `shares` of the bytes of
+    `found`."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

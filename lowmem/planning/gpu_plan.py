@@ -1,14 +1,11 @@
 """Makes the plan for a GPU: finds the fastest layout that fits under both caps, and simulates it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Fate, Layout
-from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
@@ -21,17 +18,16 @@ from lowmem.planning.ram import (
     CUDA_PROCESS_BYTES,
     PROCESS_VARIES_BYTES,
     TRAINING_BYTES,
-    Process,
+    Ram,
     largest,
     most_streamed,
     on_a_gpu,
 )
 from lowmem.planning.search import Found, Room, Search
-from lowmem.planning.simulated_ranks import ALONE, Mesh
-from lowmem.planning.simulated_step import Target, gpu_target
+from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.target import Question
 from lowmem.planning.ways_out import Ways, in_a_sentence
-from lowmem.settings import Settings
 from lowmem.units import GIB, format_size
 
 _WORTH_SAYING = 0.995  # More RAM is named if it brings a step below this share of its time.
@@ -40,16 +36,17 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds what is planned for. `gpu_limit`: bytes of the card that the allocator may take, None for no limit.
-    `process_bytes`: RAM of the process, without numbers that are copied to the GPU when needed."""
+    """Holds what is planned for. `gpu_limit`: bytes of the card that the allocator may take, None for no limit."""
 
-    settings: Settings
+    question: Question
     simulations: Simulations
-    precision: str
-    card: Card
-    fused_kernels: bool
     gpu_limit: int | None
-    process_bytes: int
+
+    @property
+    def process_bytes(self) -> int:
+        """Returns the RAM of the process, without numbers that are copied to the GPU when needed."""
+        process = self.question.process
+        return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
         base = self.simulations.base
@@ -64,26 +61,27 @@ class _Case:
 
     @property
     def drawn_bytes(self) -> int:
-        return self.simulations.largest_drawn_bytes(self.settings.init)
+        return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def plan(self, found: Found) -> Plan:
-        settings, simulations = self.settings, self.simulations
+        question, simulations = self.question, self.simulations
         recording, memory = simulations.record(found.layout, whole_first_step=True), self._memory(found.layout)
-        ram = on_a_gpu(
-            self.process_bytes, recording.in_ram, self.drawn_bytes, simulations.base.optimizer, simulations.base.dtype,
-        )  # fmt: skip
         second_step = [
             (seconds - recording.began, allocated, reserved)
             for seconds, allocated, reserved in memory.timeline
             if 0 <= seconds - recording.began <= recording.seconds
         ]
         return Plan(
-            settings.model, simulations.parameters, simulations.units, simulations.blocks, settings, "cuda",
-            self.precision, self.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes,
-            memory.reserved_peak_bytes, memory.at_peak, ram, recording.seconds, recording.waiting_seconds, second_step,
-            self.fused_kernels, checkpoint_bytes=recording.checkpoint_bytes,
+            question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
+            question.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes, memory.reserved_peak_bytes,
+            memory.at_peak, self.ram(simulations, recording.in_ram), recording.seconds, recording.waiting_seconds,
+            second_step, simulations.target.fused_kernels, checkpoint_bytes=recording.checkpoint_bytes,
             disk_state_bytes=sum(recording.disk_bytes), sent_bytes=recording.sent_bytes,
         )  # fmt: skip
+
+    def ram(self, simulations: Simulations, in_ram: dict[str, int]) -> Ram:
+        base = simulations.base
+        return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> Memory:
         """Simulates the allocator for this layout, and returns its memory figures. The cap is that of training, a
@@ -98,33 +96,30 @@ class _Case:
         return found or self.simulations.run(layout, self.simulations.smallest_cap_bytes(layout))
 
 
-def gpu_plan(
-    settings: Settings, decoder: Callable[[], Decoder], precision: str, card: Card, fused_kernels: bool | None,
-    process: Process | None, free_bytes: int | None = None, ranks: Mesh = ALONE,
-) -> Plan:  # fmt: skip
-    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. `free_bytes`: RAM that the
-    process may reach on this machine, None for no limit. The micro-batch does not depend on `free_bytes`."""
-    target = gpu_target(card, fused_kernels, settings.disk_rate_bytes)
+def gpu_plan(question: Question) -> Plan:
+    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. The micro-batch does not depend
+    on free RAM."""
+    settings, card, process = question.settings, question.card, question.process
+    target = gpu_target(card, question.fused_kernels, settings.disk_rate_bytes)
     gpu_limit, card_limit = settings.gpu_limit_bytes, None
     if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
         card_limit = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
         gpu_limit = min(gpu_limit or card_limit, card_limit)
-    simulations = Simulations(
-        partial(decoder, fused_kernels=target.fused_kernels), step_case(settings, precision, ranks), target
-    )
-    process_bytes = CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
-    case = _Case(settings, simulations, precision, card, target.fused_kernels, gpu_limit, process_bytes)
+    decoder = partial(question.make_decoder, fused_kernels=target.fused_kernels)
+    simulations = Simulations(decoder, step_case(settings, question.precision, question.ranks), target)
+    case = _Case(question, simulations, gpu_limit)
     room = case.room(settings.ram_limit_bytes)
     found = fastest_layout(ways(settings, simulations), simulations, room)
     if found is None:
-        raise _refused(case, room, card_limit, decoder, target, process is not None)
+        raise _refused(case, room, card_limit)
     if case.margins > 1 and found.layout.fate is not Fate.APPLIED:  # its steps can be made again
         waiting = [[one for one in fates if one.base.fate is not Fate.APPLIED] for fates in ways(settings, simulations)]
         room = case.room(settings.ram_limit_bytes, margins=1)
         found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
     plan = case.plan(found)
-    if not settings.plan_only and ranks.count == 1:  # one of several ranks cannot go on with another layout
+    if not settings.plan_only and question.ranks.count == 1:  # one of several ranks cannot go on with another layout
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
+    free_bytes = question.ram_here_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         less = fastest_layout(ways(same, simulations), simulations, case.room(free_bytes))
@@ -148,9 +143,8 @@ def _next_to(plan: Plan, faster: Plan) -> Plan:
 
 
 def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, reserved_bytes: int) -> float | None:
-    """Returns the seconds of a step if the RAM limit were 1 GiB higher. Returns None if more RAM does not help, or
-    helps by less than 0.5%. Micro-batches, groups and segments stay those of `found`, which reserves `reserved_bytes`
-    of the GPU."""
+    """Returns the seconds of a step if the RAM limit were 1 GiB higher, None if that hardly helps. Micro-batches,
+    groups and segments stay those of `found`, which reserves `reserved_bytes` of the GPU."""
     recording, units = found.recording, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
         return None
@@ -164,20 +158,17 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
     return faster.seconds
 
 
-def _refused(case: _Case, room: Room, card_limit: int | None, decoder, target: Target, measured: bool) -> PlanError:
+def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     """Returns the error that names the smallest caps that would do, and the ways out under the given ones."""
-    settings, simulations = case.settings, case.simulations
-    varies = PROCESS_VARIES_BYTES if measured else 0
+    settings, simulations = case.question.settings, case.simulations
+    varies = 0 if case.question.process is None else PROCESS_VARIES_BYTES
 
     def ram_bytes(simulations: Simulations, streamed_bytes: int) -> int:
-        in_ram, base = {"streamed_states": streamed_bytes}, simulations.base
-        ram = on_a_gpu(case.process_bytes, in_ram, case.drawn_bytes, base.optimizer, base.dtype)
-        return sum(largest(ram).values()) + varies
+        return sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
 
     smallest = smallest_room(ways(settings, simulations), simulations, room)
     gpu_cap, ram = smallest_cap(smallest.gpu, case.margins), ram_bytes(simulations, smallest.ram)
-    fused = partial(decoder, fused_kernels=target.fused_kernels)
-    found = Ways(settings, simulations, fused, target, room, ram_bytes).found()
+    found = Ways(settings, simulations, room, ram_bytes).found()
     said = [way.to_dict() for way in found]
     if card_limit is None or gpu_cap <= card_limit:
         said.insert(0, {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
@@ -186,6 +177,6 @@ def _refused(case: _Case, room: Room, card_limit: int | None, decoder, target: T
         return PlanError(refusal(settings, case.gpu_limit, gpu_cap, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if settings.ram_limit_bytes is None else f" and {format_size(settings.ram_limit_bytes)} of RAM"
-    sentence = f"{what(settings)} does not fit in the {format_size(card_limit)} of {case.card.name}{ram_cap}."
+    sentence = f"{what(settings)} does not fit in the {format_size(card_limit)} of {case.question.card.name}{ram_cap}."
     larger = f" A larger GPU needs {format_size(gpu_cap)}, with {format_size(ram)} of RAM."
     return PlanError(sentence + in_a_sentence(found) + larger, said)

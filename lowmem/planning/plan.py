@@ -43,12 +43,10 @@ class Plan:
                            and change no bit. Empty if the plan is not for training
     """
 
-    model: str
+    settings: Settings
     parameters: int
     units: int
     blocks: int
-    settings: Settings
-    device: str
     precision: str
     card: Card | None
     layout: Layout
@@ -72,6 +70,14 @@ class Plan:
     sharing: int = 1
     sent_bytes: int = 0
     smaller_layouts: tuple[Layout, ...] = ()
+
+    @property
+    def model(self) -> str:
+        return self.settings.model
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.card is None else "cuda"
 
     @property
     def ram_breakdown(self) -> dict[str, int]:

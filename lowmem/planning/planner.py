@@ -12,15 +12,14 @@ nothing fits, the plan is refused; if only RAM is short, the refusal says whethe
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import PretrainedConfig
 
-from lowmem.cudasim.gpus import Card
 from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -31,66 +30,31 @@ from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import Process
-from lowmem.planning.simulated_ranks import ALONE, Mesh
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.settings import Settings
+from lowmem.planning.target import Question
 from lowmem.units import MIB, format_size
 
 _COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections of younger objects until one of older
 
 
-@dataclass(frozen=True)
-class Question:
-    """Holds the arguments of `make_plan`, under the same names."""
-
-    settings: Settings
-    config: PretrainedConfig
-    device: str
-    precision: str
-    card: Card | None
-    ram_free_bytes: int | None = None
-    fused_kernels: bool | None = None
-    process: Process | None = None
-    ranks: Mesh = ALONE
-
-    def answer(self, make: Callable[..., Plan]) -> Plan:
-        """Calls `make` with these arguments, in the order of `make_plan`, and returns its plan. At a terminal, first
-        prints that planning takes a while."""
-        if self.card is not None and sys.stderr is not None and sys.stderr.isatty():
-            print(f"planning {self.settings.model} for {self.card.name}; a large model takes a while", file=sys.stderr)
-        return make(*(getattr(self, item.name) for item in fields(self)))
-
-
-def make_plan(
-    settings: Settings, config: PretrainedConfig, device: str, precision: str, card: Card | None,
-    ram_free_bytes: int | None = None, fused_kernels: bool | None = None,
-    process: Process | None = None, ranks: Mesh = ALONE,
-) -> Plan:  # fmt: skip
-    """Returns the plan for the model of `config` on `device`: "cuda", with a `card`, or "cpu". Raises PlanError, which
-    names the smallest caps that would do, if nothing fits. Raises InputError if the architecture cannot be trained in
-    pieces.
-
-    `ram_free_bytes`: free RAM, another limit if the plan is for this machine. `fused_kernels`: whether they run; None:
-    as expected of the card. `process`: the RAM of the process that will train, if that is not this one. `ranks`: the
-    processes that train together; batch and caps are those of one.
-    """
-    if process is None and (device == "cpu" or torch.cuda.is_initialized()):
-        process = Process(ram_now_bytes(), 0)
-    not_compared = compare_small_copy(config, settings.masks_documents, precision, settings.residual)
-    decoder = partial(make_decoder, config, precision, settings.residual)
-    free_bytes = None if ram_free_bytes is None or process is None else process.now_bytes + ram_free_bytes
+def make_plan(question: Question) -> Plan:
+    """Returns the plan. At a terminal, first prints that it takes a while. Raises PlanError, which names the smallest
+    caps that would do, if nothing fits. Raises InputError if the architecture cannot be trained in pieces."""
+    settings, precision, card = question.settings, question.precision, question.card
+    if card is not None and sys.stderr is not None and sys.stderr.isatty():
+        print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
+    if question.process is None and (card is None or torch.cuda.is_initialized()):
+        question = replace(question, process=Process(ram_now_bytes(), 0))
+    not_compared = compare_small_copy(question.config, settings.masks_documents, precision, settings.residual)
     with architecture_blamed(settings.model, precision), _rare_collections():
-        if device == "cpu":
-            plan = cpu_plan(settings, decoder, precision, ram_free_bytes, process, ranks)
-        else:
-            plan = gpu_plan(settings, decoder, precision, card, fused_kernels, process, free_bytes, ranks)
+        plan = (cpu_plan if card is None else gpu_plan)(question)
+    free_bytes, process, ram_limit = question.ram_here_bytes, question.process, settings.ram_limit_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         raise PlanError(
-            f"{what(settings)} needs {format_size(plan.ram_bytes)} of RAM in "
-            f"this plan, and {format_size(ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
+            f"{what(settings)} needs {format_size(plan.ram_bytes)} of RAM in this plan, and "
+            f"{format_size(question.ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
         )
-    ram_limit = settings.ram_limit_bytes
     if process is not None and ram_limit is not None and process.peak_bytes > ram_limit:
         raise PlanError(
             f"{what(settings)}: reading the data has taken {format_size(process.peak_bytes)} of RAM already, which is "
@@ -99,13 +63,14 @@ def make_plan(
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
+    ranks = question.ranks
     return replace(plan, not_compared=not_compared, steps=settings.steps, ranks=ranks.count, sharing=ranks.sharing)
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely, and skip the objects that exist now. Planning makes so many objects
-    that the collector would take a sixth of its time."""
+    """Makes Python's cycle collector run rarely, and skip the objects that exist now. It would take a sixth of the time
+    of planning."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*_COLLECTIONS)
@@ -118,8 +83,7 @@ def _rare_collections() -> Iterator[None]:
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
     """Returns `plan` with the seconds of a step whose rows have these lengths; they take no more memory than full rows.
-    For the CPU no time is predicted, so only `typical_tokens` changes. More RAM is assumed to help as much as with full
-    rows."""
+    More RAM is assumed to help as much as with full rows."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
-    """Forks a process, and yields a function that executes calls there. `aside(function, *arguments)` returns what
-    `function(*arguments)` returns there, or raises what it raises. Arguments and results must be picklable."""
+    """Forks a process, and yields `aside`: `aside(function, *arguments)` returns what `function(*arguments)` returns
+    there, or raises what it raises. Arguments and results must be picklable."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -71,8 +71,7 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """Executes calls in the forked process and sends back their results, until the parent closes the pipe. `ours` is
-    the parent's end of the pipe, `theirs` the fork's."""
+    """Executes calls in the forked process, until the parent closes its end of the pipe, `ours`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()

@@ -34,7 +34,7 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that trains, measured when the plan is made: now, and its peak so far."""
+    """Holds the RAM of the process that trains, when the plan is made."""
 
     now_bytes: int
     peak_bytes: int
@@ -47,10 +47,9 @@ class Process:
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
-    """Returns the RAM of training on a GPU, by phase and name. `in_ram`: bytes by name of numbers that are copied to
-    the GPU when needed. `drawn_bytes`: the largest tensor that is whole in RAM while random weights are made, 0 for
-    weights from files. Gradients get their memory when the weights are in place, saved inputs and buffers in the first
-    step."""
+    """Returns the RAM of training on a GPU. `in_ram`: bytes by name of numbers that are copied to the GPU when needed.
+    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. Gradients get their memory when the
+    weights are in place, saved inputs and buffers in the first step."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
@@ -67,9 +66,8 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns how many bytes of weights, states and so on may stay in RAM, to be copied to the GPU when needed. With
-    them, every phase of `on_a_gpu` keeps to `limit_bytes`. Negative if training exceeds the limit even without any.
-    `process_bytes`: of the process itself; `drawn_bytes`: of the largest random weight, which is drawn whole."""
+    """Returns how many bytes of weights, states and so on may stay in RAM so that every phase of `on_a_gpu` keeps to
+    `limit_bytes`. Negative if training exceeds the limit even without any."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -81,15 +79,14 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
-    """Returns the share of the optimizer state's bytes that the moments take. Until everything is page-locked at the
-    end of loading, the moments' pages are zeros that take no RAM."""
+    """Returns the share of the states' bytes that the moments take. Until everything is page-locked at the end of
+    loading, they are zeros that take no RAM."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Returns the RAM of training on the CPU, by phase and name. `train`: bytes in use at a step's peak, by name.
-    `drawn_bytes`: the largest tensor that is whole in RAM while random weights are made."""
+    """Returns the RAM of training on the CPU. `train`: bytes in use at a step's peak, by name."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),

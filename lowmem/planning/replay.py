@@ -9,6 +9,7 @@ with the tape of executing everything, operation by operation.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,10 @@ class _ReplayedGraph(int):
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor without its storage. `storage`: the number of the storage in the recording of the call that
-    made the tensor. If that is None, the tensor shares the storage of the call's argument number `argument`."""
+    """Describes a tensor without its storage."""
 
-    storage: int | None
-    argument: int | None
+    storage: int | None  # its number in the recording of the call that made the tensor
+    argument: int | None  # or the number of the call's argument whose storage it is
     size: int
     offset: int
     shape: torch.Size
@@ -49,14 +49,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds an operation that was executed once, so that it can be replayed: its allocations (`region`) and its
-    results. In the results a _Place stands for each tensor. A result that is no tuple or list, such as a model's
-    output, is stored as a flat list, and `structure` restores it. `tensors`: whether there is a _Place."""
+    """Holds an operation that was executed once, so that it can be replayed."""
 
-    region: Region
-    results: object
-    structure: TreeSpec | None
-    tensors: bool
+    region: Region  # its allocations
+    results: object  # with a _Place for each tensor; a flat list if they are no tuples and lists
+    structure: TreeSpec | None  # then this restores them
+    tensors: bool  # whether there is a _Place
 
 
 class ReplayedOperations:
@@ -97,19 +95,18 @@ class ReplayedOperations:
             return run()
         shapes = tuple(micro_batch.input_ids.shape for micro_batch in micro_batches)
         key = ("group", shapes, tuple(segments))
-        arguments = [t for micro_batch in micro_batches for t in vars(micro_batch).values() if t is not None]
+        arguments = [tensor for micro_batch in micro_batches for tensor in _tensors_of(micro_batch)]
         return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
 
     def _run(self, operation: Callable, *arguments):
-        """Calls `operation`, in which the model's own code runs, inside `functions`. Other code runs without
-        `functions`, because each operation on a tensor takes longer there."""
+        """Calls `operation`, in which the model's own code runs, inside `functions`, where operations take longer."""
         with self._functions():
             return operation(*arguments)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
         run, key = self._operations.embed, ("embed", micro_batch.input_ids.shape)
-        return self._once(key, "embeddings", lambda: self._run(run, micro_batch, dropout),
-                          arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
+        call = partial(self._run, run, micro_batch, dropout)
+        return self._once(key, "embeddings", call, arguments=_tensors_of(micro_batch))
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
         run, key = self._operations.head, ("head", hidden.shape, labels.shape)
@@ -124,8 +121,7 @@ class ReplayedOperations:
 
     def evaluate(self, micro_batch: Batch) -> Tensor:
         run, key = self._operations.evaluate, ("evaluate", micro_batch.input_ids.shape)
-        return self._once(key, "evaluation", lambda: self._run(run, micro_batch),
-                          arguments=[t for t in vars(micro_batch).values() if t is not None])  # fmt: skip
+        return self._once(key, "evaluation", partial(self._run, run, micro_batch), arguments=_tensors_of(micro_batch))
 
     def norms(self, part: Part) -> Tensor:
         key = "norms", part.working.numel()  # which is divided into pieces in one way
@@ -182,9 +178,9 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes a new kind of segment without recording it, so that the tape of allocations has replays only. The
-        first backward pass finds out which products can be skipped, so it differs from later ones. And a replayed
-        forward needs a replayed backward."""
+        """Executes a new kind of segment off the tape, which then has replays only. The first backward pass differs
+        from later ones: it finds out which products can be skipped. And a replayed forward needs a replayed
+        backward."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if kind in self._rehearsed:
             return
@@ -216,8 +212,7 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key that segments share if they allocate alike: equal blocks, called with arguments of equal
-        shapes."""
+        """Returns a key of the segments that allocate alike: equal blocks, arguments of equal shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
             kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
@@ -238,10 +233,9 @@ class ReplayedOperations:
     ):  # fmt: skip
         """Returns the result of `call`, which is executed, or replayed from an earlier execution with the same `key`.
 
-        The new storages are called `name` on the tape of allocations, the returned tensor `renamed`. `parts`: `call`
-        makes their gradient accumulators if they have none, so that is part of the key. `arguments`: tensors that
-        `call` may return. `forward`: the forward pass whose graph `call` frees. It is a Region if that was executed,
-        the number of its first storage if it was replayed.
+        New storages are called `name` on the tape, the returned tensor `renamed`. `parts`: `call` makes their gradient
+        accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the forward pass whose
+        graph `call` frees: a Region if it was executed, the number of its first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -284,8 +278,8 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of a call that was executed before, made of new tensors without data. Their storages are
-        numbered from `base`. `held`: whether the graph holds them."""
+        """Returns the results of a known call, as new tensors without data, whose storages are numbered from `base`.
+        `held`: whether the graph holds them."""
         if not known.tensors:
             return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -304,6 +298,10 @@ class ReplayedOperations:
         return results if known.structure is None else tree_unflatten(results, known.structure)
 
 
+def _tensors_of(micro_batch: Batch) -> list[Tensor]:
+    return [tensor for tensor in vars(micro_batch).values() if tensor is not None]
+
+
 def _filled(results, tensor: Callable[[_Place], Tensor]):
     """Returns `results` with `tensor(place)` for every _Place in it."""
     kind = type(results)
@@ -313,7 +311,6 @@ def _filled(results, tensor: Callable[[_Place], Tensor]):
 
 
 def _leaves(results) -> list:
-    """Returns the items of nested tuples and lists as one flat list."""
     return [leaf for one in results for leaf in _leaves(one)] if type(results) in (tuple, list) else [results]
 
 

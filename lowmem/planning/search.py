@@ -27,8 +27,7 @@ _TRIES = 5  # of what is expected to fit, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Holds the bytes to fit into, None for no limit: `gpu` for the allocator, `ram` for numbers that are copied to the
-    GPU when needed."""
+    """Holds the bytes to fit into, None for no limit: `ram` is for numbers that are copied to the GPU when needed."""
 
     gpu: int | None
     ram: int | None
@@ -36,8 +35,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout with its simulated step. Also its column (layouts that differ only in `kept` and `on_gpu`), with
-    the indices of `kept` and `on_gpu` there."""
+    """Holds a layout with its simulated step, and its place in its column (columns.py)."""
 
     layout: Layout
     recording: Recording
@@ -65,9 +63,9 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout that fits into `room`, judged by allocated bytes. `failed`: layouts that fit by
-    this count but fail in the model of the allocator. In the same column (see Column), layouts with at least as much
-    kept and on the GPU are taken to fail too."""
+    """Searches for the fastest layout that fits into `room` by allocated bytes. `failed`: layouts that fit by this
+    count, but fail in the model of the allocator. Those of the same column with at least as much kept and on the GPU
+    are taken to fail too."""
 
     columns: Columns
     room: Room
@@ -109,8 +107,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of a column (layouts that differ only in how much blocks keep and how many units
-        are on the GPU). None if nothing fits. If no layout is expected to beat `best`, returns any that fits."""
+        """Returns the fastest layout of a column, None if nothing fits. If no layout is expected to beat `best`,
+        returns any that fits."""
         columns, places = self.columns, self.places(column)
         if not places:
             return None
@@ -129,9 +127,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout between `fewest` and `most` units on the GPU (indices). With more units there,
-        time falls until no copy is waited for, then it rises. Ends if no layout in between is expected to be faster
-        than `best`."""
+        """Returns the fastest layout with an `on_gpu` from `fewest` to `most`. With more units there, time falls until
+        no copy is waited for, then it rises. Ends if no layout in between is expected to be faster than `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
@@ -159,8 +156,7 @@ class Search:
         return self.columns.expected_seconds(column, column.choices.kept[kept])
 
     def places(self, column: Column) -> list[int]:
-        """Returns the indices of `on_gpu` (numbers of units on the GPU) with which the layout fits if blocks keep
-        nothing."""
+        """Returns each `on_gpu` with which the layout fits if blocks keep nothing."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _enough_in_ram(self, column: Column) -> list[int]:
@@ -171,8 +167,7 @@ class Search:
         return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout of `column` in which blocks keep the most activations for backward. Puts more units on the
-        GPU if they fit as well. `on_gpu` is the index in `column.choices.on_gpu` to start from."""
+        """Returns the layout in which blocks keep the most, with more units than `on_gpu` if they fit as well."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
@@ -183,7 +178,7 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns how much blocks can keep, as the largest index of `kept` that fits. Index 0 must fit."""
+        """Returns the largest `kept` that fits; 0 must fit."""
         columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))
@@ -202,8 +197,7 @@ class Search:
         return fits
 
     def _between(self, column: Column, on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the index of `kept` to try next if `fits` fits and `beyond` does not, or `fits` if nothing larger is
-        expected to fit."""
+        """Returns the `kept` to try next if `fits` fits and `beyond` does not; `fits` if nothing larger should fit."""
         columns, limit = self.columns, self.room.gpu
         more = columns.expected_kept(column, on_gpu, fits, limit)
         if more > fits and beyond in columns.known_kept(column):

@@ -103,8 +103,7 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Sends and receives that many bytes as soon as the link is free and all kernels so far have run. Returns the
-        time when that is done."""
+        """Sends and receives that many bytes as soon as the link and the card are free. Returns when that is done."""
         clock = self._recorder.clock
         link = Among.SHARES if self.sharing == self.count or among is Among.SHARES else Among.EQUALS
         self.sent_bytes += size_bytes
@@ -115,7 +114,7 @@ class SimulatedRanks(Shares):
         return self._free[link]
 
     def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor that is not on the list of allocations."""
+        """Returns a tensor that is not on the tape."""
         with self._recorder.paused():
             tensor = torch.empty(entries, dtype=dtype, device="meta")
         self._recorder.leave_out(tensor)

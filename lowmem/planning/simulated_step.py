@@ -2,14 +2,12 @@
 
 `record_step` executes the `TrainingStep` that trains, with its store, on meta tensors (recorder.py). It makes an
 evaluation, with which training begins, then two optimizer steps. The second step applies the updates of the first, as
-all later ones do. With states on a disk there is a third step, because late writes of one step delay the next. Each
-segment is executed once per shape, and replayed for all other micro-batches (replay.py). The layout fits if the tape of
-allocations completes under the cap (cudasim/tape.py).
+all later ones do. With states on a disk there is a third step, because late writes of one step delay the next. The
+layout fits if the tape of allocations completes under the cap (cudasim/tape.py).
 
-The search records many layouts. To save time, their first step has one micro-batch, which leaves as many gradients. If
-a step applies its own updates, the first step is left out. The second step then finds other memory cached than in
-training, and reserved bytes may be off by a page or two. Use `whole_first_step` for exact ones. The CUDA context is not
-simulated, nor are saving and export, which take less GPU memory than training.
+The search records many layouts. To save time, their first step has one micro-batch, or is left out if a step applies
+its own updates. Then reserved bytes may be off by a page or two; `whole_first_step` makes them exact. The CUDA context
+is not simulated, nor are saving and export, which take less GPU memory than training.
 """
 
 import math
@@ -58,29 +56,24 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that the step is simulated for. `machine`: its model (cudasim/device_model.py). `update`:
-    the rule that updates there. `copies_in`, `copies_out`: bytes per second to and from the device, None if nothing is
-    copied over a bus. `link`: bytes per second from other cards, None if they go through RAM. `disk`: bytes per second
-    of the disk."""
+    """Describes the device that the step is simulated for. Rates are bytes per second."""
 
     machine: DeviceModel
     update: UpdateRule = optimizers.update
-    copies_in: float | None = None
+    copies_in: float | None = None  # to the device; None if nothing is copied over a bus
     copies_out: float | None = None
-    link: float | None = None
-    disk: float = math.inf
+    link: float | None = None  # from other cards; None if they send through RAM
+    disk: float = math.inf  # of reading and writing together
     least_positions: int = LEAST_POSITIONS["cuda"]
 
     @property
     def fused_kernels(self) -> bool:
-        """Returns True if the fused kernels run on the device. The decoder has to be made for them
-        (models.make_decoder)."""
+        """Returns True if the fused kernels run on the device, for which the decoder has to be made."""
         return self.update is fused.update
 
 
 class CpuAttention(TorchFunctionMode):
-    """Makes meta tensors use the CPU's own attention operator, which the CPU takes without dropout. By default they
-    would use the composite one."""
+    """Makes meta tensors use the CPU's own attention operator, which it takes without dropout."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -99,8 +92,7 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Returns the target for a GPU of this kind, set up as device.py does. `fused_kernels`: whether they run; None: as
-    expected of the card. `disk_bytes_per_second`: of reading and writing together."""
+    """Returns the target for a GPU of this kind. `fused_kernels`: whether they run; None: as expected of the card."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -110,51 +102,43 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
 
 
 def cpu_target() -> Target:
-    """Returns the target for the CPU: attention is the CPU's own operator, and there are no copies."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """Holds a step to be simulated: sizes, layout and optimizer. The decoder's precision is set elsewhere. `dtype`: of
-    the working matrices. `lengths`: of the second step's rows, if they are not full (Batch.lengths). `target_tokens`:
-    how many of `seq` positions are a target's, for an encoder-decoder. `ranks`: those that train together; `batch`
-    is one rank's part."""
+    """Holds a step to be simulated: sizes, layout and optimizer."""
 
     seq: int
-    batch: int
+    batch: int  # of one rank
     layout: Layout
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the working matrices
     optimizer: Optimizer
     clip_norm: float | None = 1.0
     document_mask: bool = False
-    lengths: tuple[int, ...] | None = None
-    target_tokens: int | None = None
-    ranks: Mesh = ALONE
+    lengths: tuple[int, ...] | None = None  # of the second step's rows, if they are not full (Batch.lengths)
+    target_tokens: int | None = None  # how many of `seq` positions are a target's, for an encoder-decoder
+    ranks: Mesh = ALONE  # that train together
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Returns True if updates wait for all gradients: to clip them by their norm or, if the loss is scaled, to
-        check that they are finite."""
+        """Returns True if updates wait for all gradients: to clip them or, with a scaled loss, to check them."""
         return self.clip_norm is not None or self.dtype is torch.float16
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Holds the results of a simulation. `tape`: the allocations. `began`, `seconds`: of the last step, which is like
-    all later ones. `waiting_seconds`: how much of it the GPU waits for copies. `in_ram`: bytes by name of all that is
-    copied to the GPU when needed. `state_bytes`: of the optimizer, by unit, wherever stored. `disk_bytes`: of states on
-    a disk, by unit. `weight_bytes`: of all working weights. `sent_bytes`: to other ranks, in a step."""
+    """Holds the results of a simulation. The times are those of the last step, which is like all later ones."""
 
     tape: Tape
     began: float
     seconds: float
-    waiting_seconds: float
-    in_ram: dict[str, int]
-    state_bytes: tuple[int, ...]
-    disk_bytes: tuple[int, ...]
-    weight_bytes: int
-    sent_bytes: int = 0
+    waiting_seconds: float  # in which the GPU waits for copies
+    in_ram: dict[str, int]  # bytes by name of all that is copied to the GPU when needed
+    state_bytes: tuple[int, ...]  # of the optimizer, by unit, wherever stored
+    disk_bytes: tuple[int, ...]  # of states on a disk, by unit
+    weight_bytes: int  # of all working weights
+    sent_bytes: int = 0  # to other ranks, in a step
 
     @property
     def streamed_bytes(self) -> int:
@@ -166,7 +150,6 @@ class Recording:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Returns the bytes of a checkpoint: the working weights and all states."""
         return self.weight_bytes + sum(self.state_bytes)
 
 
@@ -174,10 +157,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Simulates two steps of `case` on `decoder`, three with states on a disk. Its parameters become meta tensors.
-    `known`: stores executed operations between calls with the same decoder, sequence length, dtype and target, so that
-    they are not executed again; None executes everything. `alike`: execute blocks that are made alike only once.
-    `whole_first_step`: make the first step as long as the second, and its updates too, as in training."""
+    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known`: stores executed operations between
+    calls with the same decoder, sequence length, dtype and target; None executes everything. `alike`: execute blocks
+    that are made alike only once. `whole_first_step`: make the first step as long as the second, and its updates
+    too."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -202,16 +185,7 @@ def record_step(
             Operations(decoder, store, target.update), recorder,
             known=known, alike=alike, functions=target.machine.functions,
         )  # fmt: skip
-        copies = None
-        if target.copies_in is not None and target.copies_out is not None:
-            copies = SimulatedTransfers(
-                recorder.clock,
-                target.copies_in,
-                target.copies_out,
-                concurrent=fused.may_run_beside(target.fused_kernels, case.optimizer),
-                disk_bytes_per_second=target.disk,
-                host_buffer=store.host_buffer,
-            )
+        copies = _copies(recorder, store, case, target)
         step = TrainingStep(
             decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
@@ -237,6 +211,16 @@ def record_step(
         if whole_first_step:  # else the updates of the first step are there for those of the second
             step.flush()
     return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
+
+
+def _copies(recorder: Recorder, store: Store, case: StepCase, target: Target) -> SimulatedTransfers | None:
+    if target.copies_in is None or target.copies_out is None:
+        return None
+    return SimulatedTransfers(
+        recorder.clock, target.copies_in, target.copies_out,
+        concurrent=fused.may_run_beside(target.fused_kernels, case.optimizer),
+        disk_bytes_per_second=target.disk, host_buffer=store.host_buffer,
+    )  # fmt: skip
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:

@@ -21,13 +21,8 @@ from lowmem.cudasim.clock import Clock
 
 PAGE_CACHE_BYTES_PER_SECOND = 4e9  # copied by one thread
 IN, OUT = "in", "out"  # the engines
-ENGINES = {
-    Lane.STATES_IN: IN,
-    Lane.WEIGHTS_IN: IN,
-    Lane.BOUNDARIES_IN: IN,
-    Lane.STATES_OUT: OUT,
-    Lane.RAM_OUT: OUT,
-}
+ENGINES = dict.fromkeys((Lane.STATES_IN, Lane.WEIGHTS_IN, Lane.BOUNDARIES_IN), IN)
+ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
@@ -38,17 +33,15 @@ class SimulatedTransfers(Transfers):
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """Sets the rates of copies to and from the GPU, and of the disk. `concurrent`: whether updates have their own
-        lane (CUDA stream). `host_buffer`: allocates RAM for copies to and from a disk."""
+        """Sets the rates. `concurrent`: whether updates have their own lane. `host_buffer`: allocates RAM for a disk's
+        copies."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
         self._clock, self._concurrent = clock, concurrent
         self._rates = {IN: in_bytes_per_second, OUT: out_bytes_per_second}
         self._free = {IN: 0.0, OUT: 0.0}  # when each engine has made the copies so far
-        self._ready: dict[Lane, float] = dict.fromkeys(
-            Lane, 0.0
-        )  # when the events that each lane waits for have happened
+        self._ready = dict.fromkeys(Lane, 0.0)  # when the events that each lane waits for have happened
         self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
         self._read: dict[int, float] = {}  # when tensors on a disk are in the page cache, by id
 
@@ -99,15 +92,14 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True if `lane` is the updates' own lane. Without concurrent updates, UPDATES is another name for
-        COMPUTE."""
+        """Returns True for the updates' own lane. Without concurrent updates, UPDATES is a name for COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """Reads or writes that many bytes on the simulated disk. Returns the time when that will be done."""
+        """Reads or writes that many bytes. Returns when that will be done."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

@@ -19,12 +19,12 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's step in different layouts, for one target (a card, or the CPU), and stores the results.
-    `base` describes the step: its batch, dtype and optimizer. Its layout is replaced by each that is asked for."""
+    """Simulates one decoder's step in different layouts, for one target, and stores the results. `base` describes the
+    step. Its layout is replaced by each that is asked for."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
-        self._decoder = make_decoder()
+        self._make_decoder, self._decoder = make_decoder, make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
         self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM, or shared among ranks
             base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.ranks.sharing
@@ -38,32 +38,30 @@ class Simulations:
         self._summaries: dict = {}  # of regions, for `Tape.peak_bytes`
         self._runs: dict[tuple[Layout, int | None], Memory | None] = {}
 
+    def changed(self, **fields) -> "Simulations":
+        """Returns simulations of another step, in which these fields of `base` have other values."""
+        return Simulations(self._make_decoder, replace(self.base, **fields), self.target)
+
     def case(self, layout: Layout) -> StepCase:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest weight tensor if `init` is "random": it is drawn whole in RAM before it is
-        stored. Returns 0 otherwise, because weights are read in small pieces."""
+        """Returns the bytes of the largest tensor that is whole in RAM while weights are made: those that are read come
+        in small pieces."""
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
-        """Returns the simulated step of a layout. `whole_first_step`: with all groups of the first step, as in
-        training, which takes twice as long to simulate."""
+        """Returns the simulated step of a layout. `whole_first_step` takes twice as long to simulate."""
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
-                self._decoder,
-                self.case(layout),
-                self.target,
-                self._known,
-                alike=True,
+                self._decoder, self.case(layout), self.target, self._known, alike=True,
                 whole_first_step=whole_first_step,
-            )
+            )  # fmt: skip
         return self._recordings[key]
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes of optimizer states, by unit (the embeddings, each block, the final norm)."""
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
@@ -84,8 +82,7 @@ class Simulations:
 
     @cached_property
     def ring_bytes(self) -> int:
-        """Returns the bytes of the GPU buffers through which states from RAM pass. There are none if all states are on
-        the GPU."""
+        """Returns the bytes of the GPU buffers through which states from RAM pass."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
@@ -97,8 +94,7 @@ class Simulations:
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Runs the layout's allocations through the model of the allocator, under a cap. Returns the memory figures;
-        None if memory runs out."""
+        """Runs the layout's allocations through the model of the allocator. Returns None if memory runs out."""
         key = layout, limit_bytes
         if key not in self._runs:
             try:
@@ -119,12 +115,9 @@ class Simulations:
         return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest cap of GPU memory under which the simulated allocator does not run out. It is exact to a
-        few thousandths and rounded up to whole MiB.
-
-        Bisects between the bytes that are allocated and those that are reserved without a cap. Between the two, the
-        allocator returns cached memory to the driver. There it may succeed under one cap and fail under a larger one.
-        """
+        """Returns the smallest cap under which the simulated allocator does not run out, exact to a few thousandths and
+        rounded up to whole MiB. Bisects between the bytes that are allocated and those reserved without a cap. In
+        between, the allocator returns cached memory, and may succeed under one cap and fail under a larger one."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

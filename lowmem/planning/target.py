@@ -1,20 +1,57 @@
-"""Finds out the device, the precision and the card that a plan is for."""
+"""Says what a plan is asked for, and finds out for which precision and which card."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from transformers import PretrainedConfig
 
 from lowmem.core.precision import resolve_precision
 from lowmem.cudasim.gpus import CARDS, Card, card_named, card_of_name_reported
 from lowmem.device import expandable_segments, select_device
 from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES, Budget
+from lowmem.models.build import make_decoder
+from lowmem.planning.ram import Process
+from lowmem.planning.simulated_ranks import ALONE, Mesh
 from lowmem.settings import Settings
 
 
-def planning_target(settings: Settings) -> tuple[str, str, Card | None]:
-    """Returns the device ("cuda" or "cpu"), the precision and, for CUDA, the card. Training uses this machine's device.
-    With `plan_only` the plan is for a GPU, here or not, unless the settings ask for the CPU.
+@dataclass(frozen=True)
+class Question:
+    """Holds what a plan is made for: the model of `config` with these settings.
+
+    card            None: the CPU
+    ram_free_bytes  free RAM, another limit if the plan is for this machine
+    fused_kernels   whether they run; None: as expected of the card
+    process         the RAM of the process that will train; None: of one that is not here
+    ranks           the processes that train together; batch and caps are those of one
+    """
+
+    settings: Settings
+    config: PretrainedConfig
+    precision: str
+    card: Card | None
+    ram_free_bytes: int | None = None
+    fused_kernels: bool | None = None
+    process: Process | None = None
+    ranks: Mesh = ALONE
+
+    @property
+    def make_decoder(self) -> partial:
+        return partial(make_decoder, self.config, self.precision, self.settings.residual)
+
+    @property
+    def ram_here_bytes(self) -> int | None:
+        """Returns the RAM that the process can have on this machine, None for no limit."""
+        if self.ram_free_bytes is None or self.process is None:
+            return None
+        return self.process.now_bytes + self.ram_free_bytes
+
+
+def planning_target(settings: Settings) -> tuple[str, Card | None]:
+    """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
+    plan is for a GPU, here or not, unless the settings ask for the CPU.
 
     Raises InputError if the card is unknown or has no bf16, if training needs a card that is not here, or if the card
     here is smaller than the cap.
@@ -22,33 +59,31 @@ def planning_target(settings: Settings) -> tuple[str, str, Card | None]:
     for_this_card = settings.gpu is None or not settings.plan_only
     if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
         Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
-    if not settings.plan_only:
-        device = select_device(settings.device)
-        if device.type == "cpu" and settings.gpu is not None:
+    if settings.plan_only:
+        on_gpu = settings.device != "cpu"
+    else:
+        on_gpu = select_device(settings.device).type == "cuda"
+        if settings.gpu is not None and not on_gpu:
             raise InputError(
                 f"--gpu {settings.gpu}: there is no GPU here to train on; add --plan-only to plan for that card, or "
                 "leave --gpu out to train on the CPU"
             )
-        card = card_for(settings) if device.type == "cuda" else None
-        return _possible(device.type, resolve_precision(settings.precision, device), card)
-    if settings.device == "cpu":
-        return "cpu", resolve_precision(settings.precision, torch.device("cpu")), None
-    card = card_for(settings)
-    automatic = "bf16" if "bf16" in card.rates else "fp16"
-    return _possible("cuda", automatic if settings.precision == "auto" else settings.precision, card)
-
-
-def _possible(device: str, precision: str, card: Card | None) -> tuple[str, str, Card | None]:
-    if card is not None and precision == "bf16" and "bf16" not in card.rates:
+    if not on_gpu:
+        return resolve_precision(settings.precision, torch.device("cpu")), None
+    card, precision = card_for(settings), settings.precision
+    if not settings.plan_only:
+        precision = resolve_precision(precision, torch.device("cuda"))
+    elif precision == "auto":
+        precision = "bf16" if "bf16" in card.rates else "fp16"
+    if precision == "bf16" and "bf16" not in card.rates:
         raise InputError(f"--precision bf16: {card.name} has no bf16; --precision auto takes fp16 there")
-    if card is not None:
-        expandable_segments()  # refuses settings of the allocator that no plan can be made for
-    return device, precision, card
+    expandable_segments()  # refuses settings of the allocator that no plan can be made for
+    return precision, card
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the card that the settings name, or the one that is here. If there is neither, returns the smallest
-    measured card with bf16 and as much memory as the cap."""
+    """Returns the card that the settings name, or else the one that is here, or else the smallest measured card with
+    bf16 and as much memory as the cap."""
     if settings.gpu is not None:
         return card_named(settings.gpu)
     if torch.cuda.is_available():

@@ -1,19 +1,17 @@
 """Finds ways to train what does not fit: more RAM, states on a disk, 8-bit moments, shorter sequences.
 
-The layouts that take least are simulated for each way. The search tries the same layouts first, so that a way that is
-named is planned when it is given. No way is searched for speed.
+The layouts that take least are simulated for each way. The search tries the same ones, so that a way that is named is
+planned when it is given.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lowmem.core.decoder import Decoder
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.planning.choices import ways
 from lowmem.planning.fastest import frugal_layouts, least_ram
 from lowmem.planning.search import Room, within
-from lowmem.planning.simulated_step import Target
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import format_option, format_size
@@ -53,13 +51,10 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 @dataclass(frozen=True)
 class Ways:
-    """Looks for ways out on a GPU. `room`: what the caps leave. `ram_bytes`: from the bytes of numbers that are in RAM
-    to those of the whole process, in the phase that takes most."""
+    """Looks for ways out on a GPU. `ram_bytes`: from the bytes of numbers in RAM to those of the whole process."""
 
     settings: Settings
     simulations: Simulations
-    decoder: Callable[[], Decoder]
-    target: Target
     room: Room
     ram_bytes: Callable[[Simulations, int], int]
 
@@ -81,8 +76,8 @@ class Ways:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the way with this layout, None if it does not fit into GPU memory. `peak`: bytes that a layout may
-        allocate there, because one that fits allocates as much; None to run the model of the allocator."""
+        """Returns the way with this layout, None if it does not fit into GPU memory. `peak`: bytes that it may allocate
+        there, as one that fits does; None to run the model of the allocator."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -101,8 +96,8 @@ class Ways:
     def _in_8_bits(self, layout: Layout, peak: int) -> WayOut | None:
         if self.settings.optimizer != "adamw":
             return None
-        case = replace(self.simulations.base, optimizer=OPTIMIZERS["adamw8bit"])
-        return self._way("--optimizer adamw8bit", Simulations(self.decoder, case, self.target), layout, peak)
+        simulations = self.simulations.changed(optimizer=OPTIMIZERS["adamw8bit"])
+        return self._way("--optimizer adamw8bit", simulations, layout, peak)
 
     def _smallest_on_gpu(self) -> Layout:
         layouts = frugal_layouts(ways(self.settings, self.simulations), self.simulations)
@@ -118,7 +113,7 @@ class Ways:
         return next(way for seq in lengths if (way := self._with_seq(seq, layout, peak)) is not None)
 
     def _with_seq(self, seq: int, layout: Layout, peak: int | None) -> WayOut | None:
-        simulations = Simulations(self.decoder, replace(self.simulations.base, seq=seq), self.target)
+        simulations = self.simulations.changed(seq=seq)
         if not within(simulations.record(layout).streamed_bytes, self.room.ram):
             return None
         return self._way(f"--seq {seq}", simulations, layout, peak)

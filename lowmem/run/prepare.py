@@ -40,11 +40,11 @@ from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
 from lowmem.planning.answer import answer
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import Question, make_plan, timed_with
+from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
-from lowmem.planning.target import planning_target
+from lowmem.planning.target import Question, planning_target
 from lowmem.run.checkpoint import load_newest, newest_state
 from lowmem.run.folder import check_disk, find_checkpoints, lock_run
 from lowmem.run.identity import config_identity, known_identity, refuse_another_run, run_identity
@@ -112,11 +112,10 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns the planner's arguments: device, precision, card, the model's config, and the settings adapted to the
-    model."""
-    device, precision, card = planning_target(settings)
+    """Returns what a plan is made for: precision, card, the model's config, and the settings adapted to the model."""
+    precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
-    return Question(settings_for(settings, config), config, device, precision, card)
+    return Question(settings_for(settings, config), config, precision, card)
 
 
 def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say) -> Plan:
@@ -133,7 +132,7 @@ def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Cal
 
     def make(share: Question) -> Plan:
         share = replace(share, **here, fused_kernels=no_kernels is None)
-        return share.answer(lambda *asked: ranks.on_first(partial(aside, make_plan, *asked)))
+        return ranks.on_first(partial(aside, make_plan, share))
 
     plan = plan_of_ranks(question, ranks.count, ranks.on_each, local_ranks(), make)
     if plan.sharing < ranks.count:

@@ -16,8 +16,9 @@ from lowmem.core.ranks import Ranks
 from lowmem.data.dataset import Data
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
-from lowmem.planning.planner import Question, make_plan
+from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_ranks import NETWORK_BYTES_PER_SECOND, Mesh
+from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
 
 
@@ -68,7 +69,7 @@ def plan_for(question: Question, gpus: int, machines: int = 1, network_rate: flo
             raise InputError(f"{option} {number}: there has to be at least one")
 
     def make(share: Question) -> Plan:
-        return replace(share, ranks=replace(share.ranks, network=network_rate)).answer(make_plan)
+        return make_plan(replace(share, ranks=replace(share.ranks, network=network_rate)))
 
     return plan_of_ranks(question, gpus * machines, gpus, gpus, make)
 

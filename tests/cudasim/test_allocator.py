@@ -184,13 +184,6 @@ def test_a_sequence_by_hand(script, limit_mib, expandable):
     _play(CachingAllocator(expandable_segments=expandable, limit_bytes=limit_bytes), script)
 
 
-@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
-@pytest.mark.parametrize("expandable", [False, True])
-def test_neighbours_merge_in_every_order_of_freeing(order, expandable):
-    frees = " ".join(f"-{name}" for name in order)  # a 0..4, b 4..8, c 8..12, d 12..20: the segment is full
-    _play(CachingAllocator(expandable_segments=expandable), f"a4 b4 c4 d8 {frees} f12 =20/20")
-
-
 @pytest.mark.parametrize(
     ("expandable", "script", "growth"),
     [  # operations are counted from 0, frees and empty_cache too
@@ -204,13 +197,6 @@ def test_growth_says_at_which_operation_how_much_was_taken(expandable, script, g
     allocator = CachingAllocator(expandable_segments=expandable)
     _play(allocator, script)
     assert [[operation, size / MIB] for operation, size in allocator.growth] == growth
-
-
-@pytest.mark.parametrize(("size", "segment_mib"), [(512, 2), (2 * MIB, 20), (11 * MIB, 12)])
-def test_the_cap_counts_the_segment_and_not_the_request(size, segment_mib):
-    with pytest.raises(SimulatedOutOfMemory):
-        CachingAllocator(limit_bytes=segment_mib * MIB - 1).allocate(size)
-    CachingAllocator(limit_bytes=segment_mib * MIB).allocate(size)
 
 
 def test_the_error_says_how_much_was_asked_for_held_and_allowed():

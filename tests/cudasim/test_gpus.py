@@ -1,7 +1,7 @@
 """The table of cards, the names it answers to, and the time of single operations against numbers worked out by hand."""
 
 import re
-import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,18 +24,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # 1e9 bytes/s, and 1e12 sustained FLOP/s in bf16: bytes are nanoseconds. Four multiprocessors.
 PLAIN = Card(
-    name="plain",
-    memory_bytes=2**30,
-    capability=(8, 0),
-    multiprocessors=4,
-    rates={"bf16": Rate(2e12, 0.5), "fp16": Rate(2e12, 0.5), "fp32": Rate(1e11, 1.0)},
-    memory_bytes_per_second=2e9,
-    bus_bytes_per_second=1e8,
-    reported_names=(),
-    source="made up",
-    memory_share=0.5,
-)
-FAST_MEMORY = Card(**{**vars(PLAIN), "memory_bytes_per_second": 1e30})
+    "plain", 2**30, (8, 0), 4, {"bf16": Rate(2e12, 0.5), "fp16": Rate(2e12, 0.5), "fp32": Rate(1e11, 1.0)},
+    memory_bytes_per_second=2e9, bus_bytes_per_second=1e8, reported_names=(), source="made up", memory_share=0.5,
+)  # fmt: skip
+FAST_MEMORY = replace(PLAIN, memory_bytes_per_second=1e30)
 
 
 def meta(*shape, dtype=FP32):
@@ -74,22 +66,15 @@ def test_a_card_is_plausible(card):
     assert card.source and isinstance(hash(card), int)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "fp32"),
-    [
-        ("rtx2080ti", 53.8, 13.4),
-        ("rtx3090ti", 80.0, 40.0),
-        ("rtx4060ti", 44.1, 22.1),
-        ("rtx4080", 97.5, 48.7),
-        ("rtx5080", 112.6, 56.3),
-        ("rtx5090", 209.5, 104.8),
-    ],
-)
-def test_the_peaks_are_those_of_nvidias_whitepapers(name, tensor, fp32):
+def test_the_peaks_are_those_of_nvidias_whitepapers():
     """Appendix A of the Turing, GA102, Ada and RTX Blackwell whitepapers: 16-bit products summed in fp32, dense."""
-    rates = CARDS[name].rates
-    assert rates["fp16"].peak / 1e12 == pytest.approx(tensor, rel=3e-3)
-    assert rates["fp32"].peak / 1e12 == pytest.approx(fp32, rel=3e-3)
+    peaks = {  # TFLOP/s of tensor cores, and in fp32
+        "rtx2080ti": (53.8, 13.4), "rtx3090ti": (80.0, 40.0), "rtx4060ti": (44.1, 22.1), "rtx4080": (97.5, 48.7),
+        "rtx5080": (112.6, 56.3), "rtx5090": (209.5, 104.8),
+    }  # fmt: skip
+    for name, published in peaks.items():
+        rates = CARDS[name].rates
+        assert [rates[kind].peak / 1e12 for kind in ("fp16", "fp32")] == pytest.approx(published, rel=3e-3), name
 
 
 def test_every_geforce_rtx_is_in_the_table():
@@ -113,22 +98,6 @@ def test_the_memory_of_a_professional_card_is_no_more_than_cuda_reports(card, re
     assert 0.98 < CARDS[card].memory_bytes / 2**30 / reported_gib <= 1
 
 
-@pytest.mark.parametrize(
-    ("reported", "gigabytes", "card"),
-    [
-        ("NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx4060ti-16gb"),
-        ("NVIDIA GeForce RTX 4060 Ti", 7.6, "rtx4060ti"),
-        ("NVIDIA GeForce RTX 3060", 7.8, "rtx3060-8gb"),
-        ("NVIDIA GeForce RTX 3060", 11.76, "rtx3060"),
-        ("NVIDIA GeForce RTX 3080 Laptop GPU", 16, "rtx3080-laptop-16gb"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "rtx4090-laptop"),
-        ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", 7.8, "rtx2070-super-maxq"),
-    ],
-)
-def test_of_several_cards_with_one_name_the_memory_tells_which(reported, gigabytes, card):
-    assert card_of_name_reported(reported, int(gigabytes * 2**30)) is CARDS[card]
-
-
 def test_precisions_that_a_card_lacks_run_on_its_fp32_units():
     pascal, turing = CARDS["gtx1080ti"], CARDS["rtx2080ti"]
     assert pascal.rates["fp16"].peak == pascal.rates["fp32"].peak
@@ -138,54 +107,38 @@ def test_precisions_that_a_card_lacks_run_on_its_fp32_units():
     assert CARDS["a100"].sustained_flops(torch.int64) == CARDS["a100"].sustained_flops(FP32)
 
 
-@pytest.mark.parametrize(
-    ("name", "card"),
-    [
-        ("rtx3090", "rtx3090"),
-        ("RTX 3090", "rtx3090"),
-        ("rtx-3090", "rtx3090"),
-        ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"),
-        ("Tesla T4", "t4"),
-        ("H200", "h200"),
-        ("rtx4070ti-super", "rtx4070ti-super"),
-        ("RTX 4070 Ti SUPER", "rtx4070ti-super"),
-        ("RTX 4060 Ti 16 GB", "rtx4060ti-16gb"),
-        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop"),
-        ("GeForce RTX 2080 with Max-Q Design", "rtx2080-maxq"),
-        ("RTX 3060 12GB", "rtx3060"),
-        ("rtx 3060 8 GB", "rtx3060-8gb"),
-        ("3090", "rtx3090"),
-        ("4060 ti 16gb", "rtx4060ti-16gb"),
-        ("RTX 4060 Ti 8GB", "rtx4060ti"),
-        ("1080ti", "gtx1080ti"),
-        ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070-laptop"),
-        ("rtx4070 laptop", "rtx4070-laptop"),
-        ("RTX 3080 Laptop 16GB", "rtx3080-laptop-16gb"),
-        ("v100", "v100"),
-        ("V100 32GB", "v100-32gb"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("a10g", "a10g"),
-        ("A10G 24GB", "a10g"),
-        ("l40s", "l40s"),
-        ("NVIDIA L40S 48GB", "l40s"),
-        ("a6000", "a6000"),
-        ("RTX A6000", "a6000"),
-        ("rtx6000", "rtx6000"),
-        ("Quadro RTX 6000", "rtx6000"),
-        ("RTX 6000 Ada", "rtx6000-ada"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
-        ("RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
-        ("T4 16GB", "t4"),
-        ("L4 24GB", "l4"),
-        ("A100 80GB", "a100-80gb"),
-        ("A100-SXM4-40GB", "a100"),
-        ("a100 pcie", "a100"),
-        ("H100 80GB HBM3", "h100"),
-        ("H100 SXM5", "h100"),
-        ("H100 PCIe", "h100-pcie"),
-        ("H200 141GB", "h200"),
-    ],
-)
+WRITTEN = {  # as people and vendors write the name of a card
+    "rtx3090": ("rtx3090", "RTX 3090", "rtx-3090", "3090"),
+    "rtx2080ti": ("NVIDIA GeForce RTX 2080 Ti",),
+    "t4": ("Tesla T4", "T4 16GB"),
+    "h200": ("H200", "H200 141GB"),
+    "rtx4070ti-super": ("rtx4070ti-super", "RTX 4070 Ti SUPER"),
+    "rtx4060ti-16gb": ("RTX 4060 Ti 16 GB", "4060 ti 16gb"),
+    "rtx4060-laptop": ("NVIDIA GeForce RTX 4060 Laptop GPU",),
+    "rtx2080-maxq": ("GeForce RTX 2080 with Max-Q Design",),
+    "rtx3060": ("RTX 3060 12GB",),
+    "rtx3060-8gb": ("rtx 3060 8 GB",),
+    "rtx4060ti": ("RTX 4060 Ti 8GB",),
+    "gtx1080ti": ("1080ti",),
+    "rtx4070-laptop": ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070 laptop"),
+    "rtx3080-laptop-16gb": ("RTX 3080 Laptop 16GB",),
+    "v100": ("v100", "Tesla V100-SXM2-16GB"),
+    "v100-32gb": ("V100 32GB",),
+    "a10g": ("a10g", "A10G 24GB"),
+    "l40s": ("l40s", "NVIDIA L40S 48GB"),
+    "a6000": ("a6000", "RTX A6000"),
+    "rtx6000": ("rtx6000", "Quadro RTX 6000"),
+    "rtx6000-ada": ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+    "rtxpro6000": ("RTX PRO 6000 Blackwell Workstation Edition",),
+    "l4": ("L4 24GB",),
+    "a100-80gb": ("A100 80GB",),
+    "a100": ("A100-SXM4-40GB", "a100 pcie"),
+    "h100": ("H100 80GB HBM3", "H100 SXM5"),
+    "h100-pcie": ("H100 PCIe",),
+}
+
+
+@pytest.mark.parametrize(("name", "card"), [(name, card) for card, names in WRITTEN.items() for name in names])
 def test_a_card_is_found_by_name_however_it_is_written(name, card):
     assert card_named(name) is CARDS[card]
 
@@ -204,49 +157,47 @@ def test_an_unknown_card_is_refused_with_the_nearest_and_where_all_are_named(nam
     assert set(CARDS) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
 
 
-@pytest.mark.parametrize(
-    ("reported", "card"),
-    [
-        ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
-        ("GeForce RTX 2080 Ti", "rtx2080ti"),
-        ("NVIDIA GeForce RTX 3060", "rtx3060"),
-        ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("Tesla P100-PCIE-16GB", "p100"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA A100-SXM4-40GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA A10G", "a10g"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("NVIDIA RTX A6000", "a6000"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA GeForce GTX 1080", "gtx1080"),
-    ],
-)
-def test_a_card_is_recognised_by_what_cuda_calls_it(reported, card):
-    assert card_of_name_reported(reported) is CARDS[card]
+REPORTED = [  # what torch.cuda.get_device_name says; GiB of memory, which tell cards with one name apart; the card
+    ("NVIDIA GeForce GTX 1080 Ti", None, "gtx1080ti"),
+    ("GeForce RTX 2080 Ti", None, "rtx2080ti"),
+    ("NVIDIA GeForce RTX 3060", None, "rtx3060"),
+    ("NVIDIA GeForce RTX 3090", None, "rtx3090"),
+    ("NVIDIA GeForce RTX 4090", None, "rtx4090"),
+    ("Tesla P100-PCIE-16GB", None, "p100"),
+    ("Tesla T4", None, "t4"),
+    ("NVIDIA L4", None, "l4"),
+    ("NVIDIA A100-SXM4-40GB", None, "a100"),
+    ("NVIDIA A100-PCIE-40GB", None, "a100"),
+    ("NVIDIA H100 80GB HBM3", None, "h100"),
+    ("NVIDIA H200", None, "h200"),
+    ("NVIDIA L40S", None, "l40s"),
+    ("NVIDIA A10G", None, "a10g"),
+    ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
+    ("NVIDIA RTX A6000", None, "a6000"),
+    ("NVIDIA A100-SXM4-80GB", None, "a100-80gb"),
+    ("NVIDIA H100 PCIe", None, "h100-pcie"),
+    ("NVIDIA GeForce GTX 1080", None, "gtx1080"),
+    ("NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx4060ti-16gb"),
+    ("NVIDIA GeForce RTX 4060 Ti", 7.6, "rtx4060ti"),
+    ("NVIDIA GeForce RTX 3060", 7.8, "rtx3060-8gb"),
+    ("NVIDIA GeForce RTX 3060", 11.76, "rtx3060"),
+    ("NVIDIA GeForce RTX 3080 Laptop GPU", 16, "rtx3080-laptop-16gb"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "rtx4090-laptop"),
+    ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", 7.8, "rtx2070-super-maxq"),
+]
 
 
-@pytest.mark.parametrize(
-    "reported",
-    [
-        "NVIDIA GeForce RTX 3090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "Tesla P100-SXM2-16GB",
-        "Tesla P100-PCIE-12GB",
-        "NVIDIA L40G",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA B200",
-        "",
-    ],
-)
-def test_a_card_that_is_only_nearly_one_of_the_table_is_not_taken_for_it(reported):
-    assert card_of_name_reported(reported) is None
+@pytest.mark.parametrize(("reported", "gib", "card"), REPORTED)
+def test_a_card_is_recognised_by_what_cuda_calls_it(reported, gib, card):
+    assert card_of_name_reported(reported, gib and int(gib * 2**30)) is CARDS[card]
+
+
+def test_a_card_that_is_only_nearly_one_of_the_table_is_not_taken_for_it():
+    nearly = (
+        *("NVIDIA GeForce RTX 3090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "Tesla P100-SXM2-16GB", "NVIDIA L40G", ""),
+        *("Tesla P100-PCIE-12GB", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA B200"),
+    )
+    assert [card_of_name_reported(name) for name in nearly] == [None] * len(nearly)
 
 
 # --- memory ---
@@ -299,33 +250,20 @@ def test_of_a_table_only_the_rows_that_are_used_are_read():
     assert whole == 4 * 50257 * 100 + 3_200 + 64
 
 
-@pytest.mark.parametrize(
-    ("func", "args"),
-    [
-        (aten.view.default, [[100]]),
-        (aten.view.dtype, [torch.int32]),
-        (aten._unsafe_view.default, [[100]]),
-        (aten.transpose.int, [0, 1]),
-        (aten.t.default, []),
-        (aten.permute.default, [[1, 0]]),
-        (aten.expand.default, [[10, 10]]),
-        (aten.as_strided.default, [[5], [1]]),
-        (aten.split.Tensor, [5]),
-        (aten.unbind.int, []),
-        (aten.slice.Tensor, [0, 1, 5]),
-        (aten.select.int, [0, 1]),
-        (aten.detach.default, []),
-        (aten.alias.default, []),
-        (aten.t_.default, []),
-        (aten.empty_like.default, []),
-        (aten.new_empty.default, [[100]]),
-        (aten.is_same_size.default, [torch.empty(1, device="meta")]),
-    ],
-    ids=str,
-)
-def test_views_and_empty_tensors_take_no_time(func, args):
+NO_TIME = {  # further arguments, of views and of operators that make empty tensors
+    aten.view.default: [[100]], aten.view.dtype: [torch.int32], aten._unsafe_view.default: [[100]],
+    aten.transpose.int: [0, 1], aten.t.default: [], aten.permute.default: [[1, 0]], aten.expand.default: [[10, 10]],
+    aten.as_strided.default: [[5], [1]], aten.split.Tensor: [5], aten.unbind.int: [], aten.slice.Tensor: [0, 1, 5],
+    aten.select.int: [0, 1], aten.detach.default: [], aten.alias.default: [], aten.t_.default: [],
+    aten.empty_like.default: [], aten.new_empty.default: [[100]],
+    aten.is_same_size.default: [torch.empty(1, device="meta")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("func", NO_TIME, ids=str)
+def test_views_and_empty_tensors_take_no_time(func):
     x = meta(10, 10)
-    assert operation_seconds(PLAIN, func, (x, *args), {}, func(x, *args)) == 0
+    assert operation_seconds(PLAIN, func, (x, *NO_TIME[func]), {}, func(x, *NO_TIME[func])) == 0
 
 
 def test_reading_a_number_takes_no_time_on_the_gpu():
@@ -393,9 +331,9 @@ def test_sixteen_bit_products_with_a_size_that_is_no_multiple_of_8_are_slower():
     full = per_flop(12800, BF16)
     assert per_flop(12799, BF16) == pytest.approx(full / UNALIGNED_SHARE, rel=1e-3)
     assert per_flop(12799, FP32) == pytest.approx(10 * full, rel=1e-3)
-    hopper = Card(**{**vars(FAST_MEMORY), "capability": (9, 0)})
+    hopper = replace(FAST_MEMORY, capability=(9, 0))
     assert per_flop(12799, BF16, hopper) == pytest.approx(full / UNALIGNED_SHARE_ON_HOPPER, rel=1e-3)
-    pascal = Card(**{**vars(FAST_MEMORY), "capability": (6, 1)})
+    pascal = replace(FAST_MEMORY, capability=(6, 1))
     assert per_flop(12799, FP16, pascal) == pytest.approx(full, rel=1e-3)
 
 
@@ -424,7 +362,7 @@ def test_smaller_products_are_about_as_fast_as_others_measured_them(card, dtype,
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("hopper", [False, True])
 def test_attention_counts_what_torch_counts_and_the_tiles_below_the_diagonal_where_it_is_causal(kind, causal, hopper):
-    card = Card(**{**vars(FAST_MEMORY), "capability": (9, 0)}) if hopper else FAST_MEMORY
+    card = replace(FAST_MEMORY, capability=(9, 0)) if hopper else FAST_MEMORY
     forward_share, backward_share = ATTENTION_SHARES["efficient" if "efficient" in kind else "flash", hopper]
     query, key = meta(2, 3, 400, 16, dtype=BF16), meta(2, 3, 512, 16, dtype=BF16)
     value = meta(2, 3, 512, 24, dtype=BF16)
@@ -458,7 +396,7 @@ def test_other_operations_that_torch_counts_are_counted_its_way():
 # --- as the simulator uses it ---
 
 
-def test_every_operation_of_a_small_step_has_a_time_and_asking_for_it_is_quick():
+def test_every_operation_of_a_small_step_has_a_time():
     asked = []
 
     class Ask(TorchDispatchMode):
@@ -482,12 +420,3 @@ def test_every_operation_of_a_small_step_has_a_time_and_asking_for_it_is_quick()
     free = {func._overloadpacket.__name__ for func, seconds in times.items() if seconds == 0}
     views = "_unsafe_view alias as_strided detach expand permute select slice split squeeze t transpose unsqueeze view"
     assert free <= {*views.split(), "empty", "empty_like", "new_empty", "new_empty_strided"}
-    best = min(_seconds_to_ask(card, asked) for _ in range(3))
-    assert best / len(asked) < 20e-6
-
-
-def _seconds_to_ask(card, asked) -> float:
-    start = time.perf_counter()
-    for func, args, kwargs, result in asked:
-        operation_seconds(card, func, args, kwargs, result)
-    return time.perf_counter() - start

@@ -1,10 +1,8 @@
 """The table of temporaries, against numbers worked out by hand; tests/cuda holds it to PyTorch's allocator."""
 
-import pytest
 import torch
 from torch.nn import functional as F
 
-from lowmem.cudasim.cuda_ops import CudaFunctions
 from lowmem.cudasim.temporaries import Gpu, hidden_bytes
 from tests.cudasim.test_cuda_ops import (
     BF16,
@@ -38,24 +36,6 @@ def test_gpt2_xl_flash_backward_by_hand():
     assert seen.hidden_bytes(name, Gpu(H100, 132)) == (row_sums, 6 * dq) == (102_400, 39_321_600)
     assert seen.hidden_bytes(name, Gpu(RTX3090, 82)) == (row_sums, 4 * dq) == (102_400, 26_214_400)
     assert seen.hidden_bytes(name, Gpu(H100, 132, deterministic=False)) == (row_sums, dq)
-
-
-def test_flash_backward_rounds_rows_and_widths_and_expands_groups():
-    query, key, value = heads(H=32, T=1000, D=80), heads(H=8, T=1000, D=80), heads(H=8, T=1000, D=80)
-    _, seen = run_attention(H100, (query, key, value), enable_gqa=True)
-    expanded = 32 * 1000 * 80 * 2
-    assert seen.hidden_bytes("_scaled_dot_product_flash_attention_backward", Gpu(H100, 132)) == (
-        32 * 1024 * 4, 5 * 32 * 1024 * 96 * 4, expanded, expanded
-    )  # fmt: skip
-
-
-def test_flash_backward_copies_a_gradient_that_is_not_laid_out_as_the_output():
-    tensors = [heads() for _ in range(3)]
-    with CudaFunctions(H100), Seen() as seen:
-        out = F.scaled_dot_product_attention(*tensors)
-        out.backward(meta(1, 25, 1024, 64, grad=False))
-    sizes = seen.hidden_bytes("_scaled_dot_product_flash_attention_backward", Gpu(H100, 132))
-    assert sizes[0] == 25 * 1024 * 64 * 2 and len(sizes) == 3
 
 
 def test_flash_forward_splits_the_keys_of_a_batch_too_small_for_the_card():
@@ -108,49 +88,11 @@ def test_embedding_backward_sorts_from_3073_lookups_on():
     assert sizes == (*[4096 * 8] * 5, rows * 8, rows * 1600 * 4) and sizes[-1] == 28_832_000
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "width", "dropout", "tile", "in_registers"),
-    [
-        (A100, BF16, 64, 0.0, (64, 64), True),
-        (A100, BF16, 80, 0.0, (128, 128), True),
-        (A100, FP16, 128, 0.1, (128, 128), True),
-        (A100, BF16, 192, 0.0, (128, 64), False),
-        (ADA, BF16, 96, 0.0, (128, 64), True),
-        (ADA, BF16, 96, 0.1, (64, 64), False),
-        (ADA, BF16, 128, 0.0, (64, 64), False),
-        (T4, FP16, 128, 0.0, (128, 64), True),
-        (A100, FP32, 128, 0.0, (128, 64), None),
-        (ADA, FP32, 128, 0.0, (64, 64), None),
-        (T4, FP32, 128, 0.0, (64, 64), None),
-    ],
-)
-def test_efficient_backward_keeps_sums_where_tiles_do_not_fit_into_registers(
-    capability, dtype, width, dropout, tile, in_registers
-):
-    tensors = [heads(H=8, T=1024, D=width, dtype=dtype, grad=False) for _ in range(4)]
-    seed, rows = torch.zeros((), dtype=torch.int64), meta(1, 8, 1024, dtype=FP32, grad=False)
-    args = (*tensors, None, tensors[0], rows, seed, seed, dropout, [True, True, True, False])
-    found = temporaries(Gpu(capability, 100), aten._scaled_dot_product_efficient_attention_backward.default, *args)
-    queries, keys = tile
-    per_head = -(-1024 // queries) * -(-width // keys) * (16 + 4 * queries * keys)
-    if in_registers is False:
-        per_head += 2 * keys * -(-width // queries) * queries * 4
-    products = (8 * 1024 * width * 4, 2 * 8 * 1024 * 4) if in_registers is None else (0,)
-    assert sum(found) == max(8 * 1024 * 4 + 8 * per_head, sum(products))
-
-
 def test_groups_of_queries_have_gradients_of_their_own_first():
     query, key, value = (heads(H=count, dtype=FP16, grad=False) for count in (16, 4, 4))
     func = aten._scaled_dot_product_efficient_attention_backward.default
     args = query, query, key, value, None, query, None, None, None, 0.0, [True] * 4  # on meta from 2.14 on
     assert hidden_bytes(func, args, {}, None, Gpu(T4, 40))[:2] == (16 * 1024 * 64 * 2,) * 2
-
-
-def test_softmax_backward_multiplies_in_the_wider_dtype():
-    gpu, x, wide = Gpu(H100, 132), meta(64, 1024, grad=False), meta(64, 1024, dtype=FP32, grad=False)
-    assert temporaries(gpu, aten._softmax_backward_data.default, x, x, 1, BF16) == (64 * 1024 * 2,)
-    assert temporaries(gpu, aten._softmax_backward_data.default, wide, wide, 1, FP16) == (64 * 1024 * 4,)
-    assert temporaries(gpu, aten._log_softmax_backward_data.default, x, x, 1, BF16) == ()
 
 
 def test_layer_norm_backward_sums_blocks_of_rows_only_where_multiprocessors_would_idle():
@@ -166,44 +108,9 @@ def test_layer_norm_backward_sums_blocks_of_rows_only_where_multiprocessors_woul
     assert found(131072, 256, 108) == (blocks * 256 * 2, blocks * 256 * 2, 512, 8_388_608, 8)
 
 
-def test_products_copy_what_has_neither_rows_nor_columns_that_follow_each_other():
-    gpu, right, wide = Gpu(A100, 108), meta(128, 64, grad=False), meta(32, 256, grad=False)
-    copied = (32 * 128 * 2,)
-    assert temporaries(gpu, aten.mm.default, wide[:, ::2], right) == copied
-    assert temporaries(gpu, aten.addmm.default, right[0], wide[:, ::2], right) == copied
-    assert temporaries(gpu, aten.mm.default, wide[:, :128], right) == ()
-    assert temporaries(gpu, aten.mm.default, meta(128, 32, grad=False).T, right) == ()
-    assert temporaries(gpu, aten.mm.default, wide[:1, :128].expand(32, 128), right) == copied
-    assert temporaries(gpu, aten.bmm.default, wide[None, :, ::2], right[None]) == copied
-    assert temporaries(gpu, aten.mm.default, meta(1, 4, 128, grad=False).expand(8, 4, 128)[:, 0], right) == (
-        8 * 128 * 2,
-    )
-
-
-def test_indices_of_unlike_strides_are_copied():
-    gpu, table = Gpu(A100, 108), meta(64, 1024, grad=False)
-    rows = torch.empty(64, 1, dtype=torch.int64, device="meta")
-    columns = torch.empty(1, 100, dtype=torch.int64, device="meta")
-    assert temporaries(gpu, aten.index.Tensor, table, [rows, columns]) == (64 * 100 * 8,) * 2
-    assert temporaries(gpu, aten.index.Tensor, table, [rows, rows]) == ()
-    assert temporaries(gpu, aten.index.Tensor, table, [None, columns]) == ()
-
-
-def test_labels_are_sorted_where_sums_have_an_order():
-    labels = torch.empty(512, 1, dtype=torch.int64, device="meta")
-    args = meta(512, 5000, dtype=FP32, grad=False), 1, labels, meta(512, 1, dtype=FP32, grad=False)
-    assert temporaries(Gpu(A100, 108), aten.scatter_add_.default, *args) == (4096, 4096, 4096, 4096, 4096, 1)
-    assert temporaries(Gpu(A100, 108, deterministic=False), aten.scatter_add_.default, *args) == ()
-
-
 def test_a_sum_of_another_dtype_is_one_of_a_copy_but_for_16_bit_in_fp32():
     gpu, flags = Gpu(A100, 108), torch.empty(8, 1024, dtype=torch.bool, device="meta")
     assert temporaries(gpu, aten.sum.default, flags) == (8 * 1024 * 8,)
     assert temporaries(gpu, aten.sum.default, torch.empty(8, 1024, dtype=torch.bool)) == ()  # on the CPU
     for dtype in (BF16, FP16):
         assert temporaries(gpu, aten.sum.dim_IntList, meta(64, 64, dtype=dtype, grad=False), [0], dtype=FP32) == ()
-
-
-def test_the_log_of_a_sum_of_exponentials_keeps_those():
-    x = meta(64, 1024, dtype=FP32, grad=False)
-    assert temporaries(Gpu(A100, 108), aten.logsumexp.default, x, [1]) == (64 * 4, 64 * 1024 * 4)

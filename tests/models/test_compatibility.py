@@ -12,6 +12,7 @@ from lowmem.models.build import load_config
 from lowmem.models.compatibility import compare_small_copy
 from lowmem.planning import gpu_plan, planner
 from lowmem.planning.planner import make_plan
+from lowmem.planning.target import Question
 from lowmem.settings import Settings
 
 SCAN = {"num_hidden_layers": 2, "hidden_size": 64, "state_size": 4, "vocab_size": 99}
@@ -81,7 +82,7 @@ def test_the_random_numbers_of_a_run_are_left_alone():
 
 def planned(config, precision: str = "bf16"):
     settings = Settings(model="small", init="random", seq=16, batch=2)
-    return make_plan(settings, config, "cuda", precision, CARDS["rtx3090"])
+    return make_plan(Question(settings, config, precision, CARDS["rtx3090"]))
 
 
 def test_an_operator_that_refuses_what_the_architecture_gives_it_is_the_architectures_error(monkeypatch):

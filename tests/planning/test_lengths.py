@@ -12,6 +12,7 @@ from lowmem.planning.choices import step_case
 from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.target import Question
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 
@@ -36,7 +37,7 @@ LENGTHS = ["short", "any", "all but full", "few long"]
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(SETTINGS, CONFIG, "cuda", "bf16", CARD)
+    return make_plan(Question(SETTINGS, CONFIG, "bf16", CARD))
 
 
 def test_the_seconds_and_the_tokens_are_those_of_the_data_and_the_rest_is_that_of_full_rows(plan):
@@ -53,7 +54,7 @@ def test_the_seconds_and_the_tokens_are_those_of_the_data_and_the_rest_is_that_o
 
 
 def test_on_the_cpu_nobody_knows_seconds():
-    plan = make_plan(SETTINGS, CONFIG, "cpu", "fp32", None)
+    plan = make_plan(Question(SETTINGS, CONFIG, "fp32", None))
     timed = timed_with(plan, CONFIG, [3, 2])
     assert (timed.step_seconds, timed.typical_tokens) == (None, 5)
 

@@ -24,7 +24,7 @@ from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED, Chunk, Tape, most_bytes, named_at_peak, under_cap
 from lowmem.models.build import load_config, make_decoder
-from lowmem.planning.simulated_step import StepCase, Target, batch_of_zeros, cpu_target, record_step
+from lowmem.planning.simulated_step import Recording, StepCase, Target, batch_of_zeros, cpu_target, record_step
 from lowmem.units import KIB, MIB
 from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
 
@@ -38,16 +38,13 @@ SETTINGS = {  # the layout, dropout, a mask where the family has one
     "accumulation, recomputed block by block": (Layout(1, states_on_gpu=99), 0.0, False),
     "one group of two, nothing recomputed, dropout": (Layout(2, 2, 2, kept=99, states_on_gpu=99), 0.1, False),
     "segments of two blocks, documents masked": (Layout(2, 1, 2, states_on_gpu=99), 0.0, True),
-    "products kept, of the last block all, dropout": (
-        Layout(2, 2, kept=4, states_on_gpu=99),
-        0.1,
-        False,
-    ),
+    "products kept, of the last block all, dropout": (Layout(2, 2, kept=4, states_on_gpu=99), 0.1, False),
     "weights of two blocks streamed, dropout": (Layout(2, 1, 1, states_on_gpu=1, weights_on_gpu=2), 0.1, False),
     "gradients in RAM": (Layout(1, 4, 2, fate=Fate.SENT, states_on_gpu=2), 0.1, True),
     "boundaries in RAM": (Layout(1, 4, 1, fate=Fate.DROPPED, boundaries_in_ram=True), 0.1, False),
 }
 EVERY_POLICY = Layout(2, kept=4, states_on_gpu=99)  # for three blocks
+RESIDENT = Layout(2, states_on_gpu=99)
 
 
 def config_of(family: str, dropout: float):
@@ -69,6 +66,16 @@ def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool =
     return make_decoder(config, precision, "fp32", fused_kernels)
 
 
+def of_demo(
+    layout: Layout, machine: DeviceModel | None = None, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16,
+    optimizer: str = "adamw", clip_norm: float | None = 1.0, known: dict | None = None, **keywords,
+) -> Recording:  # fmt: skip
+    """The recorded step of the demo's model."""
+    decoder = decoder_of(load_config("gpt2-demo", "random"), dtype)
+    case = StepCase(256, batch, layout, dtype, OPTIMIZERS[optimizer], clip_norm)
+    return record_step(decoder, case, Target(machine or DeviceModel()), {} if known is None else known, **keywords)
+
+
 def really_allocated(config, case: StepCase) -> int:
     """The peak of what the profiler saw the CPU allocate, from building the model to the end of the second update."""
 
@@ -87,6 +94,12 @@ def really_allocated(config, case: StepCase) -> int:
     return tape_of_cpu(train)[0].peak_bytes()
 
 
+def assert_simulated_as_allocated(config, case: StepCase) -> None:
+    simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
+    # The worst seen is 0.003%: numbers that Python hands to an operation are tensors of 8 bytes for a moment.
+    assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neo", "opt_projected", "t5"])
 def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting):
@@ -95,19 +108,13 @@ def test_the_simulated_peak_is_what_the_profiler_sees_on_the_cpu(family, setting
     case = StepCase(
         SEQ, BATCH, layout, torch.float32, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family)
     )
-    config = config_of(family, dropout)
-    really = really_allocated(config, case)
-    simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
-    # The worst seen is 0.003%: numbers that Python hands to an operation are tensors of 8 bytes for a moment.
-    assert simulated == pytest.approx(really, rel=5e-5)
+    assert_simulated_as_allocated(config_of(family, dropout), case)
 
 
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)
 def test_so_it_is_for_every_family_in_one_step_with_every_policy(family):
     case = StepCase(SEQ, BATCH, EVERY_POLICY, torch.float32, OPTIMIZERS["adamw"], target_tokens=target_of(family))
-    config = config_of(family, 0.0)
-    simulated = record_step(decoder_of(config), case, cpu_target(), known={}).tape.peak_bytes()
-    assert simulated == pytest.approx(really_allocated(config, case), rel=5e-5)
+    assert_simulated_as_allocated(config_of(family, 0.0), case)
 
 
 # --- replays
@@ -188,18 +195,15 @@ def test_many_micro_batches_cost_little_more_than_two():
 
 
 def test_the_most_of_one_name_need_not_be_at_the_peak():
-    tape = Tape(
-        [Chunk([(0, 5, "a"), (1, 2, "b"), (0, FREED, ""), (2, 4, "b"), (1, FREED, ""), (3, 9, "a")], 0, 0, 0.0)]
-    )
+    operations = [(0, 5, "a"), (1, 2, "b"), (0, FREED, ""), (2, 4, "b"), (1, FREED, ""), (3, 9, "a")]
+    tape = Tape([Chunk(operations, 0, 0, 0.0)])
     assert (most_bytes(tape, "a"), most_bytes(tape, "b"), most_bytes(tape, "c")) == (9, 6, 0)
     assert (most_bytes(tape, "a", 9), most_bytes(tape, "b", 3)) == (5, 2)
     assert named_at_peak(tape) == {"a": 9, "b": 4}
 
 
 def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_by_hand():
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=2), torch.bfloat16, OPTIMIZERS["adamw"])
-    recording = record_step(decoder, case, Target(DeviceModel()), {})
+    recording = of_demo(Layout(2, states_on_gpu=2))
     memory = under_cap(recording.tape)
     D, L, embedding = 128, 4, 257 * 128 + 128 + 256 * 128  # every parameter begins at a multiple of 256 numbers
     block = 12 * D * D
@@ -214,9 +218,7 @@ def test_the_persistent_parts_of_a_step_are_named_and_have_the_sizes_worked_out_
 
 
 def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
-    tape = record_step(decoder, case, Target(DeviceModel()), {}).tape
+    tape = of_demo(RESIDENT).tape
     free = under_cap(tape)
     assert under_cap(tape, free.reserved_peak_bytes) == free
     with pytest.raises(SimulatedOutOfMemory):
@@ -236,11 +238,9 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
     machine = DeviceModel(
         products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=(2 * MIB, MIB)
     )
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
     known: dict = {}
     for _ in range(2):  # replayed, too
-        operations = list(record_step(decoder, case, Target(machine), known).tape)
+        operations = list(of_demo(RESIDENT, machine, known=known).tape)
         sizes = {storage: size for storage, size, name in operations if name == "workspaces"}
         taken = list(sizes)
         assert list(sizes.values()) == [2 * MIB, MIB, 2 * MIB]  # only forward takes the second
@@ -251,22 +251,15 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
 def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
     machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=(MIB,))
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    layout = Layout(micro_batch=2, group=2, states_on_gpu=99, fate="held" if clip_norm else "applied")
-    case = StepCase(256, 4, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
-    operations = list(record_step(decoder, case, Target(machine), {}).tape)
+    layout = replace(RESIDENT, group=2, fate="held" if clip_norm else "applied")
+    operations = list(of_demo(layout, machine, clip_norm=clip_norm).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
 def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_next_forward():
     """fp16 has a scaled loss, and so without clipping the updates of clipping, also with the batch in one group."""
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.float16)
-    case = StepCase(256, 4, Layout(micro_batch=2, group=2), torch.float16, OPTIMIZERS["adamw"], clip_norm=1.0)
-    clipped, unclipped = (
-        in_order_of_birth(record_step(decoder, replace(case, clip_norm=norm), Target(DeviceModel()), {}).tape)
-        for norm in (1.0, None)
-    )
-    assert unclipped == clipped
+    clipped, unclipped = (of_demo(Layout(2, group=2), dtype=torch.float16, clip_norm=norm) for norm in (1.0, None))
+    assert in_order_of_birth(unclipped.tape) == in_order_of_birth(clipped.tape)
 
 
 @pytest.mark.parametrize(
@@ -274,20 +267,16 @@ def test_updates_that_await_a_look_at_scaled_gradients_are_simulated_with_the_ne
 )
 def test_a_first_step_is_as_long_as_a_runs_where_that_is_asked_for(group, clip_norm, micro_batches):
     """Each micro-batch brings ids and labels of 2 x 256 x 8 bytes; an evaluation, which comes first, has one."""
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    layout = Layout(micro_batch=2, group=group, fate="held" if clip_norm else "applied")
-    case = StepCase(256, 8, layout, torch.bfloat16, OPTIMIZERS["adamw"], clip_norm)
+    layout = Layout(2, group, fate="held" if clip_norm else "applied")
     for whole, first in zip((False, True), micro_batches, strict=True):
-        tape = record_step(decoder, case, Target(DeviceModel()), {}, whole_first_step=whole).tape
+        tape = of_demo(layout, batch=8, clip_norm=clip_norm, whole_first_step=whole).tape
         brought = sum(size == 2 * 256 * 8 and name == "batch" for _, size, name in tape)
         assert brought == 2 * (1 + first + 4)
 
 
 @pytest.mark.parametrize(("optimizer", "tables"), [("adamw", 0), ("adamw8bit", 2)])
 def test_moments_of_8_bits_have_a_table_each_for_good_from_the_first_update_on(optimizer, tables):
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2), torch.bfloat16, OPTIMIZERS[optimizer])
-    operations = list(record_step(decoder, case, Target(DeviceModel()), {}).tape)
+    operations = list(of_demo(Layout(2), optimizer=optimizer).tape)
     freed = {storage for storage, size, _ in operations if size == FREED}
     first_gradient = [name for _, _, name in operations].index("gradients")
     after = operations[first_gradient:]
@@ -332,11 +321,3 @@ def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_
     (mask, _), (output, _), (first, _), (second, _) = operations[1:5]
     assert operations[1:] == [(mask, 8), (output, 32), (first, 3), (second, 5), (second, FREED), (first, FREED)]
     assert given.numel() == results[0].numel()  # all alive until here
-
-
-def test_temporaries_inside_an_operation_end_with_it():
-    machine = DeviceModel(hidden_bytes=lambda func, *_: (64 * MIB,) if func is torch.ops.aten.addmm.default else ())
-    decoder = decoder_of(load_config("gpt2-demo", "random"), torch.bfloat16)
-    case = StepCase(256, 4, Layout(micro_batch=2, states_on_gpu=99), torch.bfloat16, OPTIMIZERS["adamw"])
-    memory = under_cap(record_step(decoder, case, Target(machine), {}).tape)
-    assert memory.at_peak["inside_operations"] == 64 * MIB

@@ -11,12 +11,6 @@ from lowmem.cudasim.clock import Clock, Span
 from lowmem.planning.simulated_transfers import IN, OUT, SimulatedTransfers
 
 
-def clock_at(host: float, gpu: float) -> Clock:
-    clock = Clock()
-    clock.host, clock.gpu = host, gpu
-    return clock
-
-
 def pairs_of(size_bytes: int):
     halves = size_bytes - size_bytes // 2, size_bytes // 2
     return [(torch.empty(size, dtype=torch.uint8, device="meta"),) * 2 for size in halves]
@@ -99,33 +93,6 @@ def test_an_update_beside_what_computes_is_waited_for_where_its_weights_are_need
         clock.advance(Span.of_operation(0, 0.5))
     ring.hold_compute()
     assert (clock.gpu, ring.transfers.exposed_seconds) == (3.5, 3)
-
-
-def test_no_copy_starts_before_it_is_issued():
-    clock = clock_at(7, 1)
-    ring = Ring(clock, 10, 10)
-    piece = 10
-    ring.fetch(0, piece)  # 7..8
-    ring.use(0)
-    assert (clock.gpu, ring.transfers.exposed_seconds) == (8, 1)  # 1..7 the GPU had waited for the host
-    clock.host = 20
-    ring.send(0, piece)  # 20..21
-    ring.transfers.synchronize()
-    assert clock.host == 21
-
-
-def test_the_first_fetch_waits_for_kernels_that_may_still_use_the_slots():
-    clock = clock_at(0, 6)
-    ring = Ring(clock, 10, 10)
-    ring.fetch(0, 10)
-    ring.use(0)
-    assert clock.gpu == 7
-
-
-def test_a_slot_never_fetched_is_no_obstacle():
-    clock = clock_at(1, 2)
-    Ring(clock, 10, 10).use(2)
-    assert clock.gpu == 2
 
 
 class Streams:
@@ -216,16 +183,3 @@ def test_a_pass_over_pieces_takes_as_long_as_streams_run_tick_by_tick(seed):
     assert ring.transfers.busy_seconds[IN] == pytest.approx(streams.busy["in"])
     assert ring.transfers.busy_seconds[OUT] == pytest.approx(streams.busy["out"])
     assert 0 <= ring.transfers.exposed_seconds <= streams.done["the end"] - streams.busy["compute"]
-
-
-def test_copies_in_the_shade_of_computation_are_not_exposed():
-    clock = Clock()
-    ring = Ring(clock, 10, 10)
-    for used in range(10):
-        ring.fetch(used % 3, 10)
-        clock.advance(Span.of_operation(0.1, 2))
-        ring.use(used % 3)
-        clock.advance(Span.of_operation(0.1, 1))
-        ring.send(used % 3, 10)
-    assert ring.transfers.exposed_seconds == 0
-    assert clock.gpu == pytest.approx(30.1)

@@ -24,16 +24,14 @@ def _mask(x: Tensor, tokens: int) -> Tensor:
     return torch.full((x.size(0), 1, tokens, tokens), LOWEST, dtype=FP16, device=x.device)
 
 
-def _positions_mask(positions: int) -> Tensor:
-    return torch.ones(positions, positions, dtype=torch.bool).tril()[None, None]
-
-
 def _merge(y_BHTK: Tensor) -> Tensor:
     return y_BHTK.transpose(1, 2).contiguous().flatten(2)
 
 
-class Gpt2Block(nn.Module):
-    positions, vocabulary, dropout = 1024, 50257, 0.1
+class _Block(nn.Module):
+    """What GPT-2's and GPT-NeoX's blocks have in common."""
+
+    positions: int
 
     def __init__(self, width: int, heads: int, eager: bool):
         super().__init__()
@@ -41,7 +39,11 @@ class Gpt2Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.register_buffer("mask", _positions_mask(self.positions))
+        self.register_buffer("mask", torch.ones(self.positions, self.positions, dtype=torch.bool).tril()[None, None])
+
+
+class Gpt2Block(_Block):
+    positions, vocabulary, dropout = 1024, 50257, 0.1
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Cache]:
         y, cache = self.attend(self.norm_1(x), mask)
@@ -67,16 +69,11 @@ def _gelu_in_steps(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-class NeoXBlock(nn.Module):
+class NeoXBlock(_Block):
     positions, vocabulary, dropout, rotated = 2048, 50304, 0.0, 16
 
     def __init__(self, width: int, heads: int, eager: bool):
-        super().__init__()
-        self.heads, self.eager = heads, eager
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.register_buffer("mask", _positions_mask(self.positions))
+        super().__init__(width, heads, eager)
         for name in ("cosine", "sine"):
             self.register_buffer(name, torch.empty(self.positions, self.rotated, dtype=torch.float32))
 

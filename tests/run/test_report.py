@@ -152,8 +152,7 @@ FREE = {
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
     plan = Plan(
-        "tiny", 3_000, 3, 1, settings, "cuda", precision, None, Layout(micro_batch, states_on_gpu=3),
-        None, 1, 1, {}, {}, 1.0, 0.0, [],
+        settings, 3_000, 3, 1, precision, None, Layout(micro_batch, states_on_gpu=3), None, 1, 1, {}, {}, 1.0, 0.0, [],
     )  # fmt: skip
     return run_identity(settings, plan, steps, data)
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, T5Conf
 
 from experiments.harness.torchrun import ranks_of, start
 from lowmem.errors import InputError, PlanError
-from lowmem.planning.planner import Question
 from lowmem.planning.simulated_ranks import Mesh
+from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
 from lowmem.run.main import _in_a_sentence
 from lowmem.run.several import of_one_rank, plan_of_ranks
@@ -113,13 +113,13 @@ def test_what_ranks_cannot_do_is_refused_by_name(options, said):
     config = options.get("model", GPT2Config())
     settings = Settings(batch=12, **options | {"model": "a model"})
     with pytest.raises(InputError, match=said):
-        of_one_rank(Question(settings, config, "cpu", "fp32", None), Mesh(2), 2)
+        of_one_rank(Question(settings, config, "fp32", None), Mesh(2), 2)
 
 
 @pytest.mark.parametrize(("batch", "micro_batch", "rows"), [(12, None, 6), (13, None, 7), (12, 4, 8), (12, 12, 12)])
 def test_the_plan_is_for_the_rank_with_the_most_rows(batch, micro_batch, rows):
     settings = Settings(batch=batch, micro_batch=micro_batch, ram_limit_bytes=GIB)
-    question = Question(settings, GPT2Config(), "cpu", "fp32", None)
+    question = Question(settings, GPT2Config(), "fp32", None)
     share = of_one_rank(question, Mesh(2), 2).settings
     assert (share.batch, share.ram_limit_bytes, share.weights) == (rows, GIB // 2, "resident")
     assert of_one_rank(question, Mesh(), 1) is question
@@ -160,7 +160,7 @@ def test_a_machine_stores_the_model_once_if_it_fits(gpus, machines, fits, tried)
             raise PlanError("It does not fit.")
         raise KeyboardInterrupt  # a plan, which this test has no use for
 
-    question = Question(Settings(batch=12, ram_limit_bytes=GIB), GPT2Config(), "cpu", "fp32", None)
+    question = Question(Settings(batch=12, ram_limit_bytes=GIB), GPT2Config(), "fp32", None)
     with pytest.raises(PlanError if fits > gpus * machines else KeyboardInterrupt):
         plan_of_ranks(question, gpus * machines, gpus, gpus, make)
     assert asked == tried
