@@ -42,3 +42,12 @@ def started(
     log = RunLog(folder, Settings(**settings))
     log.start(first_step, last_step, PLAN, None if eval_first is None else {"eval_loss": eval_first})
     return log
+
+
+def logged(folder: Path, *rows: dict, **how) -> RunLog:
+    """The log of these steps, from its start (`how`: as in `started`) to its close."""
+    log = started(folder, **how)
+    for each in rows:
+        log.step(each)
+    log.close()
+    return log

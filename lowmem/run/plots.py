@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lowmem.errors import first_line
-from lowmem.run.figures import MEDIAN_OVER, memory_kinds, running_median
+from lowmem.run.figures import MEDIAN_OVER, evaluations, memory_kinds, smoothed
 from lowmem.units import GIB, format_size
 
 _MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes no line
@@ -55,29 +55,25 @@ def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> 
     """Draws training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl. `eval_first`: held-out loss
     before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
-    finite = [row for row in rows if math.isfinite(row["loss"])]
-    long = len(finite) >= 4 * MEDIAN_OVER
+    smooth = smoothed(rows)
+    broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
     axes.plot(
         [row["step"] for row in rows], [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
-        color="C0", alpha=0.3 if long else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
+        color="C0", alpha=0.3 if smooth else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
         markersize=4, label="training",
     )  # fmt: skip
-    if long:
-        smooth = running_median([row["loss"] for row in finite])
+    if smooth:
         label = f"training, median of {MEDIAN_OVER} steps"
-        axes.plot([row["step"] for row in finite], smooth, color="C0", linewidth=1.5, label=label)
-    broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
+        axes.plot(list(smooth), list(smooth.values()), color="C0", linewidth=1.5, label=label)
     if broken:
         axes.plot(
             broken, [0.02] * len(broken), transform=axes.get_xaxis_transform(),  # steps, share of the height
             color="C3", marker="x", linestyle="none", label=f"loss not finite ({len(broken)} of {len(rows)} steps)",
         )  # fmt: skip
-    held_out = [] if eval_first is None else [(0, eval_first)]
-    held_out += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
-    if held_out:
+    if held_out := evaluations(rows, eval_first):
         style = {"color": "C1", "marker": "o", "markersize": 5, "linewidth": 1, "linestyle": ":", "label": "held-out"}
         axes.plot(*zip(*held_out, strict=True), **style)
-    if not finite and not held_out:
+    if len(broken) == len(rows) and not held_out:
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color="0.4")
         axes.set_yticks([])
     axes.set_xlabel("optimizer step")

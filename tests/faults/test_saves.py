@@ -36,20 +36,11 @@ from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
 from lowmem.run.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from lowmem.run.folder import MARGIN_BYTES, find_checkpoints, lock_run
-from lowmem.run.identity import refuse_another_run
 from reference import tiny_model
 from steps import make_batch, make_step
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def having(identity: dict):
-    """A check of load_checkpoint: the run that saved it had these in its identity."""
-    return lambda checkpoint, state: refuse_another_run(checkpoint, state, identity)
-
-
-anything = having({})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,7 +102,7 @@ def names_in(folder: Path) -> list[str]:
 def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint, which is loaded into `store`, and what was said."""
     said: list[str] = []
-    loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, anything, said.append)
+    loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, {}, said.append)
     return loaded and loaded[0], said
 
 
@@ -127,7 +118,7 @@ def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optim
     assert checkpoint == tmp_path / "checkpoints" / "step-00000007"
     for states_on_gpu in (RESIDENT, STREAMED):
         loaded = make_store(precision, optimizer, states_on_gpu, fill=2)
-        assert load_checkpoint(checkpoint, loaded, having({"seed": 3})) == state
+        assert load_checkpoint(checkpoint, loaded, {"seed": 3}) == state
         assert differences(loaded, saved) == []
         again = save_checkpoint(tmp_path / str(states_on_gpu), loaded, state, keep_last=1)
         for path in checkpoint.iterdir():
@@ -138,7 +129,7 @@ def test_parameters_see_what_was_loaded(tmp_path):
     saved, model = make_store(fill=1), tiny_model("gpt2")
     layout = Layout(1, states_on_gpu=STREAMED)
     loaded = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), layout)
-    load_checkpoint(save(tmp_path, saved, 1), loaded, anything)
+    load_checkpoint(save(tmp_path, saved, 1), loaded, {})
     for name, weight in saved.masters():
         assert torch.equal(dict(model.named_parameters())[name].view(torch.int32), weight.view(torch.int32)), name
 
@@ -221,7 +212,7 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
         state = make_state(stop) | {"updates": step.updates, "loss_scale": step.loss_scale.state()}
         save_checkpoint(tmp_path, store, state, keep_last=2)
         step, store = fresh(precision, optimizer, states_on_gpu, seed=index + 1)  # other weights: all must go
-        state = load_checkpoint(newest(tmp_path, store)[0], store, anything)
+        state = load_checkpoint(newest(tmp_path, store)[0], store, {})
         done, step.updates = state["step"], state["updates"]
         step.loss_scale.load(state["loss_scale"])
     continued += train(step, done, steps)
@@ -461,7 +452,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_file_named(tmp_path):
         assert (checkpoint, differences(other, store)) == (first, []), (name, how)
         assert len(said) == 1 and str(path) in said[0] and "skipped" in said[0], (name, how, said)
         with pytest.raises(InputError) as caught:
-            load_checkpoint(second, other, anything)
+            load_checkpoint(second, other, {})
         assert str(path) in str(caught.value), (name, how)
         path.write_bytes(sound)
         count += 1
@@ -538,9 +529,9 @@ def test_resume_takes_a_checkpoint_a_run_folder_or_nothing(tmp_path):
         with pytest.raises(InputError, match="--resume"):
             find_checkpoints(tmp_path / "two", str(tmp_path / wrong), said.append)
     (second / "manifest.json").unlink()
-    assert load_newest([second, first], store, anything, said.append, required=True)[0] == first
+    assert load_newest([second, first], store, {}, said.append, required=True)[0] == first
     with pytest.raises(InputError, match="manifest.json cannot be read"):
-        load_newest([second], store, anything, said.append, required=True)
+        load_newest([second], store, {}, said.append, required=True)
 
 
 def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_path, monkeypatch):
@@ -564,7 +555,7 @@ def refused(checkpoint: Path, store: Store, expected: dict) -> str:
     """The sentence with which loading is refused; `store` must be as it was."""
     before = {name: tensor.clone() for name, tensor in tensors_of(store).items()}
     with pytest.raises(InputError) as caught:
-        load_checkpoint(checkpoint, store, having(expected))
+        load_checkpoint(checkpoint, store, expected)
     assert caught.value.exit_code == 2
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors_of(store).items()), "store was touched"
     return str(caught.value)
@@ -574,7 +565,7 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
     store = make_store()
     identity = {"batch": 64, "lr": 1e-3, "schedule": "cosine", "clip_norm": 1.0, "data": "aa", "steps": 9, "seed": 0}
     checkpoint = save(tmp_path, store, 1, **identity)
-    load_checkpoint(checkpoint, store, having(identity))
+    load_checkpoint(checkpoint, store, identity)
     changed = identity | {"batch": 32, "schedule": "linear", "clip_norm": None, "data": "bb"}
     sentence = refused(checkpoint, store, changed)
     assert "--batch 64 -> 32; --schedule cosine -> linear; --clip-norm 1.0 -> null" in sentence
@@ -754,7 +745,7 @@ def mark():
 folder = Path(sys.argv[1])
 state = dict.fromkeys(("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"), 1)
 print(rise_mib(lambda: save_checkpoint(folder, store, state, keep_last=1)))
-print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), store, lambda *_: None, print)))
+print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), store, {}, print)))
 """
 
 
