@@ -6,6 +6,7 @@ of a finished run. The model is that of --demo, at three steps of 4 x 32 tokens.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import train_gpt2_large
 import train_gpt2_xl
+from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
 from lowmem.planning.plan import Plan
@@ -140,6 +142,14 @@ def at_call(patch: pytest.MonkeyPatch, owner: object, name: str, act, call: int 
         return real(*arguments, **keywords)
 
     patch.setattr(owner, name, acting)
+
+
+@contextmanager
+def stopped_in_step(number: int = 1) -> Iterator[None]:
+    """A SIGTERM comes at the beginning of this step of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), number)
+        yield
 
 
 def measured_run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str, int, float]:

@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 from io import FileIO
 
 import pytest
@@ -13,10 +12,9 @@ import lowmem.planning.cpu_plan
 import lowmem.run.checkpoint
 import lowmem.run.prepare
 import lowmem.run.saver
-from lowmem.core.step import TrainingStep
 from lowmem.run import log
 from lowmem.units import MIB
-from runs import assert_same_run, at_call, last_line, loss_rows, stored, weights
+from runs import assert_same_run, at_call, last_line, loss_rows, stopped_in_step, stored, weights
 
 
 class Written(FileIO):
@@ -25,8 +23,7 @@ class Written(FileIO):
 
 def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2"]
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(tmp_path / "out", *options) == 75
     plan = stored(tmp_path / "out/plan.json")
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]
@@ -40,8 +37,7 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
 
 def test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2", "--ram-limit", "8GiB"]  # plans it each time
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(tmp_path / "out", *options) == 75
     monkeypatch.setattr(lowmem.planning.cpu_plan, "CPU_MICRO_BATCH_TOKENS", 8 * 32)
     assert train(tmp_path / "new", *options) == 0
@@ -126,9 +122,8 @@ def test_a_checkpoint_that_does_not_fit_any_more_ends_neither_training_nor_the_e
 
 
 def test_a_checkpoint_that_does_not_fit_when_a_signal_has_come_is_an_error(train, tmp_path, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
-        patch.setattr(lowmem.run.checkpoint, "_check_room", full)
+    monkeypatch.setattr(lowmem.run.checkpoint, "_check_room", full)
+    with stopped_in_step(2):
         assert train(tmp_path / "out") == 1
     assert "step 2 could not be saved" in last_line(capsys)
 

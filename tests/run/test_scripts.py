@@ -6,9 +6,7 @@ of a machine without network run `python train_gpt2_large.py`. faults/ has what 
 
 import json
 import math
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import train_gpt2_large
 import train_gpt2_xl
-from lowmem.core.step import TrainingStep
 from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.models.build import load_config
@@ -35,11 +32,11 @@ from runs import (
     SCRIPTS,
     SMALL,
     assert_same_run,
-    at_call,
     content,
     last_line,
     loss_rows,
     measured_run,
+    stopped_in_step,
     stored,
     weights,
 )
@@ -261,8 +258,7 @@ def test_every_optimizer_and_precision_trains_and_resumes_bitwise(
     choice = stored(tmp_path / "whole/plan.json")["choice"]
     assert (choice["optimizer"], choice["precision"], choice["state_bits"]) == (optimizer, precision, state_bits)
 
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(tmp_path / "parts", *options) == 75
     assert train(tmp_path / "parts", *options) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts")

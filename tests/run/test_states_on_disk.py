@@ -2,14 +2,13 @@
 
 import errno
 import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 
 import lowmem.run.prepare
 from lowmem.core.step import TrainingStep
-from runs import assert_same_run, at_call, last_line, stored
+from runs import assert_same_run, at_call, last_line, stopped_in_step, stored
 
 
 @pytest.fixture
@@ -31,8 +30,7 @@ def interrupted(finished, train, monkeypatch):
 
     def run(out, before: list[str], after: list[str]) -> dict:
         """The plan with which it has gone on."""
-        with monkeypatch.context() as patch:
-            at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+        with stopped_in_step(2):
             assert train(out, *before) == 75
         assert train(out, *after) == 0
         assert_same_run(out, finished)
