@@ -174,12 +174,11 @@ class Ending:
         a failure."""
         session, folder = self._session, self._session.folder
         peaks, phases = asdict(session.budget.peaks()), session.budget.ram_phases
-        timeline = session.model.plan.timeline
-        pictures = {
-            folder / "loss.png": lambda path: draw_loss(session.log.rows, path, session.eval_first),
-            folder / "memory.png": lambda path: draw_memory(plan, peaks, path, timeline, phases),
+        loss, memory = folder / "loss.png", folder / "memory.png"
+        problems = {
+            loss: draw(loss, draw_loss, session.log.rows, loss, session.eval_first),
+            memory: draw(memory, draw_memory, plan, peaks, memory, session.model.plan.timeline, phases),
         }
-        problems = {path: draw(path, partial(picture, path)) for path, picture in pictures.items()}
         say = self._note if importlib.util.find_spec("matplotlib") else session.log.say
         for problem in filter(None, problems.values()):
             say(problem)

@@ -1,4 +1,4 @@
-"""Makes the figures of a training run that people read: its losses, its memory, and a summary in ten lines.
+"""Makes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
 
 Everything here is made of the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json
 and report.json. No package is imported, so `python -m lowmem report` starts at once.

@@ -188,12 +188,6 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
     assert weights(out) == weights(finished)
 
 
-def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_path, capsys):
-    with memory_runs_out(range(10_000)):
-        assert train(tmp_path / "out") == 4
-    assert "out of GPU memory, even for single sequences" in last_line(capsys)
-
-
 # --- memory that is not there to begin with
 
 

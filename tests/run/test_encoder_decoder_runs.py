@@ -1,6 +1,5 @@
 """Whole runs of a small T5: planned, trained, evaluated, stopped and gone on with, sampled, exported."""
 
-import json
 import shutil
 
 import pytest
@@ -12,7 +11,7 @@ from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.load import read_weights
 from lowmem.run.main import main
-from runs import SCRIPTS, assert_same_run, last_line, stopped_in_step, stored
+from runs import SCRIPTS, assert_same_run, last_line, stopped_in_step, stored, write_rows
 
 SIZES = {
     **{"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
@@ -115,8 +114,7 @@ def test_files_with_a_head_of_their_own_are_refused(finished_t5, tmp_path):
 
 def test_prompts_with_completions_are_sources_and_targets(train_t5, tmp_path, capsys):
     rows = [{"prompt": f"what is {n}?", "completion": str(n * n)} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert train_t5(tmp_path / "out", "--data", str(tmp_path / "rows.jsonl"), "--fixed-batch") == 0
+    assert train_t5(tmp_path / "out", "--data", write_rows(tmp_path / "rows.jsonl", rows), "--fixed-batch") == 0
     assert "a row is a source of at most 24 tokens and a target of at most 8" in capsys.readouterr().err
 
 

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -45,12 +44,6 @@ def test_a_resumed_run_drops_the_rows_that_it_computes_again_and_half_a_line(tmp
     assert read_metrics(tmp_path / "metrics.jsonl") == [row(1), row(2), row(3, loss=9.0)]
 
 
-def test_a_new_run_in_an_old_folder_starts_with_an_empty_file(tmp_path):
-    logged(tmp_path, row(1))
-    started(tmp_path).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_a_kill_while_a_run_resumes_loses_no_row(tmp_path, monkeypatch):
     logged(tmp_path, row(1))
 
@@ -87,18 +80,6 @@ def test_a_loss_that_is_not_finite_is_null_for_other_programs_and_nan_for_ours(t
 
     write_json(tmp_path / "report.json", {"loss": {"last": math.nan}, "list": [-math.inf, 1.5, None]})
     assert strict((tmp_path / "report.json").read_text()) == {"loss": {"last": None}, "list": [None, 1.5, None]}
-
-
-def test_write_json_replaces_a_file_whole_or_not_at_all(tmp_path, monkeypatch):
-    write_json(tmp_path / "plan.json", {"fits": True})
-
-    def full(_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_json(tmp_path / "plan.json", {"fits": False})
-    assert json.loads((tmp_path / "plan.json").read_text()) == {"fits": True}
 
 
 def test_a_run_that_is_refused_leaves_no_file_and_one_that_starts_keeps_what_was_said(tmp_path, capsys):

@@ -14,9 +14,9 @@ import struct
 import subprocess
 import sys
 import threading
-import types
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -193,43 +193,23 @@ def test_without_the_package_wandb_is_refused_in_a_sentence(tmp_path, monkeypatc
     assert said.startswith("wandb could not start (") and said in (tmp_path / "log.txt").read_text()
 
 
-class Guest(types.ModuleType):
-    """Stands in for wandb: takes what it is told, and its run raises once it has been broken."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.Settings = lambda **settings: settings
-        self.setup = lambda settings: None
-        self.login = lambda **how: True
-        self.id = "an-id"
-        self.offline, self.sync_dir, self.url = True, "a folder/offline-run", "https://wandb.example/a/run"
-        self.plot = types.SimpleNamespace(line_series=lambda *given, split_table: given)
-        self.begun, self.logged, self.broken, self.ended, self.torn_down = [], [], False, 0, 0
-
-    def init(self, **arguments):
-        self.begun.append(arguments)
-        return self
-
-    def define_metric(self, *names, **how):
-        pass
-
-    def log(self, values):
-        if self.broken:
-            raise RuntimeError("disk full\nand more of it")
-        self.logged.append(values)
-
-    def finish(self):
-        self.ended += 1
-
-    def teardown(self):
-        self.torn_down += 1
-
-
 @pytest.fixture
-def guest(monkeypatch):
-    module = Guest()
+def guest(monkeypatch) -> MagicMock:
+    """Stands in for the package wandb, and for the run that it begins."""
+    module = MagicMock(id="an-id", offline=True, sync_dir="a folder/offline-run", url="https://wandb.example/a/run")
+    module.init.return_value = module
+    module.Settings = dict
+    module.plot.line_series = lambda *given, split_table: given
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
+
+
+def begun(guest: MagicMock) -> list[dict]:
+    return [call.kwargs for call in guest.init.call_args_list]
+
+
+def told(guest: MagicMock) -> list[dict]:
+    return [call.args[0] for call in guest.log.call_args_list]
 
 
 def test_where_a_run_is_and_how_to_upload_it_is_said(tmp_path, capsys, guest):
@@ -262,38 +242,33 @@ def test_values_that_belong_together_are_in_one_chart(tmp_path, guest):
     assert shown["ms per step"].keys() == {"perf/step_ms", "perf/step_ms_predicted"}
 
     logged(tmp_path, row(1), row(2), wandb="offline", last_step=2)
-    (drawn,) = [logged for logged in guest.logged if any(name.startswith("charts/") for name in logged)]
+    (drawn,) = [logged for logged in told(guest) if any(name.startswith("charts/") for name in logged)]
     assert drawn["charts/training and held-out loss"] == (
         [(1, 2)], [(4.9, 4.8)], ["train/loss"], "training and held-out loss", "optimizer step",
     )  # fmt: skip
 
 
-def test_a_typed_mode_holds_over_the_environment_which_holds_over_disabled(tmp_path, monkeypatch, guest):
+def test_what_the_environment_says_holds_where_nothing_was_typed_and_waiting_is_bounded(tmp_path, monkeypatch, guest):
     started(tmp_path).close()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    started(tmp_path, wandb="disabled").close()
-    assert guest.begun == []
-    started(tmp_path).close()
+    assert begun(guest) == [], "disabled"
     started(tmp_path, wandb="online").close()
-    assert [arguments["mode"] for arguments in guest.begun] == ["offline", "online"]
-    assert guest.ended == 2
-
-
-def test_project_name_and_folder_come_from_the_environment_where_nothing_was_typed(tmp_path, monkeypatch, guest):
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    monkeypatch.setenv("WANDB_NAME", "from-environment")
-    monkeypatch.setenv("WANDB_DIR", "/elsewhere")
-    started(tmp_path, wandb="offline").close()
-    started(tmp_path, wandb="offline", run_name="typed").close()
-    names = [(arguments["project"], arguments["name"], arguments["dir"]) for arguments in guest.begun]
-    assert names == [("theirs", "from-environment", "/elsewhere"), ("theirs", "typed", "/elsewhere")]
-
-
-def test_waiting_for_wandb_is_bounded(tmp_path, guest):
-    started(tmp_path, wandb="online").close()
-    settings = guest.begun[0]["settings"]
+    started(tmp_path, wandb="offline", first_step=1).close()
+    environment = {"MODE": "offline", "PROJECT": "theirs", "NAME": "from-environment", "DIR": "/elsewhere"}
+    for name, value in (environment | {"RUN_ID": "their-id", "RESUME": "must"}).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    started(tmp_path, first_step=1).close()
+    started(tmp_path, wandb="online", run_name="typed").close()
+    how = [[given[name] for name in ("mode", "project", "name", "dir", "id", "resume")] for given in begun(guest)]
+    folder = str(tmp_path)
+    assert how == [
+        ["online", "lowmem", tmp_path.name, folder, None, "allow"],
+        ["offline", "lowmem", tmp_path.name, folder, "an-id", "allow"],
+        ["offline", "theirs", "from-environment", "/elsewhere", "their-id", "must"],
+        ["online", "theirs", "typed", "/elsewhere", "their-id", "must"],
+    ]
+    settings = begun(guest)[0]["settings"]
     assert 0 < settings["init_timeout"] <= 30 and 0 < settings["finish_timeout"] <= 30
-    assert guest.torn_down == 1  # here and within a limit, not when Python exits
+    assert guest.finish.call_count == guest.teardown.call_count == 4  # here and within a limit, not when Python exits
 
 
 def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
@@ -313,12 +288,12 @@ def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkey
 def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, capsys, guest):
     log = started(tmp_path, wandb="offline")
     log.step(row(1))
-    guest.broken = True
+    guest.log.side_effect = RuntimeError("disk full\nand more of it")
     log.step(row(2))
-    guest.broken = False
+    guest.log.side_effect = None
     log.step(row(3))
     log.close()
-    assert len(guest.logged) == 1 and guest.ended == 0
+    assert len(told(guest)) == 2 and not guest.finish.called
     assert failures(capsys) == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
@@ -326,7 +301,7 @@ def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, ca
 def test_tokens_seen_go_on_where_a_resumed_run_left_off(tmp_path, guest):
     logged(tmp_path, row(1), row(2))
     logged(tmp_path, row(2, tokens=7), first_step=1, wandb="offline")
-    assert guest.logged[0]["train/num_input_tokens_seen"] == 107
+    assert told(guest)[0]["train/num_input_tokens_seen"] == 107
 
 
 def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is_infinite():
@@ -350,16 +325,6 @@ def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder
         assert (tmp_path / "wandb-run-id").read_text() == f"{run.run_id}\n"
         ids.append(run.run_id)
     assert ids[0] == ids[1] != ids[2]
-
-
-def test_an_id_and_a_way_to_resume_that_the_environment_says_hold(tmp_path, monkeypatch, guest):
-    started(tmp_path, wandb="offline").close()
-    started(tmp_path, wandb="offline", first_step=1).close()
-    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
-    monkeypatch.setenv("WANDB_RESUME", "must")
-    started(tmp_path, wandb="offline", first_step=1).close()
-    how = [(arguments["id"], arguments["resume"]) for arguments in guest.begun]
-    assert how == [(None, "allow"), ("an-id", "allow"), ("theirs", "must")]
 
 
 def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
