@@ -13,7 +13,6 @@ import random
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from contextlib import suppress
@@ -37,10 +36,10 @@ from lowmem.run import checkpoint as checkpoint_module
 from lowmem.run.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from lowmem.run.folder import MARGIN_BYTES, find_checkpoints, lock_run
 from reference import tiny_model
+from runs import failing, python, rehash
 from steps import make_batch, make_step
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -106,7 +105,7 @@ def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
     return loaded and loaded[0], said
 
 
-# --------------------------------------------------------------------------------------------------- what is in a file
+# --- what is in a file
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
@@ -178,7 +177,7 @@ def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
         save(tmp_path, store, 1)
 
 
-# ------------------------------------------------------------------------------------------------- training, continued
+# --- training, continued
 
 
 def fresh(precision, optimizer, states_on_gpu, seed):
@@ -223,7 +222,7 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
     assert (precision == "fp16") == (not all(result.updated for result in results))
 
 
-# -------------------------------------------------------------------------------------------- saves that do not finish
+# --- saves that do not finish
 
 
 class Stages:
@@ -402,23 +401,18 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EACCES, errno.EIO])
 def test_any_refusal_of_the_system_is_one_clear_error(tmp_path, monkeypatch, number):
-    def refuse(path, content):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(checkpoint_module, "write", refuse)
+    monkeypatch.setattr(checkpoint_module, "write", failing(number))
     with pytest.raises(LowmemError, match=os.strerror(number)) as caught:
         save(tmp_path, smallest_store(), 2)
     assert caught.value.exit_code == 1 and names_in(tmp_path) == []
     assert ("quota" in str(caught.value)) == (number == errno.EDQUOT)
-
-
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(LowmemError, match="could not be saved"):
-        save(tmp_path, make_store(), 2)
+        save(tmp_path, smallest_store(), 2)
 
 
-# -------------------------------------------------------------------------------------------------- which one is taken
+# --- which one is taken
 
 
 def damages(checkpoint: Path):
@@ -447,7 +441,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_file_named(tmp_path):
     for name, how, content in damages(second):
         path = second / name
         sound = path.read_bytes()
-        path.unlink() if content is None else path.write_bytes(content)
+        replace(path, content)
         checkpoint, said = newest(tmp_path, other)
         assert (checkpoint, differences(other, store)) == (first, []), (name, how)
         assert len(said) == 1 and str(path) in said[0] and "skipped" in said[0], (name, how, said)
@@ -480,9 +474,7 @@ def test_with_nothing_valid_left_a_run_starts_anew_and_says_why(tmp_path):
 def test_a_disk_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
     """Nothing is skipped, and nothing is put aside: the next attempt may read it."""
     save(tmp_path, make_store(fill=1), 1)
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
-    )
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.EIO))
     with pytest.raises(LowmemError, match="manifest.json cannot be read: Input/output error") as error:
         newest(tmp_path, make_store())
     assert not isinstance(error.value, InputError)
@@ -548,7 +540,7 @@ def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_pat
     assert newest(tmp_path / "other", store) == (checkpoint, [])
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# --- what is refused
 
 
 def refused(checkpoint: Path, store: Store, expected: dict) -> str:
@@ -578,39 +570,27 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
 def rewrite(checkpoint: Path, change) -> None:
     """Applies `change` to the folder and writes the manifest anew, as if this had been saved."""
     change(checkpoint)
-    (checkpoint / "manifest.json").unlink()
-    entries = {}
-    for path in list(checkpoint.iterdir()):
-        content = path.read_bytes()
-        path.unlink()
-        entries[path.name] = files.write(path, [content])
-    write_manifest(checkpoint, entries)
+    rehash(checkpoint)
+
+
+def replace(path: Path, content: bytes | None) -> None:
+    """None: the file is missing."""
+    path.unlink() if content is None else path.write_bytes(content)
 
 
 @pytest.mark.parametrize("key", ["step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"])
 def test_a_state_that_lacks_what_a_run_needs_is_refused(tmp_path, key):
-    def leave_out(folder):
-        state = make_state(1)
-        del state[key]
-        (folder / "state.json").write_bytes(to_json(state))
-
-    checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, leave_out)
+    checkpoint, state = save(tmp_path, make_store(), 1), make_state(1)
+    del state[key]
+    rewrite(checkpoint, lambda folder: replace(folder / "state.json", to_json(state)))
     assert f"state.json lacks {key}" in refused(checkpoint, make_store(), {})
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"])
 def test_a_state_that_is_no_state_is_refused(tmp_path, content):
     checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: (folder / "state.json").write_bytes(content))
+    rewrite(checkpoint, lambda folder: replace(folder / "state.json", content))
     assert "state.json" in refused(checkpoint, make_store(), {})
-
-
-def test_a_file_that_lacks_is_refused(tmp_path):
-    for name in ("state.json", "block-1-matrices.safetensors"):
-        checkpoint = save(tmp_path, make_store(), 1)
-        rewrite(checkpoint, lambda folder, name=name: (folder / name).unlink())
-        assert name in refused(checkpoint, make_store(), {})
 
 
 def change_header(path: Path, change) -> None:
@@ -638,10 +618,10 @@ def test_a_header_that_is_not_this_runs_is_refused(tmp_path, change, said):
     assert "block-0-matrices.safetensors" in sentence and said in sentence
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8])
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8])
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
     checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: (folder / "final-vectors.safetensors").write_bytes(content))
+    rewrite(checkpoint, lambda folder: replace(folder / "final-vectors.safetensors", content))
     assert "final-vectors.safetensors" in refused(checkpoint, make_store(), {})
 
 
@@ -672,18 +652,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path):
         (tmp_path / "manifest.json").unlink()
 
 
-# ------------------------------------------------------------------------------------------------------------ the lock
-
-
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
-    folder = tmp_path / "new" / "run"
-    with lock_run(folder):
-        (folder / "metrics.jsonl").touch()
-        with pytest.raises(InputError, match="another run is writing"), lock_run(folder):
-            pass
-        assert (folder / "metrics.jsonl").exists()
-    with lock_run(folder):
-        pass
+# --- the lock
 
 
 def test_the_lock_of_a_killed_run_holds_nobody_up(tmp_path):
@@ -711,7 +680,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
         pass
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# --- memory
 
 MEASURED = """
 import sys
@@ -750,7 +719,7 @@ print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), stor
 
 
 def test_saving_and_loading_take_one_chunk_of_ram(tmp_path):
-    run = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", MEASURED, tmp_path)
     assert run.returncode == 0, run.stderr
     save_mib, load_mib = (float(line) for line in run.stdout.split())
     assert max(save_mib, load_mib) < 32, (save_mib, load_mib)
