@@ -129,7 +129,21 @@ def no_folder_to_resume(path: str | Path) -> InputError:
 
 
 def _is_plan(path: Path) -> bool:
+    return read_json(path).keys() >= {"fits", "tokens_per_step", "predicted"}
+
+
+def read_json(path: Path) -> dict:
+    """Returns the object in a JSON file of a training run; an empty dict if the file is missing or damaged."""
     try:
-        return json.loads(path.read_bytes()).keys() >= {"fits", "tokens_per_step", "predicted"}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
+        return json_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def json_object(text: bytes) -> dict:
+    """Returns the JSON object in `text`; an empty dict if there is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

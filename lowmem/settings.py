@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lowmem.errors import InputError
 from lowmem.fields import SAVE_EVERY, Specs, checked, option_name
-from lowmem.units import GIB
+from lowmem.units import GIB, format_size
 
 TRACKERS = ("tensorboard", "wandb")  # what a run can report to
 _ALONE = ("none", "all")  # words that are not combined with them
@@ -281,6 +281,17 @@ class Settings:
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
     """Returns {name: value} of the settings with this mark. `settings` may be another object with these attributes."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
+
+
+def in_words(name: str, value: Any) -> str:
+    """Returns the value of the setting `name`, as --help and the report show it."""
+    if value is None:
+        return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return ", ".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))

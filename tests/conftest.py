@@ -53,11 +53,9 @@ def bpe_tokenizer():
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False, initial_alphabet=alphabet
     )
     backend.train_from_iterator([Path(__file__).read_text()], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")

@@ -45,16 +45,10 @@ def tiny_model(family: str, dropout: float = 0.0, seed: int = 0) -> nn.Module:
 
 
 def plain_training(
-    model: nn.Module,
-    batches: list[tuple[Tensor, Tensor]],
-    *,
-    learning_rates: list[float],
-    weight_decay: float = 0.01,
-    clip_norm: float | None = 1.0,
-    autocast: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], *, learning_rates: list[float], weight_decay: float = 0.01,
+    clip_norm: float | None = 1.0, autocast: bool = False, betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
-) -> Iterator[float]:
+) -> Iterator[float]:  # fmt: skip
     """The whole batch at once, transformers' own loss, torch.optim.AdamW, fp32 (or plain bf16 autocast); yields the
     loss of each step. `batches`: (input_ids, labels), both [B, T], labels already shifted, -100 ignored."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]

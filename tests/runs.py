@@ -6,6 +6,7 @@ of a finished run. The model is that of --demo, at three steps of 4 x 32 tokens.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,15 +16,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import train_gpt2_large
 import train_gpt2_xl
+from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
+from lowmem.files import MANIFEST, write, write_manifest
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
@@ -55,8 +58,30 @@ def weights(out: Path) -> bytes:
     return (out / "model/model.safetensors").read_bytes()
 
 
+def failing(number: int) -> Mock:
+    """A function that the system refuses, with this errno."""
+    return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """Writes JSON lines; returns the path as an option's value."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def rehash(checkpoint: Path) -> None:
+    """Writes the manifest of a changed checkpoint anew, as if it had been saved like that."""
+    (checkpoint / MANIFEST).unlink()
+    entries = {}
+    for path in list(checkpoint.iterdir()):
+        kept = path.read_bytes()
+        path.unlink()
+        entries[path.name] = write(path, [kept])
+    write_manifest(checkpoint, entries)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -141,6 +166,21 @@ def at_call(patch: pytest.MonkeyPatch, owner: object, name: str, act, call: int 
         return real(*arguments, **keywords)
 
     patch.setattr(owner, name, acting)
+
+
+@contextmanager
+def stopped_in_step(number: int = 1) -> Iterator[None]:
+    """A SIGTERM comes at the beginning of this step of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), number)
+        yield
+
+
+def python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a Python process that finds the repository's package; `environment` is added to this process's."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    words = [sys.executable, *map(str, arguments)]
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def measured_run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str, int, float]:

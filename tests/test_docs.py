@@ -5,12 +5,8 @@ options are parsed all the same.
 """
 
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,8 +16,8 @@ from experiments.bigger_models import today
 from lowmem.run import plan_command
 from lowmem.run.cli import parse_arguments, parse_plan
 from lowmem.settings import Settings
+from runs import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = {"train_gpt2_large.py": train_gpt2_large.SETTINGS, "train_gpt2_xl.py": train_gpt2_xl.SETTINGS}
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -101,10 +97,7 @@ def test_a_module_that_a_page_runs_exists(module):
 def test_a_command_runs(command, tmp_path):
     words = shlex.split(command)
     assert words[0] == "lowmem", f"{command}: mark its block with a reason, or run it here"
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    done = python("-m", *words, cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

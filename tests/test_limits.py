@@ -3,8 +3,6 @@
 What PyTorch's CUDA functions would answer comes from a stand-in: no line of this has run on a GPU.
 """
 
-import subprocess
-import sys
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -19,8 +17,8 @@ from lowmem.cudasim.allocator import CachingAllocator, SimulatedOutOfMemory
 from lowmem.errors import CapExceeded, InputError, LowmemError
 from lowmem.limits import OVERSHOOT_BYTES, Budget, Peaks, ram_available_bytes
 from lowmem.units import GIB, MIB
+from runs import python
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -36,8 +34,7 @@ def measure(code: str) -> list[int]:
         f"{code}\n"
         "print(*marks)"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return list(map(int, result.stdout.split()))
+    return list(map(int, python("-c", program).stdout.split()))
 
 
 def test_a_buffer_that_can_be_page_locked_counts_once_it_is_touched():
@@ -90,7 +87,7 @@ def test_each_phase_has_its_own_peak_and_the_run_the_highest():
 
 
 def test_where_the_mark_cannot_be_begun_anew_no_phase_has_a_figure_and_the_run_has_its_peak(machine):
-    files(machine / "proc", {"self/status": f"VmHWM: {3 * 2**20} kB"})
+    files(machine, {"proc/self/status": f"VmHWM: {3 * 2**20} kB"})
     (machine / "proc/self/clear_refs").mkdir()
     budget = Budget(CPU, None, None)
     with budget.phase("evaluate"):
@@ -116,72 +113,54 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_control_groups_the_machine_limits(machine):
-    assert ram_available_bytes() == (20 * GIB, "the machine's free memory")
-
-
-def test_a_limit_of_any_group_above_the_process_holds(machine):
-    files(machine / "proc", {"self/cgroup": "0::/batch/job/step"})
-    files(
-        machine / "cgroup",
+MACHINE = "the machine's free memory"
+CONTROL_GROUPS = {  # files of /proc and /sys/fs/cgroup; the bytes that are available; the end of the limit's name
+    "no groups": ({}, 20 * GIB, MACHINE),
+    "of two groups above the process, the outer has the larger limit and less of it left": (
         {
-            "batch/memory.max": 9 * GIB,
-            "batch/memory.current": 4 * GIB,
-            "batch/job/memory.max": 8 * GIB,
-            "batch/job/memory.current": 1 * GIB,
-            "batch/job/step/memory.max": "max",
-            "batch/job/step/memory.current": 1 * GIB,
+            "proc/self/cgroup": "0::/batch/job/step",
+            **{"cgroup/batch/memory.max": 9 * GIB, "cgroup/batch/memory.current": 4 * GIB},
+            **{"cgroup/batch/job/memory.max": 8 * GIB, "cgroup/batch/job/memory.current": GIB},
+            **{"cgroup/batch/job/step/memory.max": "max", "cgroup/batch/job/step/memory.current": GIB},
         },
-    )
-    available, what = ram_available_bytes()
-    assert available == 5 * GIB  # the outer group has the larger limit and less of it left
-    assert what.endswith("batch/memory.max")
-
-
-def test_page_cache_that_a_group_gives_back_is_available(machine):
-    files(machine / "proc", {"self/cgroup": "0::/job"})
-    files(
-        machine / "cgroup",
+        *(5 * GIB, "batch/memory.max"),
+    ),
+    "page cache that a group gives back is available": (
         {
-            "job/memory.max": 8 * GIB,
-            "job/memory.current": 7 * GIB,
-            "job/memory.stat": f"anon {GIB}\ninactive_file {5 * GIB}\nactive_file {GIB}",
+            **{"proc/self/cgroup": "0::/job", "cgroup/job/memory.max": 8 * GIB, "cgroup/job/memory.current": 7 * GIB},
+            "cgroup/job/memory.stat": f"anon {GIB}\ninactive_file {5 * GIB}\nactive_file {GIB}",
         },
-    )
-    assert ram_available_bytes()[0] == 6 * GIB
-
-
-def test_version_1_inside_a_container_whose_group_is_mounted_as_the_root(machine):
-    """The path in /proc/self/cgroup is the host's; in the container it does not exist."""
-    files(machine / "proc", {"self/cgroup": "5:cpu,cpuacct:/docker/ab\n4:hugetlb,memory:/docker/ab\n0::/docker/ab"})
-    files(
-        machine / "cgroup/memory",
+        *(6 * GIB, "job/memory.max"),
+    ),
+    "version 1 in a container: its group is the root, and the host's path does not exist": (
         {
-            "memory.limit_in_bytes": 8 * GIB,
-            "memory.usage_in_bytes": 3 * GIB,
-            "memory.stat": f"inactive_file 4096\ntotal_inactive_file {GIB}",
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/ab\n4:hugetlb,memory:/docker/ab\n0::/docker/ab",
+            "cgroup/memory/memory.limit_in_bytes": 8 * GIB,
+            "cgroup/memory/memory.usage_in_bytes": 3 * GIB,
+            "cgroup/memory/memory.stat": f"inactive_file 4096\ntotal_inactive_file {GIB}",
         },
-    )
-    available, what = ram_available_bytes()
-    assert available == 6 * GIB
-    assert what.endswith("memory/memory.limit_in_bytes")
+        *(6 * GIB, "memory/memory.limit_in_bytes"),
+    ),
+    "version 1 without a limit says a huge number": (
+        {
+            "proc/self/cgroup": "4:memory:/",
+            "cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+            "cgroup/memory/memory.usage_in_bytes": 19 * GIB,
+        },
+        *(20 * GIB, MACHINE),
+    ),
+    "a group over its limit": (
+        {"proc/self/cgroup": "0::/job", "cgroup/job/memory.max": GIB, "cgroup/job/memory.current": 2 * GIB},
+        *(0, "job/memory.max"),
+    ),
+}
 
 
-def test_version_1_without_a_limit_says_a_huge_number_that_is_none(machine):
-    files(machine / "proc", {"self/cgroup": "4:memory:/"})
-    files(machine / "cgroup/memory", {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 19 * GIB})
-    assert ram_available_bytes() == (20 * GIB, "the machine's free memory")
-
-
-def test_a_group_over_its_limit_has_nothing_left(machine):
-    files(machine / "proc", {"self/cgroup": "0::/job"})
-    files(machine / "cgroup", {"job/memory.max": GIB, "job/memory.current": 2 * GIB})
-    assert ram_available_bytes()[0] == 0
-
-
-def test_this_machine_says_what_is_available():
-    available, what = ram_available_bytes()
-    assert available > 0 and what
+@pytest.mark.parametrize(("contents", "available", "named"), CONTROL_GROUPS.values(), ids=CONTROL_GROUPS)
+def test_available_is_what_the_machine_and_every_group_above_the_process_leave(machine, contents, available, named):
+    files(machine, contents)
+    found, what = ram_available_bytes()
+    assert found == available and what.endswith(named)
 
 
 # --- caps
@@ -193,12 +172,8 @@ def test_a_peak_over_the_ram_cap_fails_with_exit_4_and_names_all_three_figures(m
         Budget(CPU, None, 2 * GIB).check("step 7")
     assert str(caught.value) == "step 7: RAM reached 5.00 GiB, 3.00 GiB over the cap of 2.00 GiB"
     assert caught.value.exit_code == 4
-
-
-def test_a_peak_of_exactly_the_cap_is_within_it(monkeypatch):
-    monkeypatch.setattr(budget_module, "ram_peak_bytes", lambda: 5 * GIB)
-    Budget(CPU, None, 5 * GIB).check("step 1")
-    Budget(CPU, None, None).check("step 1")
+    for limit in (5 * GIB, None):
+        Budget(CPU, None, limit).check("step 7")
 
 
 def test_the_cpu_has_no_gpu_figures_and_no_gpu_cap(monkeypatch):

@@ -26,8 +26,9 @@ from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
 from lowmem.run import prepare, train
+from lowmem.run.figures import build_report
 from lowmem.run.log import RunLog
-from lowmem.run.report import build_report, device_name
+from lowmem.run.report import device_name, versions
 
 STEPS = 4
 FULL = ["--init", "random", "--steps", str(STEPS)]
@@ -112,8 +113,9 @@ class _Watched:
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
-            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), kept["question"].settings.batch, None
-        )
+            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), versions(),
+            kept["question"].settings.batch, None,
+        )  # fmt: skip
         return self._row(report, complete=False)
 
     def outcome(self, code: int, folder: Path) -> tuple[dict, dict[str, bool]]:

@@ -25,7 +25,7 @@ from lowmem.config_switches import remarks
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.data.chat_templates import set_chat_template
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.distributed.launch import joined, local_ranks
+from lowmem.distributed.launch import joined
 from lowmem.errors import InputError
 from lowmem.files import MANIFEST
 from lowmem.limits import Budget
@@ -109,8 +109,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
         plan = plan_here(question, device, ranks, aside, said.append)
-    ram_limit = settings.ram_limit_bytes and settings.ram_limit_bytes // local_ranks()
-    Budget(device, settings.gpu_limit_bytes, ram_limit).apply(plan.gpu_reserved_peak_bytes)
+    Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes)
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
         model = model.resumed(checkpoints, said.append)

@@ -44,13 +44,13 @@ from lowmem.files import (
     write_manifest,
 )
 from lowmem.run.folder import ASIDE, MARGIN_BYTES, TEMPORARY, checkpoint_of, checkpoints_in, step_of, sweep
+from lowmem.run.identity import refuse_another_run
+from lowmem.run_folder import json_object
 from lowmem.units import format_size
 
 _STATE = "state.json"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _UNREADABLE = "unreadable-"
-
-Check = Callable[[Path, dict], object]  # of a checkpoint and its state: InputError if a run cannot go on from it
 
 
 class NotSaved(LowmemError):
@@ -149,11 +149,6 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
             drop_pages(chunk)
 
 
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns views of the bytes of a tensor [n], each uint8 [at most CHUNK_BYTES]."""
-    return tensor.view(torch.uint8).split(CHUNK_BYTES)
-
-
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
     """Returns the first of `checkpoints` that has a readable state, and that state; None if there is none."""
     for checkpoint in checkpoints:
@@ -163,38 +158,38 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 
 
 def load_newest(
-    checkpoints: list[Path], store: Store, check: Check, say: Callable[[str], None], required: bool = False
+    checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
     """Loads the first undamaged one of `checkpoints`, newest first, and returns it with its state. `say` gets a
     sentence about each damaged one. If all are damaged and a checkpoint is `required`, raises Damaged. Otherwise
     renames them, zeroes `store` and returns None."""
     for checkpoint in checkpoints:
         try:
-            return checkpoint, load_checkpoint(checkpoint, store, check)
+            return checkpoint, load_checkpoint(checkpoint, store, identity)
         except Damaged as problem:
             if required and checkpoint == checkpoints[-1]:
                 raise
             say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
     if checkpoints:
         store.clear()
-        store.ranks.on_first(lambda: _rename(checkpoints))  # else the next save would remove them
+        store.ranks.on_first(lambda: _put_aside(checkpoints))  # else the next save would remove them
         kept = f"{_UNREADABLE}step-... in {checkpoint.parent}"
         say(f"warning: training starts from step 0; those checkpoints are kept as {kept}")
     return None
 
 
-def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
+def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
     """Reads every tensor into its place in `store`, each file once. Returns the checkpoint's state. Of several ranks,
     each reads all files and keeps its share.
 
-    Before `store` is changed, calls `check`, which may raise. Also raises InputError if a file or tensor is missing or
-    belongs to another model, optimizer or precision. Raises Damaged if bytes have changed since they were written;
-    `store` is then incomplete.
+    Raises InputError, before `store` is changed, if a run with this `identity` cannot go on from the checkpoint, or if
+    a file or tensor is missing, or of another model, optimizer or precision. Raises Damaged if bytes have changed since
+    they were written; `store` is then incomplete.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)
-    check(checkpoint, state)
+    refuse_another_run(checkpoint, state, identity)
     odd = sorted(manifest.entries.keys() ^ {*parts, _STATE})
     if odd:
         raise InputError(f"{checkpoint} is incomplete or another model's: only one of the two has {odd[0]}")
@@ -207,7 +202,7 @@ def load_checkpoint(checkpoint: Path, store: Store, check: Check) -> dict:
                 before = min(part.ranks.place * tensor.numel(), entries)
                 here = min(tensor.numel(), entries - before)
                 _skip(fill, before * tensor.itemsize)
-                for chunk in _chunks(tensor[:here]):
+                for chunk in tensor[:here].view(torch.uint8).split(CHUNK_BYTES):
                     host = chunk if chunk.device.type == "cpu" else torch.empty_like(chunk, device="cpu")
                     fill(memoryview(host.numpy()))
                     if host is not chunk:
@@ -225,7 +220,7 @@ def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
         size_bytes -= CHUNK_BYTES
 
 
-def _rename(checkpoints: list[Path]) -> None:
+def _put_aside(checkpoints: list[Path]) -> None:
     for checkpoint in checkpoints:
         os.rename(checkpoint, checkpoint.with_name(f"{_UNREADABLE}{checkpoint.name}"))
 
@@ -240,7 +235,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def _read_state(manifest: Manifest) -> dict:
     if _STATE not in manifest.entries:
         raise InputError(f"{manifest.folder} is incomplete: it has no {_STATE}")
-    state = _parsed(manifest.read(_STATE))
+    state = json_object(manifest.read(_STATE))
     missing = [key for key in _STATE_KEYS if key not in state]
     if missing:
         path = manifest.folder / _STATE
@@ -258,23 +253,14 @@ def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
                 return
             file.seek(0)
             (header_bytes,) = struct.unpack("<Q", file.read(8))
-            found = _parsed(file.read(min(header_bytes, CHUNK_BYTES)))
+            found = json_object(file.read(min(header_bytes, CHUNK_BYTES)))
     except (OSError, struct.error):
         found = {}
     manifest.verify(name)  # a damaged file is reported as that
-    wanted = _parsed(header[8:])
+    wanted = json_object(header[8:])
     for key in [*wanted, *found]:
         if found.get(key) != wanted.get(key):
             what = "the parameters" if key == "__metadata__" else f"the tensor {key}"
             how = "missing" if key not in found else "unknown here" if key not in wanted else "not as in this run"
             raise InputError(f"{path}: {what}: {how} (incomplete, or another model, optimizer or precision)")
     raise InputError(f"{path}: its header is not in the order in which this version writes it")
-
-
-def _parsed(text: bytes) -> dict:
-    """Returns the JSON object in `text`; an empty dict if there is none."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -22,9 +22,8 @@ from lowmem.paths import read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
 from lowmem.run.terminal import say as say_on_stderr
-from lowmem.settings import DEMO, Settings
+from lowmem.settings import DEMO, Settings, in_words
 from lowmem.text_files import parse_json, parse_yaml, read_text
-from lowmem.units import format_size
 
 TRAIN = {
     "description": "Train every parameter of a language model under hard caps of GPU memory and RAM.",
@@ -267,10 +266,5 @@ def _keywords(name: str) -> dict[str, object]:
 
 
 def _help(item: Field, defaults: Settings) -> str:
-    value, shown = getattr(defaults, item.name), item.metadata["shown"]
-    if isinstance(value, bool):
-        shown = "on" if value else "off"
-    elif value is not None:
-        size = item.name.endswith("_bytes")
-        shown = format_size(value) if size else f"{value:g}" if isinstance(value, float) else value
+    shown = in_words(item.name, getattr(defaults, item.name))
     return f"{item.metadata['help']} (default: {shown})".replace("%", "%%")

@@ -20,13 +20,14 @@ from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
 from lowmem.run.evaluation import Sampler
-from lowmem.run.figures import best_evaluation, is_report_of, summary
+from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
 from lowmem.run.folder import checkpoint_of, find_checkpoints
-from lowmem.run.log import read_json, read_metrics, write_json
+from lowmem.run.log import read_metrics, write_json
 from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
-from lowmem.run.report import build_report, device_name
+from lowmem.run.report import device_name, versions
+from lowmem.run_folder import read_json
 from lowmem.units import counted
 
 
@@ -40,21 +41,21 @@ class Ending:
 
     def was_finished(self) -> bool:
         """Returns True, and says how to go on, if the same command has finished this training run before."""
-        session, progress = self._session, self._session.progress
+        session = self._session
         report, settings = (read_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = read_metrics(session.folder / "metrics.jsonl")
         if (
-            not progress.resumed or not (session.folder / "model").is_dir() or "failed" in report
-            or not is_report_of(report, rows) or progress.done != rows[-1]["step"]
+            not session.resumed or not (session.folder / "model").is_dir() or "failed" in report
+            or not is_report_of(report, rows) or session.model.done != rows[-1]["step"]
             or settings != json.loads(json.dumps(asdict(session.settings)))
         ):  # fmt: skip
             return False
         longer = "more --steps" if session.settings.schedule == "constant" else "more --steps and --schedule constant"
-        if progress.done < session.steps:
+        if session.model.done < session.steps:
             longer = "a higher --patience"
         session.log.say(
-            f"already finished: {progress.done} steps are done, and {session.folder}/model has the result. To train "
-            f"longer, give {longer}; for another run, another --out; to start over, --resume never"
+            f"already finished: {session.model.done} steps are done, and {session.folder}/model has the result. To "
+            f"train longer, give {longer}; for another run, another --out; to start over, --resume never"
         )
         return True
 
@@ -120,7 +121,7 @@ class Ending:
         for step in (best.step, done):
             with self.part(f"loading the weights after step {step}"):
                 checkpoint = checkpoint_of(session.folder, step)
-                load_checkpoint(checkpoint, session.step.store, session.refuse_another_run)
+                load_checkpoint(checkpoint, session.step.store, session.identity)
                 if step == best.step:
                     say(f"the best checkpoint is exported: held-out {best}")
                 return step
@@ -157,7 +158,7 @@ class Ending:
         session, plan = self._session, self._session.model.plan
         report = build_report(
             plan.to_dict(), session.log.rows, asdict(session.budget.peaks()), device_name(session.step.store.device),
-            session.settings.batch, session.progress.eval_first, exported_step,
+            versions(), session.settings.batch, session.eval_first, exported_step,
         )  # fmt: skip
         report["ram_phases"] = {  # bytes
             phase: {"predicted": plan.ram_phases.get(phase), "measured": size}
@@ -173,12 +174,11 @@ class Ending:
         a failure."""
         session, folder = self._session, self._session.folder
         peaks, phases = asdict(session.budget.peaks()), session.budget.ram_phases
-        timeline = session.model.plan.timeline
-        pictures = {
-            folder / "loss.png": lambda path: draw_loss(session.log.rows, path, session.progress.eval_first),
-            folder / "memory.png": lambda path: draw_memory(plan, peaks, path, timeline, phases),
+        loss, memory = folder / "loss.png", folder / "memory.png"
+        problems = {
+            loss: draw(loss, draw_loss, session.log.rows, loss, session.eval_first),
+            memory: draw(memory, draw_memory, plan, peaks, memory, session.model.plan.timeline, phases),
         }
-        problems = {path: draw(path, partial(picture, path)) for path, picture in pictures.items()}
         say = self._note if importlib.util.find_spec("matplotlib") else session.log.say
         for problem in filter(None, problems.values()):
             say(problem)

@@ -55,7 +55,7 @@ class Evaluator:
 
     def out_of_patience(self) -> bool:
         session, patience = self._session, self._session.settings.patience
-        best = best_evaluation(session.log.rows, session.progress.eval_first)
+        best = best_evaluation(session.log.rows, session.eval_first)
         return patience is not None and best.since >= patience
 
 

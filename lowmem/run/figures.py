@@ -1,4 +1,4 @@
-"""Makes the figures of a training run that people read: its losses, its memory, and a summary in ten lines.
+"""Makes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
 
 Everything here is made of the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json
 and report.json. No package is imported, so `python -m lowmem report` starts at once.
@@ -6,12 +6,13 @@ and report.json. No package is imported, so `python -m lowmem report` starts at 
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem.units import format_size
 
-MEDIAN_OVER = 25  # steps of a smoothed loss; a run that is four times as long gets one
+MEDIAN_OVER = 25  # steps whose median is a smoothed loss; a run of four times as many steps gets one
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,24 @@ class Best:
         return f"{self.loss:.4f} after step {self.step}"
 
 
+def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
+    """Returns (step, held-out loss) of each evaluation. `eval_first`: the loss before the first step, if there is
+    one."""
+    before = [] if eval_first is None else [(0, eval_first)]
+    return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+
+
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: of metrics.jsonl.
-    `eval_first`: the loss before the first step."""
-    losses = [(0, math.nan if eval_first is None else eval_first)]
-    losses += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
-    index = min(range(len(losses)), key=lambda index: math.inf if math.isnan(losses[index][1]) else losses[index][1])
-    return Best(*losses[index], len(losses) - 1 - index)
+    """Returns the evaluation with the lowest held-out loss, the first if several are equal."""
+    found = evaluations(rows, math.nan if eval_first is None else eval_first)
+    index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
+    return Best(*found[index], len(found) - 1 - index)
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
     """Returns the key `loss` of report.json. `exported_step`: the step whose weights are in model/, None for the last.
     The key `diverged` says whether the held-out loss of these weights is higher than before training."""
-    evaluated = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+    evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
     best = best_evaluation(rows, eval_first)
@@ -53,6 +59,27 @@ def losses(rows: list[dict], eval_first: float | None, exported_step: int | None
         "eval_exported": exported,
         "exported_step": exported_step if exported_step is not None or not rows else rows[-1]["step"],
         "diverged": bool(evaluated) and eval_first is not None and not exported <= eval_first,
+    }
+
+
+def build_report(
+    plan: dict, rows: list[dict], peaks: dict, device: str, versions: dict[str, str], sequences_per_step: int,
+    eval_first: float | None, exported_step: int | None = None,
+) -> dict:  # fmt: skip
+    """Returns the content of report.json, without the summary. A step's time is the median without the first step,
+    which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
+    step_ms = [row["step_ms"] for row in rows]
+    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
+    # An earlier process of this run may have had the higher peak.
+    highest = {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
+    speed = sequences_per_step / seconds if seconds else None
+    return {
+        "plan": plan,
+        "measured": highest | {"step_seconds": seconds, "sequences_per_second": speed},
+        "loss": losses(rows, eval_first, exported_step),
+        "steps": len(rows),
+        "device": device,
+        "versions": versions,
     }
 
 
@@ -106,15 +133,19 @@ def duration(seconds: float) -> str:
     return "1 min"
 
 
-def running_median(values: list[float]) -> list[float]:
-    """Returns for each value the median of the MEDIAN_OVER values around it."""
-    half = MEDIAN_OVER // 2
-    return [statistics.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+def smoothed(rows: list[dict]) -> dict[int, float]:
+    """Returns the smoothed loss of each step whose loss is finite; an empty dict for a short run."""
+    finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
+    if len(finite) < 4 * MEDIAN_OVER:
+        return {}
+    values, half = list(finite.values()), MEDIAN_OVER // 2
+    return {step: statistics.median(values[max(i - half, 0) : i + half + 1]) for i, step in enumerate(finite)}
 
 
-def highest(peaks: dict[str, int | None], rows: list[dict]) -> dict[str, int | None]:
-    """Returns the higher of each of `peaks` and the same peak in `rows`, which may be of an earlier process."""
-    return {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """Returns {path: its last part}; the whole paths if two have the same last part."""
+    short = {path: Path(path).resolve().name or path for path in paths}
+    return short if len(set(short.values())) == len(short) else {path: path for path in short}
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:

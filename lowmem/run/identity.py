@@ -30,8 +30,8 @@ def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
-def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the identity of a training run: settings, plan, number of steps and data, but not the model's config."""
+def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps: int, data_fingerprint: str) -> dict:
+    """Returns the identity of a training run."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
@@ -39,6 +39,7 @@ def run_identity(settings: Settings, plan: Plan, steps: int, data_fingerprint: s
         "micro_batch": plan.layout.micro_batch,
         "fused_kernels": plan.fused_kernels,
         "data": data_fingerprint,
+        "config": config_identity(config),
     }
 
 

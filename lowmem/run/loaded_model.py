@@ -19,7 +19,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
 from lowmem.run.checkpoint import load_newest, save_checkpoint
-from lowmem.run.identity import config_identity, refuse_another_run, run_identity
+from lowmem.run.identity import run_identity
 from lowmem.run.learning_rate import COURSE
 from lowmem.run_folder import is_run
 from lowmem.settings import Settings
@@ -63,24 +63,31 @@ class LoadedModel:
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         self.step.flush()
-        state = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
-        state |= {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self._identity()}
+        state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self._identity()}
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
 
     def resumed(self, checkpoints: list[Path], say: Callable[[str], None]) -> "LoadedModel":
         """Reads the first undamaged one of `checkpoints`, newest first, and returns the model with its steps `done`.
         Raises LowmemError if all are damaged, or if one is of another model, optimizer or precision."""
-        identity = self._identity()
-
-        def check(checkpoint: Path, state: dict) -> None:
-            refuse_another_run(checkpoint, state, identity)
-
-        _, state = load_newest(checkpoints, self.step.store, check, say, required=True)
-        self.step.updates = state["updates"]
-        self.step.loss_scale.load(state["loss_scale"])
+        _, state = self.read(checkpoints, self._identity(), say, required=True)
         return replace(self, done=state["step"])
+
+    def state(self, done: int) -> dict:
+        """Returns what a checkpoint after `done` steps says of the step's own counters."""
+        return {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
+
+    def read(
+        self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
+    ) -> tuple[Path, dict] | None:
+        """Reads weights, optimizer states and counters as `load_newest` does, and returns the same."""
+        loaded = load_newest(checkpoints, self.step.store, identity, say, required)
+        if loaded is not None:
+            _, state = loaded
+            self.step.updates = state["updates"]
+            self.step.loss_scale.load(state["loss_scale"])
+        return loaded
 
     def _identity(self) -> dict:
         """Returns what decides the bits of a step, without what the loop chooses itself."""
-        identity = run_identity(self.settings, self.plan, 0, "") | {"config": config_identity(self.config)}
+        identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from lowmem.run.figures import short_names
 from lowmem.run.terminal import beside, for_terminal, has_room_for_a_bar, output
 from lowmem.run.trackers import Trackers, charts, evaluated, planned
 from lowmem.settings import Settings
@@ -61,18 +63,9 @@ def _when(step: int) -> str:
     return f"step {step}" if step else "before training"
 
 
-def read_json(path: Path) -> dict:
-    """Returns the object in a JSON file of a training run; an empty dict if the file is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def write_json(path: Path, content: dict) -> None:
     """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
-    replace_file(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def step_row(
@@ -243,10 +236,8 @@ def _number(value: float) -> str:
 
 def _held_out(row: dict) -> str:
     losses = row.get("eval_losses", {})
-    short = {name: Path(name).name or name for name in losses}
-    if len(set(short.values())) < len(short):
-        short = {name: name for name in losses}
-    each = ", ".join(f"{short[name]} {loss:.4f}" for name, loss in losses.items())
+    names = short_names(losses)
+    each = ", ".join(f"{names[name]} {loss:.4f}" for name, loss in losses.items())
     return f"held-out loss {row['eval_loss']:.4f}" + (f" ({each})" if each else "")
 
 
@@ -293,15 +284,18 @@ class _Lines:
 
 
 def _line(row: dict) -> str:
-    return json.dumps(_finite(row), allow_nan=False) + "\n"
+    return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
-def _finite(content):
+def finite(content: object, shown: Callable[[float], float] = float) -> object:
+    """Returns `content` with None for numbers that JSON cannot write. `shown`: what becomes of other fractions."""
     if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
+        return {key: finite(value, shown) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        return [finite(value, shown) for value in content]
+    if isinstance(content, float):
+        return shown(content) if math.isfinite(content) else None
+    return content
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from lowmem.data.tables import KNOWN_SUFFIXES
 from lowmem.errors import InputError
 from lowmem.fields import each, option_name
 from lowmem.run.learning_rate import COURSE, longer
+from lowmem.run_folder import read_json
 from lowmem.settings import DEFAULT_EPOCHS, RUN, TOKENS, Settings, marked
 
 _ROOT = "runs"
@@ -47,13 +48,9 @@ def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
 def _differences(file: Path, settings: Settings) -> Iterator[str]:
     """Yields each difference between `settings` and the run whose settings are in `file`. Yields nothing if that run
     can go on with `settings`, or if there is no such file."""
-    try:
-        saved = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not file.exists():
         return
-    except (OSError, ValueError):
-        saved = None
-    if not isinstance(saved, dict):
+    if not (saved := read_json(file)):
         yield "its settings.json cannot be read"
         return
     wanted = json.loads(json.dumps(asdict(settings)))

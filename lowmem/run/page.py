@@ -15,18 +15,19 @@ from lowmem.errors import InputError
 from lowmem.fields import option_name
 from lowmem.run.figures import (
     MEDIAN_OVER,
-    highest,
+    build_report,
+    evaluations,
     is_report_of,
-    losses,
     memory_kinds,
-    running_median,
+    short_names,
+    smoothed,
     summary,
     total_steps,
 )
-from lowmem.run.log import continuation, read_json, read_metrics, replace_file
-from lowmem.run_folder import is_run
-from lowmem.settings import FIELD_NAMES, Settings
-from lowmem.units import GIB, format_size
+from lowmem.run.log import continuation, finite, read_metrics, replace_file
+from lowmem.run_folder import is_run, read_json
+from lowmem.settings import FIELD_NAMES, Settings, in_words
+from lowmem.units import GIB
 
 MOST_POINTS = 2000  # of a curve; a longer run has every second, third, ... step in its page
 _PLACEHOLDER = "null /* the data of the runs */"
@@ -38,12 +39,14 @@ def write_page(folders: Sequence[Path], path: Path) -> None:
     for folder in folders:
         if not is_run(folder):
             raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
-    replace_file(path, make_page([run_data(*named) for named in zip(folders, _short_names(folders), strict=True)]))
+    names = short_names(map(str, folders))
+    replace_file(path, make_page([run_data(folder, names[str(folder)]) for folder in folders]))
 
 
 def make_page(runs: list[dict]) -> str:
     """Returns the page's HTML. `runs`: results of `run_data`."""
-    data = json.dumps(_rounded({"runs": runs, "median_over": MEDIAN_OVER}), allow_nan=False)
+    content = finite({"runs": runs, "median_over": MEDIAN_OVER}, lambda number: float(f"{number:.6g}"))
+    data = json.dumps(content, allow_nan=False)
     template = files("lowmem.run").joinpath("page.html").read_text(encoding="utf-8")
     return template.replace(_PLACEHOLDER, data.replace("<", r"\u003c"))
 
@@ -62,7 +65,7 @@ def _run_data(folder: Path) -> dict:
     rows, report = read_metrics(folder / "metrics.jsonl"), read_json(folder / "report.json")
     finished = is_report_of(report, rows)
     if not finished:
-        report = _report_so_far(plan, rows)
+        report = _report_so_far(plan, rows, settings)
     return {
         "finished": finished,
         "steps": len(rows),
@@ -82,19 +85,13 @@ def _run_data(folder: Path) -> dict:
     }
 
 
-def _report_so_far(plan: dict, rows: list[dict]) -> dict:
-    """Returns the parts of report.json that are known before a training run has ended."""
+def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
+    """Returns what report.json would be if the training run ended now."""
     depends_on = plan.get("depends_on", {})
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
-    measured = highest(dict.fromkeys(_PEAKS), rows)
-    return {
-        "plan": plan,
-        "measured": measured | {"step_seconds": rows[-1]["step_ms"] / 1000 if rows else None},
-        "loss": losses(rows, eval_first),
-        "device": device,
-        "versions": {name: depends_on[name] for name in ("torch", "transformers") if name in depends_on},
-    }
+    versions = {name: depends_on[name] for name in ("torch", "transformers") if name in depends_on}
+    return build_report(plan, rows, dict.fromkeys(_PEAKS), device, versions, settings["batch"], eval_first)
 
 
 def _remarks(report: dict) -> list[str]:
@@ -116,21 +113,18 @@ def _columns(rows: list[dict]) -> dict[str, list]:
     columns["step_seconds"] = [row["step_ms"] / 1000 for row in kept]
     for name in _PEAKS[1:]:
         columns[name] = [None if row[name] is None else row[name] / GIB for row in kept]
-    finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
-    if len(finite) >= 4 * MEDIAN_OVER:
-        smooth = dict(zip(finite, running_median(list(finite.values())), strict=True))
+    if smooth := smoothed(rows):
         columns["smooth_loss"] = [smooth.get(row["step"]) for row in kept]
     return columns
 
 
 def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
     """Returns [step, loss] of each evaluation: of all texts, and of each if there are several."""
-    found = {"held-out": [] if eval_first is None else [[0, eval_first]]}
+    found: dict[str, list] = {"held-out": evaluations(rows, eval_first)}
+    names = short_names(name for row in rows for name in row.get("eval_losses", {}))
     for row in rows:
-        if "eval_loss" in row:
-            found["held-out"].append([row["step"], row["eval_loss"]])
-            for name, loss in row.get("eval_losses", {}).items():
-                found.setdefault(f"held-out, {Path(name).name or name}", []).append([row["step"], loss])
+        for name, loss in row.get("eval_losses", {}).items():
+            found.setdefault(f"held-out, {names[name]}", []).append([row["step"], loss])
     return {name: points for name, points in found.items() if points}
 
 
@@ -153,31 +147,4 @@ def _settings(settings: dict) -> list[list]:
     """Returns [option, value as text, whether it is not the default] of all settings."""
     defaults = json.loads(json.dumps({name: getattr(Settings, name) for name in FIELD_NAMES}))
     known = [name for name in FIELD_NAMES if name in settings]
-    return [[option_name(name), _shown(name, settings[name]), settings[name] != defaults[name]] for name in known]
-
-
-def _shown(name: str, value: object) -> str:
-    if value is None:
-        return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if name.endswith("_bytes"):
-        return format_size(value)
-    return ", ".join(value) if isinstance(value, list) else str(value)
-
-
-def _short_names(folders: Sequence[Path]) -> list[str]:
-    """Returns the folders' last names, or their paths if two have the same name."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def _rounded(content):
-    """Returns `content` with numbers of six digits, and None for a number that is not finite."""
-    if isinstance(content, dict):
-        return {key: _rounded(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_rounded(value) for value in content]
-    if isinstance(content, float):
-        return float(f"{content:.6g}") if math.isfinite(content) else None
-    return content
+    return [[option_name(name), in_words(name, settings[name]), settings[name] != defaults[name]] for name in known]

@@ -73,5 +73,5 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
     except OSError as error:
         raise not_writable(folder, error.strerror) from None
     picture = folder / "memory.png"
-    problem = draw(picture, lambda: draw_memory(plan.to_dict(), None, picture, plan.timeline))
+    problem = draw(picture, draw_memory, plan.to_dict(), None, picture, plan.timeline)
     say(f"memory over a step, by name and by phase: {picture}" if problem is None else problem)

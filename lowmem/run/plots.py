@@ -10,24 +10,26 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from lowmem.errors import first_line
-from lowmem.run.figures import MEDIAN_OVER, memory_kinds, running_median
+from lowmem.run.figures import MEDIAN_OVER, evaluations, memory_kinds, smoothed
 from lowmem.units import GIB, format_size
 
 _MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes no line
 
 
-def draw(path: Path, picture: Callable[[], None]) -> str | None:
-    """Calls `picture`, which draws the file `path`. Returns None, or a sentence that says why it could not be drawn."""
+def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
+    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence that says why it could not be
+    drawn."""
     try:
         _import_matplotlib()
         from matplotlib import style
 
         with warnings.catch_warnings(), style.context("default"):
             warnings.simplefilter("ignore")
-            picture()
+            picture(*given)
     except ImportError:
         return f"matplotlib is not installed, so {path.name} was not drawn"
     except Exception as error:  # of a package, its fonts, its settings, the disk
@@ -55,29 +57,25 @@ def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> 
     """Draws training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl. `eval_first`: held-out loss
     before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
-    finite = [row for row in rows if math.isfinite(row["loss"])]
-    long = len(finite) >= 4 * MEDIAN_OVER
+    smooth = smoothed(rows)
+    broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
     axes.plot(
         [row["step"] for row in rows], [row["loss"] if math.isfinite(row["loss"]) else math.nan for row in rows],
-        color="C0", alpha=0.3 if long else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
+        color="C0", alpha=0.3 if smooth else 1.0, linewidth=1, marker="o" if len(rows) < _MARKED_UP_TO else None,
         markersize=4, label="training",
     )  # fmt: skip
-    if long:
-        smooth = running_median([row["loss"] for row in finite])
+    if smooth:
         label = f"training, median of {MEDIAN_OVER} steps"
-        axes.plot([row["step"] for row in finite], smooth, color="C0", linewidth=1.5, label=label)
-    broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
+        axes.plot(list(smooth), list(smooth.values()), color="C0", linewidth=1.5, label=label)
     if broken:
         axes.plot(
             broken, [0.02] * len(broken), transform=axes.get_xaxis_transform(),  # steps, share of the height
             color="C3", marker="x", linestyle="none", label=f"loss not finite ({len(broken)} of {len(rows)} steps)",
         )  # fmt: skip
-    held_out = [] if eval_first is None else [(0, eval_first)]
-    held_out += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
-    if held_out:
+    if held_out := evaluations(rows, eval_first):
         style = {"color": "C1", "marker": "o", "markersize": 5, "linewidth": 1, "linestyle": ":", "label": "held-out"}
         axes.plot(*zip(*held_out, strict=True), **style)
-    if not finite and not held_out:
+    if len(broken) == len(rows) and not held_out:
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color="0.4")
         axes.set_yticks([])
     axes.set_xlabel("optimizer step")
@@ -113,6 +111,7 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
     """Draws the bars of peaks. `kinds` has tuples: "GPU" or "RAM", predicted bytes by name, measured peak, cap."""
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
+    annotate = partial(axes.annotate, textcoords="offset points")
     labels: list[str] = []
     for kind, parts, peak, cap in kinds:
         left = 0
@@ -130,12 +129,12 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
             rows.append((f"{kind} measured", peak))
         for row, (_, size) in enumerate(rows, start=len(labels)):
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # legible across the cap's line
-            _annotate(axes, format_size(size), (size / GIB, row), (4, 0), va="center", fontsize=8, bbox=box)
+            annotate(format_size(size), (size / GIB, row), (4, 0), va="center", fontsize=8, bbox=box)
         if cap is not None:
             top, bottom = len(labels) - 0.4, len(labels) + len(rows) - 0.6
             axes.plot([cap / GIB] * 2, [top, bottom], color="C3", linestyle="--", linewidth=1.2)
             where = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "C3"}
-            _annotate(axes, f"cap {format_size(cap)}", (cap / GIB, top), (0, 2), **where)
+            annotate(f"cap {format_size(cap)}", (cap / GIB, top), (0, 2), **where)
         labels += [label for label, _ in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -150,9 +149,8 @@ def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_
     for phases, label, colour, place in ((predicted, "predicted", "C0", -side), (measured, "measured", "0.35", side)):
         known = [(number + place, phases[name] / GIB) for number, name in enumerate(names) if name in phases]
         if known:
-            axes.bar(*zip(*known, strict=True), 0.38, color=colour, label=label)
-        for where, size in known:
-            _annotate(axes, f"{size:.2f}", (where, size), (0, 1), ha="center", fontsize=7)
+            bars = axes.bar(*zip(*known, strict=True), 0.38, color=colour, label=label)
+            axes.bar_label(bars, fmt="%.2f", padding=1, fontsize=7)
     if cap_bytes is not None:
         axes.axhline(cap_bytes / GIB, color="C3", linestyle="--", linewidth=1.2, label="cap")
     axes.set_xticks(range(len(names)), names)
@@ -179,17 +177,11 @@ def _draw_timeline(
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _annotate(axes, text: str, at: tuple[float, float], offset_points: tuple[int, int], **style) -> None:
-    axes.annotate(text, at, offset_points, textcoords="offset points", **style)
-
-
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
     """Returns a figure (sizes in inches) and axes for each of `rows`, which are their heights."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,7 @@ prepare     all of these, run folder, data, checkpoints  ->  Session
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -45,9 +45,9 @@ from lowmem.planning.process import process_aside
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question, planning_target
-from lowmem.run.checkpoint import load_newest, newest_state
+from lowmem.run.checkpoint import newest_state
 from lowmem.run.folder import check_disk, find_checkpoints, lock_run
-from lowmem.run.identity import config_identity, known_identity, refuse_another_run, run_identity
+from lowmem.run.identity import known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
@@ -63,19 +63,9 @@ Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every para
 
 
 @dataclass
-class Progress:
-    """Holds how far training has come. Checkpoints save this, together with the step's own counters."""
-
-    done: int  # optimizer steps
-    course: Course
-    eval_first: float | None = None  # held-out loss before the first step
-    skipped: int = 0  # steps in a row without an update
-    resumed: bool = False
-
-
-@dataclass
 class Session:
-    """Holds everything that the training loop needs for the next step."""
+    """Holds everything that the training loop needs for the next step. `model.done` counts the steps before the loop
+    begins."""
 
     model: LoadedModel
     data: Data
@@ -84,7 +74,10 @@ class Session:
     budget: Budget
     recovery: Recovery
     identity: dict
-    progress: Progress = field(init=False)
+    course: Course
+    eval_first: float | None = None  # held-out loss before the first step
+    skipped: int = 0  # steps in a row without an update
+    resumed: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -106,9 +99,6 @@ class Session:
     @property
     def folder(self) -> Path:
         return Path(self.settings.out)
-
-    def refuse_another_run(self, checkpoint: Path, state: dict) -> None:
-        refuse_another_run(checkpoint, state, self.identity)
 
 
 def ask(settings: Settings) -> Question:
@@ -253,7 +243,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             log.say(f"{ranks.count} ranks train together; this plan is one rank's")
         if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
-        identity = run_identity(settings, plan, steps, data.fingerprint) | {"config": config_identity(config)}
+        identity = run_identity(settings, config, plan, steps, data.fingerprint)
         if saved is not None:
             refuse_another_run(*saved, identity)
 
@@ -264,7 +254,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
         recovery = recovery_of(model.step, plan, log.say)
         if ranks.count > 1:  # a rank cannot make a step again alone
             model.step.make_room = None
-        session = Session(model, data, rehearsal, log, budget, recovery, identity)
+        session = Session(model, data, rehearsal, log, budget, recovery, identity, course_of(identity))
         _fill(session, weights, checkpoints, resuming=saved is not None)
         yield session
 
@@ -281,32 +271,28 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. Sets `session.progress`.
-    `resuming`: whether a checkpoint was expected to be undamaged, so that the plan was not printed yet."""
+    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether a checkpoint
+    was expected to be undamaged, so that the plan was not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
-    loaded = load_newest(
-        checkpoints, model.step.store, session.refuse_another_run, log.say, required=settings.resume != "auto"
-    )
+    loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:
         if resuming:
             _say_before_the_first_step(model.plan, session.data, session.rehearsal, log)
         for sentence in opening_remarks(settings.init, model.config, model.tokenizer, model.step.store.device):
             log.say(sentence)
         write_weights(model, weights or initial_weights(settings, model.config, model.decoder, log.say))
-        session.progress = Progress(0, course_of(identity))
         if (session.folder / "report.json").exists():
             log.say(f"report.json, the pictures and model/ in {session.folder} are from an earlier run until this ends")
         return
     checkpoint, state = loaded
-    model.step.updates = state["updates"]
-    model.step.loss_scale.load(state["loss_scale"])
     session.recovery.resume(state["recoveries"])
-    course = course_of(identity, state)
-    session.progress = Progress(state["step"], course, state["eval_first"], state["skipped"], resumed=True)
+    session.model, session.resumed = replace(model, done=state["step"]), True
+    session.course = course_of(identity, state)
+    session.eval_first, session.skipped = state["eval_first"], state["skipped"]
     said = f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done"
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
-        say_longer(course, state, log.say)
+        say_longer(session.course, state, log.say)
 
 
 def with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:

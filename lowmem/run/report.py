@@ -1,7 +1,6 @@
-"""Makes report.json, and the remarks printed before training."""
+"""Says what a result depends on: the device, the versions, and what a user might not expect of the settings."""
 
 import platform
-import statistics
 from importlib import metadata
 
 import torch
@@ -9,7 +8,6 @@ from transformers import PretrainedConfig
 
 from lowmem.config_switches import remarks
 from lowmem.data.tokenizer import is_byte_level
-from lowmem.run.figures import highest, losses
 from lowmem.units import counted
 
 
@@ -28,25 +26,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU ({platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'threads')})"
-
-
-def build_report(
-    plan: dict, rows: list[dict], peaks: dict, device: str, sequences_per_step: int, eval_first: float | None,
-    exported_step: int | None = None,
-) -> dict:  # fmt: skip
-    """Returns the content of report.json, without the summary (figures.py). A step's time is the median without the
-    first step, which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
-    step_ms = [row["step_ms"] for row in rows]
-    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
-    return {
-        "plan": plan,
-        "measured": highest(peaks, rows)
-        | {"step_seconds": seconds, "sequences_per_second": sequences_per_step / seconds if seconds else None},
-        "loss": losses(rows, eval_first, exported_step),
-        "steps": len(rows),
-        "device": device,
-        "versions": versions(),
-    }
 
 
 def versions() -> dict[str, str]:

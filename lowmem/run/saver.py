@@ -20,7 +20,7 @@ class Saver:
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
-        self._saved = session.progress.done if session.progress.resumed else None  # the step of the newest checkpoint
+        self._saved = session.model.done if session.resumed else None  # the step of the newest checkpoint
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
@@ -63,12 +63,10 @@ class Saver:
             raise
 
     def _write(self, done: int) -> None:
-        session, step, progress = self._session, self._session.step, self._session.progress
-        state = {"step": done, "updates": step.updates, "loss_scale": step.loss_scale.state()}
-        state |= {"skipped": progress.skipped, "eval_first": progress.eval_first}
+        session, settings = self._session, self._session.settings
+        state = session.model.state(done) | {"skipped": session.skipped, "eval_first": session.eval_first}
         state |= {"recoveries": session.recovery.measures, "identity": session.identity}
-        state |= {"course": asdict(progress.course)}
-        settings = session.settings
+        state |= {"course": asdict(session.course)}
         with session.budget.phase("save"):
             best = best_evaluation(session.log.rows, None).step if settings.keep_best else None
-            save_checkpoint(session.folder, step.store, state, keep_last=settings.keep_last, best=best)
+            save_checkpoint(session.folder, session.step.store, state, keep_last=settings.keep_last, best=best)

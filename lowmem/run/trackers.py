@@ -23,10 +23,10 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from lowmem.errors import InputError, first_line
 from lowmem.settings import Settings
@@ -120,9 +120,7 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
     values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
-    for key in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak"):
-        if row[f"{key}_bytes"] is not None:
-            values[f"memory/{key}_gib"] = row[f"{key}_bytes"] / GIB
+    values |= _in_gib({name: row[f"{name}_bytes"] for name in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak")})
     return values | (evaluated(row) if "eval_loss" in row else {})
 
 
@@ -156,11 +154,14 @@ def planned(plan: dict) -> dict[str, float]:
     sizes = {f"{name}_predicted": predicted[f"{name}_peak_bytes"] for name in ("gpu_allocated", "gpu_reserved", "ram")}
     if predicted["gpu_reserved_peak_bytes"] is not None:
         sizes["gpu_cap"] = limits["gpu_bytes"]
-    sizes["ram_cap"] = limits["ram_bytes"]
-    values = {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
+    values = _in_gib(sizes | {"ram_cap": limits["ram_bytes"]})
     if predicted["step_seconds"] is not None:
         values["perf/step_ms_predicted"] = predicted["step_seconds"] * 1000
     return values
+
+
+def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
+    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items() if size is not None}
 
 
 def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
@@ -308,22 +309,20 @@ class _Wandb:
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
     """Calls `action` and raises what it raises. Raises TimeoutError after `limit_seconds`; the action then goes on in a
     daemon thread."""
-    outcome: SimpleQueue = SimpleQueue()
+    outcome: Future = Future()
 
     def work() -> None:
         try:
-            action()
-            outcome.put(None)
+            outcome.set_result(action())
+        except Exception as error:
+            outcome.set_exception(error)
         except BaseException as error:  # wandb calls sys.exit if its service process has failed
-            outcome.put(error)
+            outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=work, daemon=True).start()
-    try:
-        error = outcome.get(timeout=limit_seconds)
-    except Empty:
-        raise TimeoutError(f"no answer in {limit_seconds} s") from None
-    if error is not None:
-        raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+    if not wait([outcome], limit_seconds).done:
+        raise TimeoutError(f"no answer in {limit_seconds} s")
+    outcome.result()
 
 
 def _kill_wandbs_process() -> None:

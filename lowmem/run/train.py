@@ -40,13 +40,13 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 def train(session: Session, stop: StopRequest) -> None:
     """Makes the steps of `session` that are not done yet, and then the export and the report."""
-    step, progress, log, steps = session.step, session.progress, session.log, session.steps
+    step, log, steps = session.step, session.log, session.steps
     evaluator, sampler = Evaluator(session, stop), Sampler(session)
     saver, ending = Saver(session, stop), Ending(session)
     if ending.was_finished():
         return
     _begin(session, evaluator, sampler)
-    done, seconds = progress.done, session.model.plan.step_seconds
+    done, seconds = session.model.done, session.model.plan.step_seconds
     ended = done == steps or evaluator.out_of_patience()
     session.budget.enter("train")
     stop.agree(session.ranks)
@@ -54,11 +54,11 @@ def train(session: Session, stop: StopRequest) -> None:
         saver.save(done, ended)
     step.abandoned = (lambda: stop.urgent) if session.ranks.count == 1 else None
     while not ended:
-        if progress.skipped >= SKIPPED_IN_A_ROW:
-            raise LowmemError(f"{progress.skipped} steps in a row had no finite gradient; stopped at step {done}")
+        if session.skipped >= SKIPPED_IN_A_ROW:
+            raise LowmemError(f"{session.skipped} steps in a row had no finite gradient; stopped at step {done}")
         done += 1
         started = time.perf_counter()
-        batch, rate = session.data.train.batch(done - 1), progress.course.rate(step.updates)
+        batch, rate = session.data.train.batch(done - 1), session.course.rate(step.updates)
         _announce(session, stop, done, seconds)
         try:
             with saver.saved_if_memory_runs_out(done - 1):
@@ -71,8 +71,8 @@ def train(session: Session, stop: StopRequest) -> None:
         seconds = time.perf_counter() - started
         epoch = done / session.data.train.steps_per_epoch
         row = step_row(done, epoch, batch, rate, seconds, result, session.budget.peaks())
-        if done == 1 and progress.eval_first is not None:
-            row["eval_first"] = progress.eval_first
+        if done == 1 and session.eval_first is not None:
+            row["eval_first"] = session.eval_first
         with saver.saved_if_memory_runs_out(done):
             try:
                 if evaluating:
@@ -89,7 +89,7 @@ def train(session: Session, stop: StopRequest) -> None:
         session.budget.check(f"step {done}")
         _count_skipped(session, done, result)
         stop.agree(session.ranks)
-        if saving or ended or stop.requested or progress.skipped == SKIPPED_IN_A_ROW:
+        if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
     _end(session, stop, done, evaluator)
@@ -98,14 +98,14 @@ def train(session: Session, stop: StopRequest) -> None:
 
 def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
     """Evaluates before the first step if training is new. Writes plan.json and settings.json, and starts the log."""
-    progress, log = session.progress, session.log
-    held_out = {} if progress.resumed else evaluator.evaluate()
-    progress.eval_first = held_out.get("eval_loss", progress.eval_first)
+    log = session.log
+    held_out = {} if session.resumed else evaluator.evaluate()
+    session.eval_first = held_out.get("eval_loss", session.eval_first)
     session.model = page_locked(session.model, log.say)
     plan = session.model.plan.to_dict()
     session.ranks.on_first(lambda: _write_start(session, plan))
-    log.start(progress.done, session.steps, plan, held_out)
-    if progress.done == 0:
+    log.start(session.model.done, session.steps, plan, held_out)
+    if session.model.done == 0:
         sampler.take(0)
 
 
@@ -124,9 +124,8 @@ def _announce(session: Session, stop: StopRequest, number: int, seconds: float |
 
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:
-    progress = session.progress
-    progress.skipped = 0 if result.updated else progress.skipped + 1
-    if progress.skipped:
+    session.skipped = 0 if result.updated else session.skipped + 1
+    if session.skipped:
         texts = session.data.train.where(done - 1)
         said = f"step {done}: the gradient norm is {result.grad_norm}, so no update was made; its batch:"
         session.log.say(f"{said} {some_of(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
@@ -135,11 +134,11 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -> None:
     """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported. Says why
     training ends before its last step."""
-    log, progress = session.log, session.progress
-    if progress.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
+    log = session.log
+    if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", _NOTHING)
     if evaluator.out_of_patience():
-        best = best_evaluation(log.rows, progress.eval_first)
+        best = best_evaluation(log.rows, session.eval_first)
         said = f"the last {best.since} held-out losses are not below {best}; a higher --patience goes on"
         log.say(f"ended early, after {done} of {session.steps} steps: {said}")

@@ -120,7 +120,7 @@ def test_loading_saving_and_masters_let_go_of_every_page(tmp_path):
     assert states_mapped() <= streamed_in_ram, "exported"
     store.clear()
     assert states_mapped() <= streamed_in_ram, "cleared"
-    load_checkpoint(saved, store, lambda *_: None)
+    load_checkpoint(saved, store, {})
     assert states_mapped() <= streamed_in_ram, "loaded"
     for (name, run), (other, loaded) in zip(masters, store.masters(), strict=True):
         assert name == other and torch.equal(run, loaded)
@@ -136,7 +136,7 @@ def test_a_checkpoint_goes_from_any_place_to_any_other(tmp_path):
         step.flush()
         saved = save_checkpoint(tmp_path / str(number), store, STATE, keep_last=1)
         step, store = make_step(tiny_model("gpt2", 0.0, 1), **cases[after])
-        load_checkpoint(saved, store, lambda *_: None)
+        load_checkpoint(saved, store, {})
         step(batches[1], 1, 1e-3)
         step.flush()
         ends.append([run for _, run in store.masters()])

@@ -91,7 +91,7 @@ def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
         step(case.batches()[0], 0, LEARNING_RATE)
         step.flush()
     else:
-        load_checkpoint(Path(checkpoint), store, lambda *_: None)
+        load_checkpoint(Path(checkpoint), store, {})
     state = dict.fromkeys(("updates", "loss_scale", "skipped", "eval_first", "recoveries"))
     save_checkpoint(folder, store, {"step": 1} | state, keep_last=1)
 

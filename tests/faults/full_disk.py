@@ -11,20 +11,18 @@ exported model, in which the disk's being full may have changed no bit. Prints o
 exit code 1 if anything was lost.
 """
 
-import argparse
 import contextlib
 import hashlib
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.sigkill import newest_valid_step, rows_in, start, wait
+from tests.faults.sigkill import killed, rows_in, start, wait
 
 import torch  # isort: skip
 from lowmem.units import MIB
@@ -113,12 +111,7 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
                     ballast.clear()
                     code = None
                 elif code is None:
-                    os.kill(process, signal.SIGKILL)
-                    os.waitpid(process, 0)
-                    row["kills"] += 1
-                    found = newest_valid_step(out)
-                    row["lost"] += found < reached
-                    reached = max(reached, found)
+                    reached = killed(process, out, row, reached)
             row["wrong_exits"] += code != 0
             if code != 0:
                 print(code, log.read_text()[-1000:], file=sys.stderr)
@@ -130,18 +123,16 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
     sizes = {"disk_bytes": size_bytes, "disk_filled": ballast.filled, "life_seconds": round(life_seconds, 1)}
     logs = "".join(path.read_text() for path in folder.glob("run-*.log"))
     row["saves_without_room"] = logs.count("earlier checkpoints are still there")
-    return row | sizes | {"model": model, "steps_of_a_run": steps, "seed": seed} | {
-        "seconds": round(time.monotonic() - began)
-    }  # fmt: skip
+    row |= sizes | {"model": model, "steps_of_a_run": steps, "seed": seed}
+    return row | {"seconds": round(time.monotonic() - began)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.full_disk", description=__doc__.split("\n\n")[0])
+    parser = table.parser("full_disk", __doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--model", default="gpt2", help="a name that the code knows the shape of (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="of a run (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    table.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     common = table.common("full_disk", options.record)

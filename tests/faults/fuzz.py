@@ -12,7 +12,6 @@ Sizes in a fuzzed config.json are typing errors (0, -1, a few hundred). Huge one
 million blocks, or a CPU train them.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -35,12 +34,12 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lowmem.files import MANIFEST, write, write_manifest  # noqa: E402
+from lowmem.files import MANIFEST  # noqa: E402
 from lowmem.run import plan_command  # noqa: E402
 from lowmem.run.main import main as run_script  # noqa: E402
 from lowmem.run.options import NAMES, REFUSED  # noqa: E402
 from tests.faults import table  # noqa: E402
-from tests.runs import SCRIPTS, SMALL, content, remembering  # noqa: E402
+from tests.runs import SCRIPTS, SMALL, content, rehash, remembering  # noqa: E402
 
 HANG_SECONDS = 180  # a plan that finds no room for seven billion parameters takes most of a minute on an idle core
 EXIT_CODES = {0, 1, 2, 3, 4}  # 75 takes a signal
@@ -198,14 +197,8 @@ def kinds(folder: Path) -> dict[str, tuple[st.SearchStrategy, Callable[[Path, ob
         shutil.copytree(shared / "run", place / "run")
         target = place / "run/checkpoints/step-00000001"
         (target / name).write_bytes(damaged)
-        if hashed and name != MANIFEST:  # as if this had been saved
-            (target / MANIFEST).unlink()
-            entries = {}
-            for path in list(target.iterdir()):
-                kept = path.read_bytes()
-                path.unlink()
-                entries[path.name] = write(path, [kept])
-            write_manifest(target, entries)
+        if hashed and name != MANIFEST:
+            rehash(target)
         return checked(place, script, [*ONE_STEP, "--data", str(shared / "text.txt"), "--out", "run"])
 
     def on_settings(place: Path, drawn: bytes) -> int:
@@ -290,10 +283,9 @@ def fuzz(kind: str, strategy: st.SearchStrategy, work: Callable[[Path, object], 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz", description=__doc__.split("\n\n")[0])
+    parser = table.parser("fuzz", __doc__)
     parser.add_argument("--examples", type=int, default=1000, help="of each kind (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="instead of all kinds")
-    table.add_option(parser)
     options = parser.parse_args()
     common = table.common("fuzz", options.record)
     torch.set_num_threads(1)

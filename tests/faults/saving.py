@@ -11,7 +11,6 @@ and removes the previous file, as a save does. Neither hashes. Medians; the firs
 count. Prints one JSON row.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -108,11 +107,10 @@ def measure(model: str, folder: Path, saves: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.saving", description=__doc__.split("\n\n")[0])
+    parser = table.parser("saving", __doc__)
     parser.add_argument("--model", default="gpt2-medium")
     parser.add_argument("--saves", type=int, default=5, help="that count (%(default)s)")
     parser.add_argument("--folder", help="where to save: on the disk to measure (a temporary folder)")
-    table.add_option(parser)
     options = parser.parse_args()
     common, began = table.common("saving", options.record), time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -15,7 +15,6 @@ anything; --real of them are the script itself. A killed process loses nothing t
 tested by the order of fsync and rename (test_saves.py).
 """
 
-import argparse
 import os
 import random
 import signal
@@ -86,6 +85,17 @@ def newest_valid_step(out: Path) -> int:
     return max(steps, default=0)
 
 
+def killed(process: int, out: Path, row: dict, reached: int) -> int:
+    """Kills a run, and counts that in `row`. The newest step that ever had a valid checkpoint; before it was
+    `reached`."""
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    row["kills"] += 1
+    found = newest_valid_step(out)
+    row["lost"] += found < reached
+    return max(reached, found)
+
+
 def rows_in(out: Path) -> int:
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -120,15 +130,10 @@ def kill_often(folder: Path, kills: int, real: int, steps: int, seed: int) -> di
                 code = wait(process, generator.uniform(0, SAVING_SECONDS)) if code is None else code
             if code is not None:
                 break
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            row["kills"] += 1
+            reached = killed(process, out, row, reached)
             row["of_the_script_itself"] += is_real
             row["while_saving"] += any(out.glob("checkpoints/.*"))
-            found = newest_valid_step(out)
-            row["before_any_checkpoint"] += found == 0
-            row["lost"] += found < reached
-            reached = max(reached, found)
+            row["before_any_checkpoint"] += reached == 0
         if code != 0:
             row["wrong_exits"] += 1
             continue
@@ -140,12 +145,11 @@ def kill_often(folder: Path, kills: int, real: int, steps: int, seed: int) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.sigkill", description=__doc__.split("\n\n")[0])
+    parser = table.parser("sigkill", __doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--real", type=int, default=10, help="how many of them hit the script itself (%(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="of a run (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    table.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     common = table.common("sigkill", options.record)

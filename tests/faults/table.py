@@ -29,11 +29,14 @@ PROGRAMS = {
 }
 
 
-def add_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
+def parser(program: str, doc: str) -> ArgumentParser:
+    """The parser of a program with this docstring; it has --record."""
+    made = ArgumentParser(prog=f"python -m tests.faults.{program}", description=doc.split("\n\n")[0])
+    made.add_argument(
         "--record", nargs="?", const=RESULTS, type=Path, metavar="FILE",
         help=f"add the rows to FILE ({RESULTS.relative_to(row_file.ROOT)} if none is named)",
     )  # fmt: skip
+    return made
 
 
 def common(program: str, record: Path | None) -> dict:

@@ -1,6 +1,5 @@
 """Losses and gradients that are not numbers: no update, said in the log, and an end after ten in a row."""
 
-import json
 import math
 import re
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 import lowmem.core.operations
 from lowmem.data.batches import Batches
 from lowmem.run.log import read_metrics
-from runs import content, last_line, simulated
+from runs import content, last_line, simulated, write_rows
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
@@ -53,8 +52,7 @@ def test_one_bad_step_is_skipped_and_the_schedule_waits_for_it(train, tmp_path, 
 
 def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path, capsys, monkeypatch):
     rows = [{"prompt": "?", "completion": f"answer {number}"} for number in range(60)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "data.jsonl", rows)
     spoil(monkeypatch, range(1, 2))  # four rows as short as these are one micro-batch
     seen = []
 
@@ -63,7 +61,7 @@ def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path,
         return seen[-1][1]
 
     monkeypatch.setattr(Batches, "where", at_the_second_step)
-    assert train(tmp_path / "out", "--data", str(data)) == 0
+    assert train(tmp_path / "out", "--data", data) == 0
     ((step, texts),) = seen
     assert step == 1 and len(texts) == 4 and all(re.fullmatch(rf"{data}:\d+", text) for text in texts)
     said = "step 2: the gradient norm is nan, so no update was made; its batch: "

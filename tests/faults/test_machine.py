@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 from io import FileIO
 
 import pytest
@@ -13,10 +12,9 @@ import lowmem.planning.cpu_plan
 import lowmem.run.checkpoint
 import lowmem.run.prepare
 import lowmem.run.saver
-from lowmem.core.step import TrainingStep
 from lowmem.run import log
 from lowmem.units import MIB
-from runs import assert_same_run, at_call, last_line, loss_rows, stored, weights
+from runs import assert_same_run, at_call, failing, last_line, loss_rows, stopped_in_step, stored, weights
 
 
 class Written(FileIO):
@@ -25,8 +23,7 @@ class Written(FileIO):
 
 def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2"]
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(tmp_path / "out", *options) == 75
     plan = stored(tmp_path / "out/plan.json")
     assert plan["choice"]["micro_batch"] == 64 and not plan["choice"]["recompute"]
@@ -40,8 +37,7 @@ def test_on_a_busier_machine_a_run_still_goes_on(train, tmp_path, monkeypatch):
 
 def test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now(train, tmp_path, monkeypatch):
     options = ["--micro-batch", "auto", "--batch", "64", "--steps", "2", "--ram-limit", "8GiB"]  # plans it each time
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(tmp_path / "out", *options) == 75
     monkeypatch.setattr(lowmem.planning.cpu_plan, "CPU_MICRO_BATCH_TOKENS", 8 * 32)
     assert train(tmp_path / "new", *options) == 0
@@ -49,10 +45,6 @@ def test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now(tra
     new, resumed = (stored(tmp_path / name / "plan.json")["choice"]["micro_batch"] for name in ("new", "out"))
     assert (new, resumed) == (8, 64)
     assert stored(tmp_path / "out/settings.json")["micro_batch"] is None
-
-
-def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_disk_that_takes_no_rows_does_not_end_the_run_and_has_them_all_when_it_takes_some_again(
@@ -66,7 +58,7 @@ def test_a_disk_that_takes_no_rows_does_not_end_the_run_and_has_them_all_when_it
             return real(file, content)
         calls.append(content)
         if len(calls) in (1, 3):
-            full()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(file, content[:7] if len(calls) == 2 else content)
 
     monkeypatch.setattr(
@@ -108,27 +100,26 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_trains(train, 
     assert 0.99 * len(weights(tmp_path / "out")) < plan["export"] <= len(weights(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("failing", "said"), [(2, "training goes on"), (3, "the model is exported")])
+@pytest.mark.parametrize(("step", "said"), [(2, "training goes on"), (3, "the model is exported")])
 def test_a_checkpoint_that_does_not_fit_any_more_ends_neither_training_nor_the_export(
-    finished, train, tmp_path, capsys, monkeypatch, failing, said
+    finished, train, tmp_path, capsys, monkeypatch, step, said
 ):
     """Seen to fail: without `must=False`, and with the last save as one that must be made."""
     with monkeypatch.context() as patch:
-        at_call(patch, lowmem.run.checkpoint, "_check_room", full, failing)
+        at_call(patch, lowmem.run.checkpoint, "_check_room", failing(errno.ENOSPC), step)
         assert train(tmp_path / "out", "--save-every", "1") == 0
     warning = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning"))
-    assert f"step {failing} could not be saved" in warning and said in warning
+    assert f"step {step} could not be saved" in warning and said in warning
     assert weights(tmp_path / "out") == weights(finished)
     steps = {int(path.name[-8:]) for path in (tmp_path / "out/checkpoints").iterdir()}
-    assert steps == {1, 3} if failing == 2 else steps == {1, 2}
+    assert steps == {1, 3} if step == 2 else steps == {1, 2}
     assert train(tmp_path / "out") == 0
     assert_same_run(finished, tmp_path / "out")
 
 
 def test_a_checkpoint_that_does_not_fit_when_a_signal_has_come_is_an_error(train, tmp_path, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
-        patch.setattr(lowmem.run.checkpoint, "_check_room", full)
+    monkeypatch.setattr(lowmem.run.checkpoint, "_check_room", failing(errno.ENOSPC))
+    with stopped_in_step(2):
         assert train(tmp_path / "out") == 1
     assert "step 2 could not be saved" in last_line(capsys)
 

@@ -6,9 +6,10 @@ Seen to fail: with the layout left out of the checkpoint, with another plan's ta
 """
 
 import dataclasses
-import os
-import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from lowmem.limits import Budget
 from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
 from lowmem.units import MIB
-from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stored, weights
+from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stopped_in_step, stored, weights
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
@@ -44,8 +45,9 @@ EVALUATION, SECOND_STEP = 1, 5  # calls of the loss: two in the evaluation befor
 ALL_MEASURES = 3  # the cache, the layout that keeps nothing, the micro-batch
 
 
-def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
-    """Memory runs out at these calls of the loss, so `len(calls)` times one after the other."""
+@contextmanager
+def memory_runs_out(calls: range) -> Iterator[None]:
+    """At these calls of the loss, so `len(calls)` times one after the other."""
     real, numbers = lowmem.core.operations.linear_cross_entropy, iter(range(1, 10_000))
 
     def failing(*arguments, **keywords):
@@ -53,7 +55,8 @@ def fail_at(patch: pytest.MonkeyPatch, calls: range) -> None:
             run_out()
         return real(*arguments, **keywords)
 
-    patch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
+    with patch.object(lowmem.core.operations, "linear_cross_entropy", failing):
+        yield
 
 
 def measures(out) -> list[str]:
@@ -65,8 +68,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     failing = range(SECOND_STEP, SECOND_STEP + ALL_MEASURES - 1)
-    with monkeypatch.context() as patch:
-        fail_at(patch, failing)
+    with memory_runs_out(failing):
         assert train(whole) == 0
     said = (whole / "log.txt").read_text()
     assert (
@@ -78,9 +80,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
     assert found[0] == "cache" and len(found) == len(failing) and "micro_batch" not in found
     assert loss_rows(whole) == loss_rows(finished) and weights(whole) == weights(finished)
 
-    with monkeypatch.context() as patch:
-        fail_at(patch, failing)
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+    with memory_runs_out(failing), stopped_in_step(2):
         assert train(parts) == 75
     capsys.readouterr()
     taken = []
@@ -94,9 +94,7 @@ def test_a_run_gives_up_what_costs_no_bit_says_so_and_resumes_without_it(
 
 def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        fail_at(patch, range(SECOND_STEP, SECOND_STEP + ALL_MEASURES))
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+    with memory_runs_out(range(SECOND_STEP, SECOND_STEP + ALL_MEASURES)), stopped_in_step(2):
         assert train(out) == 75
     layouts = []
     with monkeypatch.context() as patch:
@@ -108,14 +106,11 @@ def test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch(train, 
 def test_smaller_micro_batches_come_last_and_stay(train, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     failing = range(SECOND_STEP, SECOND_STEP + ALL_MEASURES)
-    with monkeypatch.context() as patch:
-        fail_at(patch, failing)
+    with memory_runs_out(failing):
         assert train(whole) == 0
     assert measures(whole)[-1] == "micro_batch" and "which changes roundings" in (whole / "log.txt").read_text()
     assert [row["tokens"] for row in loss_rows(whole)] == [4 * 32] * 3
-    with monkeypatch.context() as patch:
-        fail_at(patch, failing)
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+    with memory_runs_out(failing), stopped_in_step(2):
         assert train(parts) == 75
     assert train(parts) == 0
     assert_same_run(whole, parts)
@@ -123,8 +118,7 @@ def test_smaller_micro_batches_come_last_and_stay(train, tmp_path, monkeypatch):
 
 def test_an_evaluation_that_runs_out_of_memory_leaves_training_alone(finished, train, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        fail_at(patch, range(EVALUATION, EVALUATION + 3))
+    with memory_runs_out(range(EVALUATION, EVALUATION + 3)):
         assert train(out) == 0
     assert measures(out)[-1] == "evaluation_rows" and stored(out / "report.json")["out_of_memory"][0]["step"] == 0
     assert "out of memory in the evaluation" in (out / "log.txt").read_text()
@@ -144,8 +138,7 @@ def test_what_a_run_had_come_to_is_saved_when_nothing_is_left_to_give_up(
     finished, train, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        fail_at(patch, range(SECOND_STEP, 10_000))
+    with memory_runs_out(range(SECOND_STEP, 10_000)):
         assert train(out) == 4
     assert "step 2: out of memory" in (sentence := last_line(capsys)) and "even for single sequences" in sentence
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
@@ -193,17 +186,6 @@ def test_ram_that_runs_out_in_the_export_is_no_bad_input(finished, train, tmp_pa
     assert train(out) == 0
     assert "3 of 3 steps are done" in capsys.readouterr().err
     assert weights(out) == weights(finished)
-
-
-def test_single_sequences_that_do_not_fit_end_the_run_with_exit_4(train, tmp_path, capsys, monkeypatch):
-    real = lowmem.core.operations.linear_cross_entropy
-
-    def failing(*arguments, **keywords):
-        return real(*arguments, **keywords) if simulated() else run_out()
-
-    monkeypatch.setattr(lowmem.core.operations, "linear_cross_entropy", failing)
-    assert train(tmp_path / "out") == 4
-    assert "out of GPU memory, even for single sequences" in last_line(capsys)
 
 
 # --- memory that is not there to begin with
@@ -279,20 +261,10 @@ def test_a_mistake_of_ours_is_not_dressed_up_as_one_of_the_machine(train, tmp_pa
         train(tmp_path / "out")
 
 
-@dataclasses.dataclass(frozen=True)
-class TimedPlan:
-    card: object
-    ram_breakdown: dict
-    step_seconds: float
-    waiting_seconds: float
-
-
 def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
-    @dataclasses.dataclass(frozen=True)
-    class Card:
-        bus_bytes_per_second: float = 12e9
-
-    plan = TimedPlan(Card(), {"streamed_states": 15e9, "process": 2e9}, step_seconds=10.0, waiting_seconds=0.5)
+    card, ram = SimpleNamespace(bus_bytes_per_second=12e9), {"streamed_states": 15e9, "process": 2e9}
+    timed = {"card": card, "ram_breakdown": ram, "step_seconds": 10.0, "waiting_seconds": 0.5}
+    plan = dataclasses.make_dataclass("TimedPlan", timed)(**timed)
     slower = with_pageable_copies(plan)
     assert slower.waiting_seconds == 2 * 15e9 / (12e9 * PAGEABLE_SHARE)  # in and out
     assert slower.step_seconds == 9.5 + slower.waiting_seconds

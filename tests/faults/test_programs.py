@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
-from runs import ROOT
+from runs import python
 from tests.faults import table
 
 FUZZED = {
@@ -20,7 +18,7 @@ FUZZED = {
 
 def rows(*arguments: str) -> list[dict]:
     """What a program prints; it must end with exit code 0."""
-    run = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
+    run = python("-m", *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 

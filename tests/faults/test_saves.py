@@ -13,7 +13,6 @@ import random
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from contextlib import suppress
@@ -36,20 +35,11 @@ from lowmem.files import Manifest, to_json, write_manifest
 from lowmem.run import checkpoint as checkpoint_module
 from lowmem.run.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from lowmem.run.folder import MARGIN_BYTES, find_checkpoints, lock_run
-from lowmem.run.identity import refuse_another_run
 from reference import tiny_model
+from runs import failing, python, rehash
 from steps import make_batch, make_step
 
 RESIDENT, MIXED, STREAMED = 99, 2, 0
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def having(identity: dict):
-    """A check of load_checkpoint: the run that saved it had these in its identity."""
-    return lambda checkpoint, state: refuse_another_run(checkpoint, state, identity)
-
-
-anything = having({})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,11 +101,11 @@ def names_in(folder: Path) -> list[str]:
 def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint, which is loaded into `store`, and what was said."""
     said: list[str] = []
-    loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, anything, said.append)
+    loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, {}, said.append)
     return loaded and loaded[0], said
 
 
-# --------------------------------------------------------------------------------------------------- what is in a file
+# --- what is in a file
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
@@ -127,7 +117,7 @@ def test_every_bit_comes_back_wherever_the_states_lie(tmp_path, precision, optim
     assert checkpoint == tmp_path / "checkpoints" / "step-00000007"
     for states_on_gpu in (RESIDENT, STREAMED):
         loaded = make_store(precision, optimizer, states_on_gpu, fill=2)
-        assert load_checkpoint(checkpoint, loaded, having({"seed": 3})) == state
+        assert load_checkpoint(checkpoint, loaded, {"seed": 3}) == state
         assert differences(loaded, saved) == []
         again = save_checkpoint(tmp_path / str(states_on_gpu), loaded, state, keep_last=1)
         for path in checkpoint.iterdir():
@@ -138,7 +128,7 @@ def test_parameters_see_what_was_loaded(tmp_path):
     saved, model = make_store(fill=1), tiny_model("gpt2")
     layout = Layout(1, states_on_gpu=STREAMED)
     loaded = Store(Decoder(model), torch.device("cpu"), torch.float32, get_optimizer("adamw"), layout)
-    load_checkpoint(save(tmp_path, saved, 1), loaded, anything)
+    load_checkpoint(save(tmp_path, saved, 1), loaded, {})
     for name, weight in saved.masters():
         assert torch.equal(dict(model.named_parameters())[name].view(torch.int32), weight.view(torch.int32)), name
 
@@ -187,7 +177,7 @@ def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
         save(tmp_path, store, 1)
 
 
-# ------------------------------------------------------------------------------------------------- training, continued
+# --- training, continued
 
 
 def fresh(precision, optimizer, states_on_gpu, seed):
@@ -221,7 +211,7 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
         state = make_state(stop) | {"updates": step.updates, "loss_scale": step.loss_scale.state()}
         save_checkpoint(tmp_path, store, state, keep_last=2)
         step, store = fresh(precision, optimizer, states_on_gpu, seed=index + 1)  # other weights: all must go
-        state = load_checkpoint(newest(tmp_path, store)[0], store, anything)
+        state = load_checkpoint(newest(tmp_path, store)[0], store, {})
         done, step.updates = state["step"], state["updates"]
         step.loss_scale.load(state["loss_scale"])
     continued += train(step, done, steps)
@@ -232,7 +222,7 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
     assert (precision == "fp16") == (not all(result.updated for result in results))
 
 
-# -------------------------------------------------------------------------------------------- saves that do not finish
+# --- saves that do not finish
 
 
 class Stages:
@@ -411,23 +401,18 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EACCES, errno.EIO])
 def test_any_refusal_of_the_system_is_one_clear_error(tmp_path, monkeypatch, number):
-    def refuse(path, content):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(checkpoint_module, "write", refuse)
+    monkeypatch.setattr(checkpoint_module, "write", failing(number))
     with pytest.raises(LowmemError, match=os.strerror(number)) as caught:
         save(tmp_path, smallest_store(), 2)
     assert caught.value.exit_code == 1 and names_in(tmp_path) == []
     assert ("quota" in str(caught.value)) == (number == errno.EDQUOT)
-
-
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(LowmemError, match="could not be saved"):
-        save(tmp_path, make_store(), 2)
+        save(tmp_path, smallest_store(), 2)
 
 
-# -------------------------------------------------------------------------------------------------- which one is taken
+# --- which one is taken
 
 
 def damages(checkpoint: Path):
@@ -456,12 +441,12 @@ def test_a_damaged_checkpoint_is_skipped_and_the_file_named(tmp_path):
     for name, how, content in damages(second):
         path = second / name
         sound = path.read_bytes()
-        path.unlink() if content is None else path.write_bytes(content)
+        replace(path, content)
         checkpoint, said = newest(tmp_path, other)
         assert (checkpoint, differences(other, store)) == (first, []), (name, how)
         assert len(said) == 1 and str(path) in said[0] and "skipped" in said[0], (name, how, said)
         with pytest.raises(InputError) as caught:
-            load_checkpoint(second, other, anything)
+            load_checkpoint(second, other, {})
         assert str(path) in str(caught.value), (name, how)
         path.write_bytes(sound)
         count += 1
@@ -489,9 +474,7 @@ def test_with_nothing_valid_left_a_run_starts_anew_and_says_why(tmp_path):
 def test_a_disk_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
     """Nothing is skipped, and nothing is put aside: the next attempt may read it."""
     save(tmp_path, make_store(fill=1), 1)
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
-    )
+    monkeypatch.setattr(Path, "read_bytes", failing(errno.EIO))
     with pytest.raises(LowmemError, match="manifest.json cannot be read: Input/output error") as error:
         newest(tmp_path, make_store())
     assert not isinstance(error.value, InputError)
@@ -538,9 +521,9 @@ def test_resume_takes_a_checkpoint_a_run_folder_or_nothing(tmp_path):
         with pytest.raises(InputError, match="--resume"):
             find_checkpoints(tmp_path / "two", str(tmp_path / wrong), said.append)
     (second / "manifest.json").unlink()
-    assert load_newest([second, first], store, anything, said.append, required=True)[0] == first
+    assert load_newest([second, first], store, {}, said.append, required=True)[0] == first
     with pytest.raises(InputError, match="manifest.json cannot be read"):
-        load_newest([second], store, anything, said.append, required=True)
+        load_newest([second], store, {}, said.append, required=True)
 
 
 def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_path, monkeypatch):
@@ -557,14 +540,14 @@ def test_a_hash_whose_package_is_missing_is_said_and_the_other_one_works(tmp_pat
     assert newest(tmp_path / "other", store) == (checkpoint, [])
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# --- what is refused
 
 
 def refused(checkpoint: Path, store: Store, expected: dict) -> str:
     """The sentence with which loading is refused; `store` must be as it was."""
     before = {name: tensor.clone() for name, tensor in tensors_of(store).items()}
     with pytest.raises(InputError) as caught:
-        load_checkpoint(checkpoint, store, having(expected))
+        load_checkpoint(checkpoint, store, expected)
     assert caught.value.exit_code == 2
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors_of(store).items()), "store was touched"
     return str(caught.value)
@@ -574,7 +557,7 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
     store = make_store()
     identity = {"batch": 64, "lr": 1e-3, "schedule": "cosine", "clip_norm": 1.0, "data": "aa", "steps": 9, "seed": 0}
     checkpoint = save(tmp_path, store, 1, **identity)
-    load_checkpoint(checkpoint, store, having(identity))
+    load_checkpoint(checkpoint, store, identity)
     changed = identity | {"batch": 32, "schedule": "linear", "clip_norm": None, "data": "bb"}
     sentence = refused(checkpoint, store, changed)
     assert "--batch 64 -> 32; --schedule cosine -> linear; --clip-norm 1.0 -> null" in sentence
@@ -587,39 +570,27 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
 def rewrite(checkpoint: Path, change) -> None:
     """Applies `change` to the folder and writes the manifest anew, as if this had been saved."""
     change(checkpoint)
-    (checkpoint / "manifest.json").unlink()
-    entries = {}
-    for path in list(checkpoint.iterdir()):
-        content = path.read_bytes()
-        path.unlink()
-        entries[path.name] = files.write(path, [content])
-    write_manifest(checkpoint, entries)
+    rehash(checkpoint)
+
+
+def replace(path: Path, content: bytes | None) -> None:
+    """None: the file is missing."""
+    path.unlink() if content is None else path.write_bytes(content)
 
 
 @pytest.mark.parametrize("key", ["step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"])
 def test_a_state_that_lacks_what_a_run_needs_is_refused(tmp_path, key):
-    def leave_out(folder):
-        state = make_state(1)
-        del state[key]
-        (folder / "state.json").write_bytes(to_json(state))
-
-    checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, leave_out)
+    checkpoint, state = save(tmp_path, make_store(), 1), make_state(1)
+    del state[key]
+    rewrite(checkpoint, lambda folder: replace(folder / "state.json", to_json(state)))
     assert f"state.json lacks {key}" in refused(checkpoint, make_store(), {})
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"])
 def test_a_state_that_is_no_state_is_refused(tmp_path, content):
     checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: (folder / "state.json").write_bytes(content))
+    rewrite(checkpoint, lambda folder: replace(folder / "state.json", content))
     assert "state.json" in refused(checkpoint, make_store(), {})
-
-
-def test_a_file_that_lacks_is_refused(tmp_path):
-    for name in ("state.json", "block-1-matrices.safetensors"):
-        checkpoint = save(tmp_path, make_store(), 1)
-        rewrite(checkpoint, lambda folder, name=name: (folder / name).unlink())
-        assert name in refused(checkpoint, make_store(), {})
 
 
 def change_header(path: Path, change) -> None:
@@ -647,10 +618,10 @@ def test_a_header_that_is_not_this_runs_is_refused(tmp_path, change, said):
     assert "block-0-matrices.safetensors" in sentence and said in sentence
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8])
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8])
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
     checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: (folder / "final-vectors.safetensors").write_bytes(content))
+    rewrite(checkpoint, lambda folder: replace(folder / "final-vectors.safetensors", content))
     assert "final-vectors.safetensors" in refused(checkpoint, make_store(), {})
 
 
@@ -681,18 +652,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path):
         (tmp_path / "manifest.json").unlink()
 
 
-# ------------------------------------------------------------------------------------------------------------ the lock
-
-
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
-    folder = tmp_path / "new" / "run"
-    with lock_run(folder):
-        (folder / "metrics.jsonl").touch()
-        with pytest.raises(InputError, match="another run is writing"), lock_run(folder):
-            pass
-        assert (folder / "metrics.jsonl").exists()
-    with lock_run(folder):
-        pass
+# --- the lock
 
 
 def test_the_lock_of_a_killed_run_holds_nobody_up(tmp_path):
@@ -720,7 +680,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
         pass
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# --- memory
 
 MEASURED = """
 import sys
@@ -754,12 +714,12 @@ def mark():
 folder = Path(sys.argv[1])
 state = dict.fromkeys(("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"), 1)
 print(rise_mib(lambda: save_checkpoint(folder, store, state, keep_last=1)))
-print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), store, lambda *_: None, print)))
+print(rise_mib(lambda: load_newest(find_checkpoints(folder, "auto", print), store, {}, print)))
 """
 
 
 def test_saving_and_loading_take_one_chunk_of_ram(tmp_path):
-    run = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", MEASURED, tmp_path)
     assert run.returncode == 0, run.stderr
     save_mib, load_mib = (float(line) for line in run.stdout.split())
     assert max(save_mib, load_mib) < 32, (save_mib, load_mib)

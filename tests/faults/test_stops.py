@@ -144,19 +144,6 @@ def test_an_interrupt_while_pytorch_is_imported_ends_the_script_without_a_word(t
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_command_after_the_end_computes_nothing_anew(finished, train, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert train(out) == 0
-    before = content(out)
-    capsys.readouterr()
-    assert train(out) == 0
-    after = content(out)
-    assert "3 of 3 steps are done" in capsys.readouterr().err
-    same = [name for name in before if name.startswith(("metrics", "checkpoints", "model/model", "loss.png"))]
-    assert len(same) > 10 and all(before[name] == after[name] for name in same)
-    assert stored(out / "report.json")["loss"] == json.loads(before["report.json"])["loss"]
-
-
 def test_resume_never_starts_anew(finished, train, tmp_path):
     out = tmp_path / "out"
     assert train(out, "--steps", "1") == 0

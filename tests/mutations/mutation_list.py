@@ -61,7 +61,7 @@ EVALUATE = """\
 DROPOUTS = "dropouts = [Dropout(self._seed, step, index) for index in own]"
 SUMMED_LOSS = "return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)"
 NEXT_UPDATE = "self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale"
-STOPPED_AT = 'model.step.updates = state["updates"]'
+STOPPED_AT = 'self.step.updates = state["updates"]'
 CAST_NORM = "return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)"
 
 MUTATIONS = (
@@ -167,8 +167,8 @@ MUTATIONS = (
     Mutation(
         "run/train.py",
         "the learning rate is that of the next update",
-        "progress.course.rate(step.updates)",
-        "progress.course.rate(step.updates + 1)",
+        "session.course.rate(step.updates)",
+        "session.course.rate(step.updates + 1)",
         tests=("run/test_scripts.py",),
     ),
     # the gradient
@@ -517,16 +517,16 @@ MUTATIONS = (
     ),
     # going on
     Mutation(
-        "run/prepare.py",
+        "run/loaded_model.py",
         "a resumed run counts its updates from 0",
         STOPPED_AT,
         STOPPED_AT.replace('state["updates"]', "0"),
         tests=("run/test_scripts.py", "faults/test_stops.py"),
     ),
     Mutation(
-        "run/prepare.py",
+        "run/loaded_model.py",
         "a resumed run begins with a fresh scale of gradients",
-        '    model.step.loss_scale.load(state["loss_scale"])\n',
+        '            self.step.loss_scale.load(state["loss_scale"])\n',
         "",
         tests=("run/test_scripts.py", "faults/test_stops.py"),
     ),

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +13,8 @@ import lowmem
 from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
 from lowmem.run.learning_rate import Course
+from runs import ROOT, python, write_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = lowmem.Settings(
     model="gpt2-demo", init="random", seq=16, batch=4, steps=3, lr=1e-3, device="cpu", eval_batches=1
 )
@@ -34,8 +32,7 @@ def test_importing_lowmem_imports_nothing_heavy():
     program = (
         "import sys, lowmem; lowmem.Settings; lowmem.InputError; print({'torch', 'transformers'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert python("-c", program).stdout == "set()\n"
 
 
 def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_run():
@@ -46,16 +43,14 @@ def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_r
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         lowmem.trian  # noqa: B018
     program = "import lowmem; from lowmem.run import plan_command; lowmem.plan(lowmem.Settings(gpu='?'))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program)
     assert "InputError" in done.stderr and "?" in done.stderr
 
 
 def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
-    )
+    done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
@@ -159,19 +154,15 @@ def test_a_plan_for_a_card_that_is_not_here():
     ],
 )
 def test_bad_usage_of_the_command(words, code, said):
-    done = subprocess.run([sys.executable, "-m", "lowmem", *words], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "lowmem", *words)
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_command_plans_and_trains(tmp_path):
-    here = [sys.executable, "-m", "lowmem"]
-    done = subprocess.run([*here, "plan", "--model", "gpt2", "--gpu", "t4", "--seq", "64", "--batch", "2"],
-                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    done = python("-m", "lowmem", *"plan --model gpt2 --gpu t4 --seq 64 --batch 2".split())
     assert done.returncode == 0 and done.stdout.startswith("Fits: ")
-    options = ["--seq", "16", "--batch", "4", "--micro-batch", "4", "--steps", "1", "--device", "cpu"]
-    done = subprocess.run(
-        [*here, "train", "--demo", *options, "--out", str(tmp_path / "demo")], cwd=ROOT, capture_output=True
-    )
+    options = "--seq 16 --batch 4 --micro-batch 4 --steps 1 --device cpu".split()
+    done = python("-m", "lowmem", "train", "--demo", *options, "--out", tmp_path / "demo")
     assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
 
 
@@ -200,11 +191,8 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
 def test_few_steps_and_prompts_without_the_chat_template_are_remarked(tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     rows = [{"prompt": f"How many legs have {n} spiders? ", "completion": str(8 * n)} for n in range(9)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lowmem.train(replace(
-        TINY, steps=None, seq=64, data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "run"),
-        chat_template=str(tmp_path / "chat.jinja"),
-    ))  # fmt: skip
+    data, template = write_rows(tmp_path / "rows.jsonl", rows), str(tmp_path / "chat.jinja")
+    lowmem.train(replace(TINY, steps=None, seq=64, data=data, out=str(tmp_path / "run"), chat_template=template))
     said = capsys.readouterr().err
     assert "warning: 2 steps in all: an epoch has 8 rows, a step 4; a smaller --batch makes more" in said
     assert "joined without the model's chat template" in said

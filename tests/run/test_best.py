@@ -5,23 +5,10 @@ import json
 import pytest
 from transformers import GenerationConfig
 
-import lowmem.run.evaluation
 from lowmem.errors import InputError
 from lowmem.run.figures import best_evaluation
 from lowmem.settings import Settings
 from runs import last_line, loss_rows, stored, weights
-
-
-@pytest.fixture
-def held_out(monkeypatch):
-    """Gives the losses that a run's evaluations find, one after another."""
-
-    def give(*losses: float) -> None:
-        rest = iter(losses)
-        real = lowmem.run.evaluation.evaluated
-        monkeypatch.setattr(lowmem.run.evaluation, "evaluated", lambda *given: real(*given) | {"eval_loss": next(rest)})
-
-    return give
 
 
 def checkpoints(out) -> list[str]:

@@ -1,7 +1,6 @@
 """Refusals before PyTorch is imported, and the sentence if it cannot be imported."""
 
 import ast
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from lowmem.errors import InputError
 from lowmem.run import early, plan_command
 from lowmem.run.main import main
 from lowmem.settings import Settings
-from runs import ROOT, SCRIPTS
+from runs import ROOT, SCRIPTS, python
 
 # Runs a program as its command does, and tells whether it has imported what takes seconds.
 WATCHED = """
@@ -46,7 +45,7 @@ except SystemExit as ended:
     ],
 )
 def test_what_leads_nowhere_is_refused_before_pytorch_is_imported(program, said):
-    run = subprocess.run([sys.executable, "-c", WATCHED, *program.split()], cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", WATCHED, *program.split())
     code = 2 if said else 0
     assert run.stdout.splitlines()[-1] == f"{code} []" and said in run.stderr and run.stderr.count("\n") <= 1, run
 
@@ -69,6 +68,9 @@ def test_a_states_folder_is_asked_of_runs_alone_and_nothing_is_left_of_the_quest
     long = there / "new" / ("a" * 300)  # what is around it can be made, and it cannot
     with pytest.raises(InputError, match="--states-folder .*aaa cannot be written: File name too long"):
         early.check_run(replace(plain, states_folder=str(long)), print)
+    for folder, said in ((tmp_path / "file", "it is no folder"), (tmp_path / "file/states", "Not a directory")):
+        with pytest.raises(InputError, match=f"--states-folder {folder} cannot be written: {said}"):
+            early.check_run(replace(plain, states="auto", states_folder=str(folder)), print)
     early.check_run(replace(plain, states_folder=str(tmp_path / "file"), plan_only=True), print)
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", there]
 
@@ -94,10 +96,7 @@ def test_windows_is_said_to_need_wsl(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("program", ["train_gpt2_large.py", "-m lowmem.plan --model gpt2"])
 def test_a_package_that_is_not_installed_is_named_with_the_command(tmp_path, package, program):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
-    run = subprocess.run(
-        [sys.executable, *program.split()],
-        cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+    run = python(*program.split(), PYTHONPATH=str(tmp_path))
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert f"the package {package} is not installed" in run.stderr and "make setup" in run.stderr
     assert "pip install -r requirements.txt" in run.stderr
@@ -122,7 +121,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("program", ["train_gpt2_large", "train_gpt2_xl", "lowmem", "lowmem.plan", "lowmem.allocator"])
 def test_an_older_python_is_refused_in_a_sentence(program):
-    run = subprocess.run([sys.executable, "-c", OLD_PYTHON, program], cwd=ROOT, capture_output=True, text=True)
+    run = python("-c", OLD_PYTHON, program)
     assert (run.returncode, run.stderr.count("\n")) == (1, 1)
     assert "lowmem needs Python 3.11 or newer" in run.stderr and "3.10" in run.stderr and "make setup" in run.stderr
 

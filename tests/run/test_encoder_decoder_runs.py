@@ -1,21 +1,17 @@
 """Whole runs of a small T5: planned, trained, evaluated, stopped and gone on with, sampled, exported."""
 
-import json
-import os
 import shutil
-import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
-from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.load import read_weights
 from lowmem.run.main import main
-from runs import SCRIPTS, assert_same_run, at_call, last_line, stored
+from runs import SCRIPTS, assert_same_run, last_line, stopped_in_step, stored, write_rows
 
 SIZES = {
     **{"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
@@ -80,8 +76,7 @@ def test_where_tensors_lie_changes_no_bit(train_t5, finished_t5, tmp_path, optio
 
 def test_an_interrupted_run_ends_as_if_it_had_not_been(train_t5, finished_t5, tmp_path, monkeypatch):
     options = ("--eval-every", "2", "--eval-batches", "1")
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+    with stopped_in_step(2):
         assert train_t5(tmp_path / "out", *options) == 75
     assert train_t5(tmp_path / "out", *options) == 0
     assert_same_run(tmp_path / "out", finished_t5)
@@ -119,8 +114,7 @@ def test_files_with_a_head_of_their_own_are_refused(finished_t5, tmp_path):
 
 def test_prompts_with_completions_are_sources_and_targets(train_t5, tmp_path, capsys):
     rows = [{"prompt": f"what is {n}?", "completion": str(n * n)} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert train_t5(tmp_path / "out", "--data", str(tmp_path / "rows.jsonl"), "--fixed-batch") == 0
+    assert train_t5(tmp_path / "out", "--data", write_rows(tmp_path / "rows.jsonl", rows), "--fixed-batch") == 0
     assert "a row is a source of at most 24 tokens and a target of at most 8" in capsys.readouterr().err
 
 

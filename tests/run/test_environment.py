@@ -14,7 +14,7 @@ import pytest
 from lowmem.errors import InputError
 from lowmem.run import environment as run_environment
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
-from runs import ROOT, SMALL, content, weights
+from runs import ROOT, SMALL, content, python, weights
 
 # A run has all values of a table. If it fails, halve the table to find the value.
 NOTEBOOK = {  # a kernel passes these on to programs; rc files set others
@@ -22,23 +22,14 @@ NOTEBOOK = {  # a kernel passes these on to programs; rc files set others
     **{"COLUMNS": "0", "LINES": "x", "FORCE_COLOR": "1", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii:strict"},
 }
 CONTAINER = {  # no home, no folder for caches, no locale, no name of the user
-    **{
-        "HOME": "/proc/nope",
-        "XDG_CACHE_HOME": "/proc/nope",
-        "XDG_CONFIG_HOME": "/proc/nope",
-        "HF_HOME": "/proc/nope",
-    },
-    **{"TORCH_HOME": "/proc/nope", "TRITON_CACHE_DIR": "/proc/nope", "HF_DATASETS_CACHE": "/proc/nope", "USER": ""},
+    **dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "TORCH_HOME"), "/proc/nope"),
+    **{"TRITON_CACHE_DIR": "/proc/nope", "HF_DATASETS_CACHE": "/proc/nope", "USER": ""},
     **{"LC_ALL": "xx_YY", "LANG": "tr_TR", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TZ": "garbage"},
     **{"HTTPS_PROXY": "garbage", "REQUESTS_CA_BUNDLE": "/nope", "SSL_CERT_FILE": "/nope"},
 }
 SWITCHES = {  # of packages, as people set them in their shells
-    **{
-        "TRANSFORMERS_VERBOSITY": "garbage",
-        "TRANSFORMERS_OFFLINE": "1",
-        "HF_HUB_OFFLINE": "garbage",
-        "TQDM_DISABLE": "1",
-    },
+    **{"TRANSFORMERS_VERBOSITY": "garbage", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "garbage"},
+    "TQDM_DISABLE": "1",
     **{"HF_ENDPOINT": "not a url", "HF_TOKEN": "a\nb", "HF_HUB_VERBOSITY": "loud", "HF_DATASETS_OFFLINE": "garbage"},
     **{"TOKENIZERS_PARALLELISM": "maybe", "RAYON_NUM_THREADS": "abc", "TORCH_COMPILE_DISABLE": "1", "USE_TORCH": "0"},
     **{"PYTORCH_ALLOC_CONF": "garbage", "CUBLAS_WORKSPACE_CONFIG": "garbage", "CUDA_VISIBLE_DEVICES": "garbage"},
@@ -60,9 +51,7 @@ def test_the_environment_changes_nothing(text, finished, tmp_path, environment, 
         command, streams = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], {}
     opened = {name: open(path, "w") if isinstance(path, str) else path for name, path in streams.items()}  # noqa: SIM115
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | environment, check=False, **quiet | opened
-    )  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, check=False, **quiet | opened)
     assert run.returncode == 0, run
     assert b"Traceback" not in (run.stderr or b"")
     assert weights(tmp_path / "out") == weights(finished)
@@ -136,10 +125,7 @@ def test_a_warning_is_no_error_inside_and_filters_are_what_they_were_outside():
 )
 def test_what_a_variable_does_to_an_import_is_said_before_anything_is_written(tmp_path, variable, program, code, said):
     name, _, value = variable.partition("=")
-    run = subprocess.run(
-        [sys.executable, *shlex.split(program.format(out=tmp_path / "out"))],
-        cwd=ROOT, env=os.environ | {name: value}, capture_output=True, text=True,
-    )  # fmt: skip
+    run = python(*shlex.split(program.format(out=tmp_path / "out")), **{name: value})
     assert run.returncode == code and said in run.stderr.rstrip().rpartition("\n")[2], run
     assert code == 1 or run.stderr.count("\n") <= 1
     assert list(tmp_path.iterdir()) == []
@@ -174,22 +160,13 @@ def test_waiting_threads_are_set_before_pytorch_and_not_over_the_users_choice():
     assert printed[1:] == [["None", "7"], ["active", "None"], ["None", "None"]]
 
 
-class _Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-
-
-def test_two_misleading_messages_of_other_packages_are_dropped_and_no_others(bpe_tokenizer, monkeypatch):
+def test_two_misleading_messages_of_other_packages_are_dropped_and_no_others(bpe_tokenizer, monkeypatch, caplog):
     """That of transformers by its own code; that of bitsandbytes comes on import, on processors with bf16 products."""
-    kept, names = _Kept(), ("transformers.tokenization_utils_base", "bitsandbytes.backends.cpu.ops")
+    names = "transformers.tokenization_utils_base", "bitsandbytes.backends.cpu.ops"
     monkeypatch.setattr(bpe_tokenizer, "model_max_length", 4)
     monkeypatch.setattr(bpe_tokenizer, "deprecation_warnings", {})
     for name in names:
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [kept])
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
         monkeypatch.setattr(logging.getLogger(name), "_cache", {})
         monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
     with warnings_end_nothing():
@@ -198,4 +175,4 @@ def test_two_misleading_messages_of_other_packages_are_dropped_and_no_others(bpe
         logging.getLogger(names[1]).warning(notice, "no module named kernels")
         for name in names:
             logging.getLogger(name).warning("something else: %s", name)
-    assert kept.said == [f"something else: {name}" for name in names]
+    assert list(dict.fromkeys(caplog.messages)) == [f"something else: {name}" for name in names]

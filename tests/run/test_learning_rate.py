@@ -12,31 +12,27 @@ def rates(schedule: str, updates: int, warmup: int) -> list[float]:
     return [Course(8.0, schedule, updates, warmup, warmup).rate(update) for update in range(updates)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warm_up_rises_in_equal_steps_to_the_peak_and_starts_above_zero(schedule):
-    assert rates(schedule, 12, 4)[:5] == [2, 4, 6, 8, 8]
+COSINE = [4 * (1 + math.cos(math.pi * eighths / 8)) for eighths in range(8)]  # its last update still moves
+STARTS = [  # of every schedule: updates, warm-up, the first rates
+    (12, 4, [2, 4, 6, 8, 8]),  # in equal steps to the peak, from above zero
+    (10, 0, [8]),
+    (4, 4, [2, 4, 6, 8]),
+    (2, 4, [2, 4]),  # a warm-up longer than the run only rises
+    *[(1, 0, [8]), (1, 1, [8])],
+]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_without_warm_up_the_first_update_has_the_peak_rate(schedule):
-    assert rates(schedule, 10, 0)[0] == 8
-
-
-def test_linear_falls_in_equal_steps_and_its_last_update_still_moves():
-    assert rates("linear", 6, 2) == [4, 8, 8, 6, 4, 2]
-
-
-def test_cosine_passes_half_the_peak_midway_and_its_last_update_still_moves():
-    after = rates("cosine", 10, 2)[2:]
-    assert after[0] == 8
-    assert after[4] == pytest.approx(4)
-    assert after[2] == pytest.approx(4 * (1 + math.sqrt(0.5)))
-    assert after[-1] == pytest.approx(4 * (1 + math.cos(math.pi * 7 / 8))) and after[-1] > 0
-    assert after == sorted(after, reverse=True)
-
-
-def test_constant_stays_at_the_peak():
-    assert rates("constant", 5, 2) == [4, 8, 8, 8, 8]
+@pytest.mark.parametrize(
+    ("schedule", "updates", "warmup", "expected"),
+    [
+        ("linear", 6, 2, [4, 8, 8, 6, 4, 2]),
+        ("cosine", 10, 2, [4, 8, *COSINE]),
+        ("constant", 5, 2, [4, 8, 8, 8, 8]),
+        *[(schedule, *start) for schedule in ("linear", "cosine", "constant") for start in STARTS],
+    ],
+)
+def test_the_rate_rises_to_the_peak_and_then_follows_the_schedule(schedule, updates, warmup, expected):
+    assert rates(schedule, updates, warmup)[: len(expected)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("schedule", "end"), [("cosine", 0), ("linear", 0), ("constant", 8)])
@@ -44,17 +40,6 @@ def test_beyond_the_last_update_the_rate_stays_at_its_end(schedule, end):
     for update in (10, 11, 1000):
         rate = Course(8.0, schedule, 10, 2, 2).rate(update)
         assert rate == pytest.approx(end, abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_a_warm_up_as_long_as_the_run_or_longer_only_rises(schedule):
-    assert rates(schedule, 4, 4) == [2, 4, 6, 8]
-    assert rates(schedule, 2, 4) == [2, 4]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_a_run_of_one_update_has_the_peak_rate(schedule):
-    assert rates(schedule, 1, 0) == rates(schedule, 1, 1) == [8]
 
 
 @pytest.mark.parametrize(

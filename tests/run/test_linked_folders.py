@@ -1,17 +1,13 @@
 """Run folders with links to another disk work; what cannot be a run's folder or a part of it is refused."""
 
-import os
-import signal
-
 import pytest
 
-from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.run.early import check_folders
 from lowmem.run.folder import sweep
 from lowmem.run_folder import FILES, FOLDERS
 from lowmem.settings import Settings
-from runs import at_call, content, weights
+from runs import content, stopped_in_step, weights
 
 PARTS = ("data", "checkpoints", "model")
 
@@ -26,8 +22,7 @@ def test_a_run_whose_parts_are_links_lives_as_any_other(train, finished, tmp_pat
     for part in filter(None, parts):
         (disk / part).mkdir(parents=True)
         (out / part).symlink_to(disk / part)
-    with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stopped_in_step():
         assert train(out) == 75
     for more in ([], ["--resume", "never"]):
         assert train(out, *more) == 0

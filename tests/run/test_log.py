@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from logs import PLAN, row, started
+from logs import PLAN, logged, row, started
 from lowmem.core.batch import Batch
 from lowmem.core.step import StepResult
 from lowmem.limits import Peaks
 from lowmem.run.log import RunLog, read_metrics, step_row, write_json
 from lowmem.run.main import main
-from lowmem.run.report import build_report
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
@@ -46,18 +44,8 @@ def test_a_resumed_run_drops_the_rows_that_it_computes_again_and_half_a_line(tmp
     assert read_metrics(tmp_path / "metrics.jsonl") == [row(1), row(2), row(3, loss=9.0)]
 
 
-def test_a_new_run_in_an_old_folder_starts_with_an_empty_file(tmp_path):
-    old = started(tmp_path)
-    old.step(row(1))
-    old.close()
-    started(tmp_path).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_a_kill_while_a_run_resumes_loses_no_row(tmp_path, monkeypatch):
-    old = started(tmp_path)
-    old.step(row(1))
-    old.close()
+    logged(tmp_path, row(1))
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -84,9 +72,7 @@ def strict(text: str) -> dict:
 
 
 def test_a_loss_that_is_not_finite_is_null_for_other_programs_and_nan_for_ours(tmp_path):
-    log = started(tmp_path)
-    log.step(row(1, loss=math.nan, grad_norm=math.inf))
-    log.close()
+    logged(tmp_path, row(1, loss=math.nan, grad_norm=math.inf))
     written = strict((tmp_path / "metrics.jsonl").read_text())
     assert (written["loss"], written["grad_norm"], written["gpu_reserved_peak_bytes"]) == (None, None, None)
     (read,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -94,18 +80,6 @@ def test_a_loss_that_is_not_finite_is_null_for_other_programs_and_nan_for_ours(t
 
     write_json(tmp_path / "report.json", {"loss": {"last": math.nan}, "list": [-math.inf, 1.5, None]})
     assert strict((tmp_path / "report.json").read_text()) == {"loss": {"last": None}, "list": [None, 1.5, None]}
-
-
-def test_write_json_replaces_a_file_whole_or_not_at_all(tmp_path, monkeypatch):
-    write_json(tmp_path / "plan.json", {"fits": True})
-
-    def full(_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_json(tmp_path / "plan.json", {"fits": False})
-    assert json.loads((tmp_path / "plan.json").read_text()) == {"fits": True}
 
 
 def test_a_run_that_is_refused_leaves_no_file_and_one_that_starts_keeps_what_was_said(tmp_path, capsys):
@@ -121,68 +95,18 @@ def test_a_run_that_is_refused_leaves_no_file_and_one_that_starts_keeps_what_was
     log.close()
 
 
-# --- report.json
-
-
-PEAKS = {"gpu_allocated_peak_bytes": None, "gpu_reserved_peak_bytes": None, "ram_peak_bytes": 5 * GIB}
-
-
-def test_the_report_has_the_contracts_names_and_a_steps_time_leaves_out_the_first():
-    rows = [
-        row(1, step_ms=9000.0),
-        row(2, step_ms=1000.0),
-        row(3, step_ms=3000.0, eval_loss=4.0),
-    ]
-    report = build_report(PLAN, rows, PEAKS, "a device", 8, 6.0)
-    versions = report.pop("versions")
-    assert {"python", "torch", "transformers", "platform"} <= versions.keys()
-    assert report == {
-        "plan": PLAN,
-        "measured": PEAKS | {"step_seconds": 2.0, "sequences_per_second": 4.0},
-        "loss": {
-            "first": 4.9,
-            "last": 4.7,
-            "eval_first": 6.0,
-            "eval_last": 4.0,
-            "eval_best": 4.0,
-            "eval_best_step": 3,
-            "eval_exported": 4.0,
-            "exported_step": 3,
-            "diverged": False,
-        },
-        "steps": 3,
-        "device": "a device",
-    }
-
-
-def test_a_report_on_no_steps_and_no_held_out_text_has_nulls():
-    report = build_report(PLAN, [], PEAKS, "a device", 8, None)
-    assert {report["loss"][name] for name in ("first", "last", "eval_first", "eval_last")} == {None}
-    assert (report["measured"]["step_seconds"], report["measured"]["sequences_per_second"], report["steps"]) == (
-        None,
-        None,
-        0,
-    )
-    assert build_report(PLAN, [row(1)], PEAKS, "a device", 8, None)["measured"]["step_seconds"] == 1.0
-
-
 # --- progress
 
 
 def test_without_a_terminal_the_first_step_every_nth_and_the_last_get_a_line(tmp_path, capsys):
-    log = started(tmp_path, last_step=8, log_every=3)
-    for step in range(1, 9):
-        log.step(row(step))
-    log.close()
+    logged(tmp_path, *map(row, range(1, 9)), last_step=8, log_every=3)
     output = capsys.readouterr()
     assert re.findall(r"^step (\d+)/8 ", output.err, re.MULTILINE) == ["1", "3", "6", "8"]
     assert "\r" not in output.err and output.out == ""
 
 
 def test_a_line_names_loss_speed_peaks_and_time_left(tmp_path, capsys):
-    log = started(tmp_path, last_step=3601)
-    log.step(row(1, gpu_reserved_peak_bytes=11 * GIB, eval_loss=4.25))
-    log.close()
+    logged(tmp_path, row(1, gpu_reserved_peak_bytes=11 * GIB, eval_loss=4.25), last_step=3601)
     line = "step 1/3601  loss 4.9000  lr 1e-3  norm 0.5  2,000 tokens/s  GPU 11.0 GiB  RAM 3.00 GiB (60% of the plan)"
     said = f"{line}  1:00:00 left\nstep 1: held-out loss 4.2500\n"
     assert capsys.readouterr().err == (tmp_path / "log.txt").read_text() == said
@@ -207,9 +131,7 @@ def test_piped_output_thins_out_and_keeps_every_evaluation_and_sample(tmp_path, 
     [(2000.0, "2,000 tokens/s"), (1980.0, "1,980 tokens/s"), (1979.0, "1,979 trained of 2,000 tokens/s")],
 )
 def test_a_line_tells_trained_tokens_from_computed_ones_where_they_differ(tmp_path, capsys, trained, said):
-    log = started(tmp_path, last_step=1)
-    log.step(row(1, tokens_per_second=trained))
-    log.close()
+    logged(tmp_path, row(1, tokens_per_second=trained), last_step=1)
     assert f"  {said}  " in capsys.readouterr().err
 
 

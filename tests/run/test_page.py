@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lowmem.__main__ import main
 from lowmem.run.figures import duration
 from lowmem.run.log import read_metrics
 from lowmem.run.page import MOST_POINTS, make_page, run_data
-from runs import ROOT, stored
+from runs import python, stored, write_rows
 
 FILES = ("plan.json", "report.json")
 HOSTILE = "</script><script>document.title = 'broken'</script><img src=x onerror=alert(1)><!-- \u2028 & \" '"
@@ -45,6 +44,11 @@ def data_of(page: str) -> list[dict]:
     elements = Elements(page)
     assert [tag for tag, _ in elements.found if tag in ("script", "img")] == ["script", "script"]
     return json.loads(elements.scripts[0])["runs"]
+
+
+def write_hostile_samples(run: Path) -> None:
+    rows = [{"step": step, "prompt": HOSTILE, "text": f"sample: {HOSTILE} {step}"} for step in (0, 2, 3)]
+    write_rows(run / "samples.jsonl", rows)
 
 
 @pytest.fixture
@@ -80,8 +84,7 @@ def test_the_page_asks_no_network_for_anything(finished):
 
 def test_no_text_of_a_run_can_become_html(run, tmp_path):
     hostile = run.rename(tmp_path / "<b>name")
-    rows = [{"step": step, "prompt": HOSTILE, "text": f"sample: {HOSTILE} {step}"} for step in (0, 2, 3)]
-    (hostile / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_hostile_samples(hostile)
     (hostile / "settings.json").write_text(json.dumps(stored(hostile / "settings.json") | {"run_name": HOSTILE}))
     assert main(["report", str(hostile)]) == 0
     (shown,) = data_of((hostile / "report.html").read_text())
@@ -119,7 +122,7 @@ def test_a_report_of_an_earlier_run_in_the_folder_is_not_shown(run):
 def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
     (row, *_) = read_metrics(run / "metrics.jsonl")
     rows = [row | {"step": step, "loss": 2.0 if step % 50 else None} for step in range(1, 2 * MOST_POINTS + 2)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "metrics.jsonl", rows)
     (shown,) = data_of(make_page([run_data(run, "long")]))
     columns = shown["columns"]
     assert len(columns["step"]) <= MOST_POINTS and columns["step"][:3] == [1, 4, 7]
@@ -150,8 +153,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(words, said, run, tmp_path, mon
 
 def test_the_command_needs_no_pytorch(run):
     program = "import sys; from lowmem.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    words = [sys.executable, "-c", program, "report", str(run)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = python("-c", program, "report", run)
     assert result.stdout.splitlines() == [str(run / "report.html"), "0 False"], result.stderr
 
 
@@ -180,11 +182,9 @@ document.body.dataset.result = JSON.stringify([before, zoomed, labels(), documen
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser: apt-get install chromium")
 def test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click(run, tmp_path):
-    rows = [{"step": step, "prompt": HOSTILE, "text": f"sample: {HOSTILE} {step}"} for step in (0, 3)]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_hostile_samples(run)
     (row, *_) = read_metrics(run / "metrics.jsonl")
-    rows = [row | {"step": step, "loss": 5 - step / 100} for step in range(1, 201)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "metrics.jsonl", [row | {"step": step, "loss": 5 - step / 100} for step in range(1, 201)])
     page = tmp_path / "page.html"
     page.write_text(make_page([run_data(run, "run")]).replace("</body>", f"{ZOOM}</body>"))
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]

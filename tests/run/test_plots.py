@@ -4,22 +4,19 @@ What a person sees was looked at; a test sees what was handed to matplotlib.
 """
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lowmem.units import GIB
+from runs import python
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
 
 from lowmem.run import plots  # noqa: E402
 from lowmem.run.plots import draw_loss, draw_memory  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -93,12 +90,8 @@ PLAN = {
     "predicted": {"gpu_reserved_peak_bytes": int(3.25 * GIB)},
 }
 PLAN_ON_CPU = PLAN | {"predicted": {"gpu_reserved_peak_bytes": None}}
-ON_GPU = {
-    "gpu_allocated_peak_bytes": 2 * GIB,
-    "gpu_reserved_peak_bytes": int(2.5 * GIB),
-    "ram_peak_bytes": int(5.5 * GIB),
-}
 ON_CPU = {"gpu_allocated_peak_bytes": None, "gpu_reserved_peak_bytes": None, "ram_peak_bytes": int(5.5 * GIB)}
+ON_GPU = ON_CPU | {"gpu_allocated_peak_bytes": 2 * GIB, "gpu_reserved_peak_bytes": int(2.5 * GIB)}
 
 
 def bars(axes) -> list[tuple[int, float, float]]:
@@ -126,12 +119,8 @@ def test_a_device_without_gpu_figures_has_bars_for_ram_alone(tmp_path, axes):
 
 def test_each_name_has_one_colour_and_one_line_in_the_legend(tmp_path, axes):
     names = [f"part_{index}" for index in range(12)]
-    predicted = {"gpu_reserved_peak_bytes": 12 * GIB}
-    plan = PLAN | {
-        "predicted": predicted,
-        "breakdown": dict.fromkeys(names, GIB),
-        "ram_breakdown": {"part_0": GIB, "process": GIB},
-    }
+    plan = PLAN | {"predicted": {"gpu_reserved_peak_bytes": 12 * GIB}, "breakdown": dict.fromkeys(names, GIB)}
+    plan |= {"ram_breakdown": {"part_0": GIB, "process": GIB}}
     draw_memory(plan, ON_GPU, tmp_path / "memory.png")
     handles, labels = axes[0].get_legend_handles_labels()
     assert sorted(labels) == sorted([*names, "process"])
@@ -166,18 +155,6 @@ def test_each_phase_of_a_run_has_its_ram_predicted_beside_measured(tmp_path, axe
     assert lines(by_phase)["cap"] == [(0, 6), (1, 6)]
 
 
-def test_without_matplotlib_the_module_is_imported_and_drawing_raises_import_error():
-    code = (
-        "import sys\n"
-        "sys.modules['matplotlib'] = None\n"
-        "from lowmem.run.plots import draw_loss\n"
-        "try:\n    draw_loss([], 'never.png')\n"
-        "except ImportError:\n    print('said')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("said\n", "")
-
-
 # A program that draws loss.png as a run does, with what `draw` says of it on stdout.
 DRAWN = """
 import sys
@@ -205,10 +182,7 @@ def test_a_picture_is_drawn_alike_whatever_the_environment_says(tmp_path, enviro
     if "MATPLOTLIBRC" in environment:
         rc.write_text(environment["MATPLOTLIBRC"])
         environment = {"MATPLOTLIBRC": str(rc)}
-    run = subprocess.run(
-        [sys.executable, "-c", DRAWN, str(tmp_path / "loss.png")],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+    run = python("-c", DRAWN, tmp_path / "loss.png", **environment)
     assert (run.returncode, run.stdout) == (0, "None\n"), run
     plots.draw_loss(losses(2.0), tmp_path / "here.png")
     assert (tmp_path / "loss.png").read_bytes() == (tmp_path / "here.png").read_bytes()
@@ -223,8 +197,5 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plots.draw(path, lambda: failing(AssertionError)) == "matplotlib is not installed, so loss.png was not drawn"
     (tmp_path / "matplotlibrc").write_bytes(b"\xff: 1\n")  # which matplotlib cannot read, and so is not imported
-    run = subprocess.run(
-        [sys.executable, "-c", DRAWN, str(path)],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    run = python("-c", DRAWN, path, cwd=tmp_path)
     assert run.returncode == 0 and run.stdout.startswith("loss.png could not be drawn ('utf-8' codec"), run

@@ -2,14 +2,13 @@
 
 import errno
 import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 
 import lowmem.run.prepare
 from lowmem.core.step import TrainingStep
-from runs import assert_same_run, at_call, last_line, stored
+from runs import assert_same_run, at_call, failing, last_line, stopped_in_step, stored
 
 
 @pytest.fixture
@@ -31,8 +30,7 @@ def interrupted(finished, train, monkeypatch):
 
     def run(out, before: list[str], after: list[str]) -> dict:
         """The plan with which it has gone on."""
-        with monkeypatch.context() as patch:
-            at_call(patch, TrainingStep, "__call__", lambda: os.kill(os.getpid(), signal.SIGTERM), call=2)
+        with stopped_in_step(2):
             assert train(out, *before) == 75
         assert train(out, *after) == 0
         assert_same_run(out, finished)
@@ -60,19 +58,6 @@ def test_a_folder_in_ram_is_warned_of(train, tmp_path, on_disk, monkeypatch, cap
     assert "is a tmpfs, which keeps its files in RAM" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("states", ["disk", "auto"])
-@pytest.mark.parametrize("folder, said", [("file", "it is no folder"), ("file/states", "Not a directory")])
-def test_a_folder_that_cannot_be_made_is_refused_before_the_data_is_read(
-    train, tmp_path, monkeypatch, capsys, states, folder, said
-):
-    """Under `auto`, too: whether it is needed is not known before the data has been read."""
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("the data was read"))
-    assert train(tmp_path / "out", "--states", states, "--states-folder", str(tmp_path / folder)) == 2
-    assert last_line(capsys).endswith(f"--states-folder {tmp_path / folder} cannot be written: {said}")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("needed, said", [("checkpoints", "of states"), ("states", "free some room there")])
 def test_a_disk_without_room_is_refused_before_the_first_step(
     train, tmp_path, on_disk, monkeypatch, capsys, needed, said
@@ -81,11 +66,7 @@ def test_a_disk_without_room_is_refused_before_the_first_step(
     if needed == "checkpoints":
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * 10**6))
     else:
-
-        def full(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     assert train(tmp_path / "out", *on_disk) in (1, 3)
     assert said in last_line(capsys)
     assert not (tmp_path / "out/metrics.jsonl").exists()
@@ -94,11 +75,8 @@ def test_a_disk_without_room_is_refused_before_the_first_step(
 def test_a_disk_that_fails_in_a_step_is_one_sentence_and_the_same_command_goes_on(
     finished, train, tmp_path, on_disk, monkeypatch, capsys
 ):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        at_call(patch, TrainingStep, "__call__", lambda: patch.setattr(os, "preadv", fail), call=2)
+        at_call(patch, TrainingStep, "__call__", lambda: patch.setattr(os, "preadv", failing(errno.EIO)), call=2)
         assert train(tmp_path / "out", *on_disk, "--save-every", "1") == 1
     assert "failed: Input/output error; the same command goes on from the newest checkpoint" in last_line(capsys)
     assert train(tmp_path / "out", *on_disk, "--save-every", "1") == 0

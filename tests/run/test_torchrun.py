@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from lowmem.run.main import _in_a_sentence
 from lowmem.run.several import of_one_rank, plan_of_ranks
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
-from runs import ROOT, SMALL, assert_same_run, loss_rows, stored, weights
+from runs import ROOT, SMALL, assert_same_run, loss_rows, python, stored, weights
 
 RANKS = 2
 OPTIONS = (*SMALL, "--micro-batch", "1", "--steps", "6", "--save-every", "2", "--eval-every", "3", "--clip-norm", "0.5")
@@ -189,9 +188,7 @@ def test_a_loop_of_one_s_own_trains_on_two_ranks(tmp_path):
     launchers = {"one": [], "two": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
     losses = {}
     for name, launcher in launchers.items():
-        command = [sys.executable, *launcher, str(tmp_path / "loop.py"), str(tmp_path / name)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        losses[name] = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+        losses[name] = json.loads(python(*launcher, tmp_path / "loop.py", tmp_path / name).stdout)
         assert (tmp_path / name / "model/model.safetensors").exists()
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-6) and len(losses["one"]) == 4
 
@@ -215,9 +212,8 @@ def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
     model.save_pretrained(tmp_path / "model")
     ByT5Tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "load.py").write_text(LOAD)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, "load.py", "model", "."], cwd=tmp_path, env=environment, check=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+    python(*launcher, "load.py", "model", ".", cwd=tmp_path, OMP_NUM_THREADS="1")
     whole, embeddings = 12 * model.num_parameters(), 4 * config.vocab_size * config.n_embd
     grown = [stored(tmp_path / f"{rank}.json") for rank in range(RANKS)]
     assert max(grown) < whole / RANKS + 2 * embeddings + 96 * MIB < 0.8 * whole

@@ -14,14 +14,14 @@ import struct
 import subprocess
 import sys
 import threading
-import types
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
-from logs import PLAN, row, started
+from logs import PLAN, logged, row, started
 from lowmem.run import trackers
 from lowmem.run.log import read_metrics
 from lowmem.run.plots import draw_loss
@@ -36,6 +36,7 @@ def run_with_wandb(
     folder: Path, mode: str | None, environment: dict[str, str], in_the_middle: str = "", first_step: int = 0, **options
 ) -> subprocess.CompletedProcess:
     """The rest of three steps in a process of their own. `in_the_middle`: code before the second."""
+    pytest.importorskip("wandb")
     folder.mkdir(exist_ok=True)
     program = (
         "from pathlib import Path\n"
@@ -58,9 +59,9 @@ def run_with_wandb(
     )
 
 
-def wandb_records(path: Path):
-    """The records of a .wandb file: after 7 bytes of header, LevelDB's log format, blocks of 32 KiB whose entries are
-    crc32, length, kind (1 whole, 2 first, 3 middle, 4 last), bytes."""
+def wandb_records(path: Path, kind: str) -> list:
+    """The records of this kind in a .wandb file: after 7 bytes of header, LevelDB's log format, blocks of 32 KiB whose
+    entries are crc32, length, part (1 whole, 2 first, 3 middle, 4 last), bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts, records = path.read_bytes(), 7, b"", []
@@ -69,13 +70,13 @@ def wandb_records(path: Path):
         if left < 7:
             position += left
             continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        _, length, part = struct.unpack("<IHB", content[position : position + 7])
         parts += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):
+        if part in (1, 4):
             records.append(Record.FromString(parts))
             parts = b""
-    return records
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
 
 
 def items(pairs) -> dict:
@@ -83,7 +84,6 @@ def items(pairs) -> dict:
 
 
 def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
-    pytest.importorskip("wandb")
     folder = tmp_path / "fine-tune"
     result = run_with_wandb(folder, "offline", {})
     assert result.returncode == 0
@@ -92,35 +92,25 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
     said = [line for line in result.stderr.splitlines() if "wandb" in line]
     assert said == [f"wandb: offline, in {place}", "wandb: to upload this run:", f"  wandb sync {place}"]
     assert all(line in (folder / "log.txt").read_text() for line in said)
-    records = wandb_records(path)
-
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    (run,) = wandb_records(path, "run")
     assert (run.project, run.display_name) == ("lowmem", "fine-tune")
     config = items(run.config.update)
     assert config["seq"] == 32 and config["optimizer"] == "adamw"
     assert (config["plan/fits"], config["plan/choice/micro_batch"]) == (True, 2)
     assert (config["plan/predicted/ram_peak_bytes"], config["plan/limits/gpu_bytes"]) == (5 * GIB, 11 * GIB)
 
-    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    metrics = wandb_records(path, "metric")
     assert any(metric.glob_name == "*" and metric.step_metric == "train/global_step" for metric in metrics)
 
-    history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
+    history = [items(logged.item) for logged in wandb_records(path, "history")]
     ours = [{name: value for name, value in logged.items() if not name.startswith("_")} for logged in history]
     together = ours.pop()
     first = {
-        "train/global_step": 1,
-        "train/epoch": 0.1,
-        "train/loss": 4.9,
-        "train/grad_norm": 0.5,
-        "train/learning_rate": 1e-3,
-        "train/num_input_tokens_seen": 100,
-        "perf/tokens_per_second": 2000.0,
-        "perf/computed_tokens_per_second": 2000.0,
-        "perf/step_ms": 1000.0,
-        "memory/ram_peak_gib": 3.0,
-        "memory/ram_predicted_gib": 5.0,
-        "memory/ram_cap_gib": 6.0,
-        "perf/step_ms_predicted": 2000.0,
+        **{"train/global_step": 1, "train/epoch": 0.1, "train/loss": 4.9, "train/grad_norm": 0.5},
+        **{"train/learning_rate": 1e-3, "train/num_input_tokens_seen": 100},
+        **{"perf/tokens_per_second": 2000.0, "perf/computed_tokens_per_second": 2000.0},
+        **{"perf/step_ms": 1000.0, "perf/step_ms_predicted": 2000.0},
+        **{"memory/ram_peak_gib": 3.0, "memory/ram_predicted_gib": 5.0, "memory/ram_cap_gib": 6.0},
     }
     changed = {"train/global_step": 3, "train/epoch": 0.3, "train/loss": 4.7, "train/num_input_tokens_seen": 300}
     assert ours[0] == {"train/global_step": 0, "eval/loss": 6.0, "eval/perplexity": math.exp(6.0)}
@@ -139,6 +129,11 @@ def test_the_wandb_package_writes_a_run_with_our_names_and_values(tmp_path):
     assert {name for _, name, _ in tables["RAM in GiB"]} == names
 
 
+def failures(capsys) -> list[str]:
+    """What was said of wandb that failed."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb ")]
+
+
 def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> bool:
     """Every row was kept and one sentence on wandb's failure said, with no traceback."""
     said = re.findall(r"^wandb (?!sync).*", result.stderr, re.MULTILINE)
@@ -152,7 +147,6 @@ def survived(folder: Path, result: subprocess.CompletedProcess, reason: str) -> 
 
 
 def test_wandb_without_a_key_asks_for_none_even_on_a_terminal(tmp_path):
-    pytest.importorskip("wandb")
     outer, inner = pty.openpty()
     result = run_with_wandb(tmp_path, "online", {}, stdin=inner)
     os.close(outer)
@@ -161,7 +155,6 @@ def test_wandb_without_a_key_asks_for_none_even_on_a_terminal(tmp_path):
 
 
 def test_wandb_that_cannot_be_reached_is_given_up(tmp_path):
-    pytest.importorskip("wandb")
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
@@ -177,14 +170,12 @@ FIND_WANDBS_PROCESS = (
 
 
 def test_wandb_whose_process_is_killed_in_the_middle_is_given_up(tmp_path):
-    pytest.importorskip("wandb")
     kill = "core.kill()\ncore.wait()\ntime.sleep(0.5)\n"  # until wandb's thread has seen the broken connection
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=FIND_WANDBS_PROCESS + kill)
     assert survived(tmp_path, result, "failed ("), result.stderr
 
 
 def test_wandb_whose_process_no_longer_answers_does_not_hold_up_the_end_nor_pythons_exit(tmp_path):
-    pytest.importorskip("wandb")
     freeze = (
         "core.suspend()\n"
         "from lowmem.run import trackers\n"
@@ -197,51 +188,28 @@ def test_wandb_whose_process_no_longer_answers_does_not_hold_up_the_end_nor_pyth
 
 def test_without_the_package_wandb_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    log = started(tmp_path, wandb="offline")
-    log.step(row(1))
-    log.close()
-    said = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
-    assert len(said) == 1 and said[0].startswith("wandb could not start (")
-    assert said[0] in (tmp_path / "log.txt").read_text()
-
-
-class Guest(types.ModuleType):
-    """Stands in for wandb: takes what it is told, and its run raises once it has been broken."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.Settings = lambda **settings: settings
-        self.setup = lambda settings: None
-        self.login = lambda **how: True
-        self.id = "an-id"
-        self.offline, self.sync_dir, self.url = True, "a folder/offline-run", "https://wandb.example/a/run"
-        self.plot = types.SimpleNamespace(line_series=lambda *given, split_table: given)
-        self.begun, self.logged, self.broken, self.ended, self.torn_down = [], [], False, 0, 0
-
-    def init(self, **arguments):
-        self.begun.append(arguments)
-        return self
-
-    def define_metric(self, *names, **how):
-        pass
-
-    def log(self, values):
-        if self.broken:
-            raise RuntimeError("disk full\nand more of it")
-        self.logged.append(values)
-
-    def finish(self):
-        self.ended += 1
-
-    def teardown(self):
-        self.torn_down += 1
+    logged(tmp_path, row(1), wandb="offline")
+    (said,) = failures(capsys)
+    assert said.startswith("wandb could not start (") and said in (tmp_path / "log.txt").read_text()
 
 
 @pytest.fixture
-def guest(monkeypatch):
-    module = Guest()
+def guest(monkeypatch) -> MagicMock:
+    """Stands in for the package wandb, and for the run that it begins."""
+    module = MagicMock(id="an-id", offline=True, sync_dir="a folder/offline-run", url="https://wandb.example/a/run")
+    module.init.return_value = module
+    module.Settings = dict
+    module.plot.line_series = lambda *given, split_table: given
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
+
+
+def begun(guest: MagicMock) -> list[dict]:
+    return [call.kwargs for call in guest.init.call_args_list]
+
+
+def told(guest: MagicMock) -> list[dict]:
+    return [call.args[0] for call in guest.log.call_args_list]
 
 
 def test_where_a_run_is_and_how_to_upload_it_is_said(tmp_path, capsys, guest):
@@ -273,42 +241,34 @@ def test_values_that_belong_together_are_in_one_chart(tmp_path, guest):
     assert shown["RAM in GiB"].keys() == {"memory/ram_peak_gib", "memory/ram_predicted_gib", "memory/ram_cap_gib"}
     assert shown["ms per step"].keys() == {"perf/step_ms", "perf/step_ms_predicted"}
 
-    log = started(tmp_path, wandb="offline", last_step=2)
-    log.step(row(1))
-    log.step(row(2))
-    log.close()
-    (drawn,) = [logged for logged in guest.logged if any(name.startswith("charts/") for name in logged)]
+    logged(tmp_path, row(1), row(2), wandb="offline", last_step=2)
+    (drawn,) = [logged for logged in told(guest) if any(name.startswith("charts/") for name in logged)]
     assert drawn["charts/training and held-out loss"] == (
         [(1, 2)], [(4.9, 4.8)], ["train/loss"], "training and held-out loss", "optimizer step",
     )  # fmt: skip
 
 
-def test_a_typed_mode_holds_over_the_environment_which_holds_over_disabled(tmp_path, monkeypatch, guest):
+def test_what_the_environment_says_holds_where_nothing_was_typed_and_waiting_is_bounded(tmp_path, monkeypatch, guest):
     started(tmp_path).close()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    started(tmp_path, wandb="disabled").close()
-    assert guest.begun == []
-    started(tmp_path).close()
+    assert begun(guest) == [], "disabled"
     started(tmp_path, wandb="online").close()
-    assert [arguments["mode"] for arguments in guest.begun] == ["offline", "online"]
-    assert guest.ended == 2
-
-
-def test_project_name_and_folder_come_from_the_environment_where_nothing_was_typed(tmp_path, monkeypatch, guest):
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    monkeypatch.setenv("WANDB_NAME", "from-environment")
-    monkeypatch.setenv("WANDB_DIR", "/elsewhere")
-    started(tmp_path, wandb="offline").close()
-    started(tmp_path, wandb="offline", run_name="typed").close()
-    names = [(arguments["project"], arguments["name"], arguments["dir"]) for arguments in guest.begun]
-    assert names == [("theirs", "from-environment", "/elsewhere"), ("theirs", "typed", "/elsewhere")]
-
-
-def test_waiting_for_wandb_is_bounded(tmp_path, guest):
-    started(tmp_path, wandb="online").close()
-    settings = guest.begun[0]["settings"]
+    started(tmp_path, wandb="offline", first_step=1).close()
+    environment = {"MODE": "offline", "PROJECT": "theirs", "NAME": "from-environment", "DIR": "/elsewhere"}
+    for name, value in (environment | {"RUN_ID": "their-id", "RESUME": "must"}).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    started(tmp_path, first_step=1).close()
+    started(tmp_path, wandb="online", run_name="typed").close()
+    how = [[given[name] for name in ("mode", "project", "name", "dir", "id", "resume")] for given in begun(guest)]
+    folder = str(tmp_path)
+    assert how == [
+        ["online", "lowmem", tmp_path.name, folder, None, "allow"],
+        ["offline", "lowmem", tmp_path.name, folder, "an-id", "allow"],
+        ["offline", "theirs", "from-environment", "/elsewhere", "their-id", "must"],
+        ["online", "theirs", "typed", "/elsewhere", "their-id", "must"],
+    ]
+    settings = begun(guest)[0]["settings"]
     assert 0 < settings["init_timeout"] <= 30 and 0 < settings["finish_timeout"] <= 30
-    assert guest.torn_down == 1  # here and within a limit, not when Python exits
+    assert guest.finish.call_count == guest.teardown.call_count == 4  # here and within a limit, not when Python exits
 
 
 def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
@@ -317,42 +277,31 @@ def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkey
     forever = threading.Event().wait
     guest.teardown = forever
     guest.log = lambda values: forever()
-    log = started(tmp_path, wandb="offline")
-    log.step(row(1))
-    log.step(row(2))
-    log.close()
+    logged(tmp_path, row(1), row(2), wandb="offline")
     guest.init = lambda **arguments: sys.exit(3)
     started(tmp_path, wandb="offline").close()
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb ")]
-    assert [line.split(";")[0] for line in said] == [
-        "wandb failed (no answer in 0.1 s)",
-        "wandb could not start (SystemExit: 3)",
+    assert [line.split(";")[0] for line in failures(capsys)] == [
+        *("wandb failed (no answer in 0.1 s)", "wandb could not start (SystemExit: 3)"),
     ]
 
 
 def test_wandb_that_raises_in_the_middle_is_left_alone_from_then_on(tmp_path, capsys, guest):
     log = started(tmp_path, wandb="offline")
     log.step(row(1))
-    guest.broken = True
+    guest.log.side_effect = RuntimeError("disk full\nand more of it")
     log.step(row(2))
-    guest.broken = False
+    guest.log.side_effect = None
     log.step(row(3))
     log.close()
-    assert len(guest.logged) == 1 and guest.ended == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wandb ")]
-    assert said == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
+    assert len(told(guest)) == 2 and not guest.finish.called
+    assert failures(capsys) == ["wandb failed (disk full); the run goes on without it, its rows are in metrics.jsonl"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_tokens_seen_go_on_where_a_resumed_run_left_off(tmp_path, guest):
-    first = started(tmp_path)
-    first.step(row(1))
-    first.step(row(2))
-    first.close()
-    log = started(tmp_path, first_step=1, wandb="offline")
-    log.step(row(2, tokens=7))
-    log.close()
-    assert guest.logged[0]["train/num_input_tokens_seen"] == 107
+    logged(tmp_path, row(1), row(2))
+    logged(tmp_path, row(2, tokens=7), first_step=1, wandb="offline")
+    assert told(guest)[0]["train/num_input_tokens_seen"] == 107
 
 
 def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is_infinite():
@@ -367,30 +316,18 @@ def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is
 
 
 def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder_another(tmp_path):
-    pytest.importorskip("wandb")
     ids = []
     for first_step in (0, 1, 0):
         result = run_with_wandb(tmp_path, "offline", {}, first_step=first_step)
         assert result.returncode == 0 and "wandb sync" in result.stderr
         newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-        (run,) = [record.run for record in wandb_records(newest) if record.WhichOneof("record_type") == "run"]
+        (run,) = wandb_records(newest, "run")
         assert (tmp_path / "wandb-run-id").read_text() == f"{run.run_id}\n"
         ids.append(run.run_id)
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_an_id_and_a_way_to_resume_that_the_environment_says_hold(tmp_path, monkeypatch, guest):
-    started(tmp_path, wandb="offline").close()
-    started(tmp_path, wandb="offline", first_step=1).close()
-    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
-    monkeypatch.setenv("WANDB_RESUME", "must")
-    started(tmp_path, wandb="offline", first_step=1).close()
-    how = [(arguments["id"], arguments["resume"]) for arguments in guest.begun]
-    assert how == [(None, "allow"), ("an-id", "allow"), ("theirs", "must")]
-
-
 def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
-    pytest.importorskip("wandb")
     shown = (
         "from lowmem.run.plots import draw_loss\n"
         f"picture = Path({str(tmp_path / 'loss.png')!r})\n"
@@ -402,8 +339,7 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=shown)
     assert result.returncode == 0 and "wandb sync" in result.stderr, result.stderr
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    records = wandb_records(path)
-    history = [items(record.history.item) for record in records if record.WhichOneof("record_type") == "history"]
+    history = [items(logged.item) for logged in wandb_records(path, "history")]
     shown = {name: value for logged in history for name, value in logged.items()}  # of each the last
     assert json.loads((path.parent / "files" / shown["samples/path"]).read_text())["data"] == [
         [0, "sample: before"],
@@ -453,6 +389,11 @@ def test_plans_for_a_gpu_draw_its_lines_and_those_for_the_cpu_none_of_a_gpu():
 # --- TensorBoard
 
 
+@pytest.fixture
+def tensorboard():
+    return pytest.importorskip("tensorboard")
+
+
 def read_events(folder: Path):
     """What TensorBoard makes of a folder of event files."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -464,8 +405,7 @@ def scalars(events) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] for name in names}
 
 
-def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path):
-    pytest.importorskip("tensorboard")
+def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path, tensorboard):
     log = started(tmp_path, report_to="tensorboard", eval_first=6.0)
     log.step(row(1))
     shown = scalars(read_events(tmp_path))  # while the run goes on
@@ -496,15 +436,9 @@ def test_tensorboard_shows_what_wandb_does_under_the_same_names(tmp_path):
     assert together["RAM in GiB"] == {"memory/ram_peak_gib", "memory/ram_predicted_gib", "memory/ram_cap_gib"}
 
 
-def test_a_run_that_goes_on_purges_what_it_computes_again_and_a_new_one_everything(tmp_path):
-    pytest.importorskip("tensorboard")
-    log = started(tmp_path, report_to="tensorboard", eval_first=6.0)
-    for step in (1, 2, 3):
-        log.step(row(step))
-    log.close()
-    log = started(tmp_path, report_to="tensorboard", first_step=1)
-    log.step(row(2, loss=9.0))
-    log.close()
+def test_a_run_that_goes_on_purges_what_it_computes_again_and_a_new_one_everything(tmp_path, tensorboard):
+    logged(tmp_path, *map(row, (1, 2, 3)), report_to="tensorboard", eval_first=6.0)
+    logged(tmp_path, row(2, loss=9.0), report_to="tensorboard", first_step=1)
     shown = scalars(read_events(tmp_path))
     assert shown["train/loss"] == [(1, 4.9), (2, 9.0)] and shown["eval/loss"] == [(0, 6.0)]
     started(tmp_path, report_to="tensorboard").close()
@@ -518,19 +452,15 @@ def test_without_the_package_tensorboard_is_refused_before_anything_is_written(t
     assert not (tmp_path / "out").exists()
 
 
-def test_tensorboard_that_fails_is_left_alone(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
+def test_tensorboard_that_fails_is_left_alone(tmp_path, capsys, tensorboard):
     (tmp_path / "tensorboard").write_text("in the way")
-    log = started(tmp_path, report_to="tensorboard")
-    log.step(row(1))
-    log.close()
+    logged(tmp_path, row(1), report_to="tensorboard")
     said = [line for line in capsys.readouterr().err.splitlines() if "tensorboard" in line]
     assert len(said) == 1 and said[0].startswith("tensorboard could not start (")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_a_whole_run_with_every_tracker_has_the_same_bits(train, finished, tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
+def test_a_whole_run_with_every_tracker_has_the_same_bits(train, finished, tmp_path, monkeypatch, tensorboard):
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "out"
     assert train(out, "--report-to", "all", "--sample-prompt", "one") == 0
