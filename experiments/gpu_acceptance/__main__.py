@@ -1,4 +1,4 @@
-"""Runs the jobs one after another within the given time (see the package's docstring).
+"""Runs the jobs one after another within the given time (README.md).
 
 Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
 """

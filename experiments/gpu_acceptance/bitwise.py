@@ -17,9 +17,9 @@ from importlib.util import find_spec
 
 import torch
 
-from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
+from experiments.harness.measured import capped_device, precisions, sixteen_bit
 from experiments.harness.trainings import ALL, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Outcome, Shape
 from experiments.harness.trainings import train as train_step
 from lowmem import device as devices

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
-from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.measured import sixteen_bit
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import collect_garbage
 from lowmem.limits import Budget

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
+from experiments.harness.measured import capped_device, precisions, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.homes import host_tensor, page_lock

@@ -22,8 +22,8 @@ import torch
 from transformers import GPT2Config, PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
-from experiments.gpu_acceptance.capped import capped_device, sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.measured import capped_device, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import layers, loss, recompute
 from lowmem.core.batch import Batch

@@ -81,24 +81,6 @@ def member(work: Callable[[Path, int], None]) -> int:
     return 0
 
 
-def exit_code_of(command: Callable[[], int]) -> int:
-    """Returns what a command returns, or the exit code of its error, which one process says."""
-    try:
-        return command()
-    except LowmemError as error:
-        if is_first():
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
-
-
-def is_first() -> bool:
-    """True except in torchrun's processes of other ranks, so that only one process reports."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def is_one_of_torchruns() -> bool:
     """True if torchrun, or a compatible launcher, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -111,6 +93,17 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **where)
     return device
+
+
+@contextlib.contextmanager
+def threads_of_a_process() -> Iterator[None]:
+    """Within it this process has as many threads as one of a group, for the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from experiments.harness.child import named
+from experiments.harness.models import MODELS
 from experiments.harness.whole_runs import memory_alone
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
 from lowmem.core.layout import Fate
@@ -104,9 +104,7 @@ def _run(case: Case, folder: Path) -> dict:
 def _model(case: Case, folder: Path) -> list[str]:
     if case.script is not None:
         return ["--model", case.model]
-    models = named("experiments.memory_estimation.models:MODELS")
-    models[case.model].config().save_pretrained(folder / case.model)
-    return ["--model", str(folder / case.model)]
+    return ["--model", str(MODELS[case.model].write(folder / case.model))]
 
 
 def _data(case: Case, folder: Path) -> list[str]:

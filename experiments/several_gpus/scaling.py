@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lowmem
 from experiments.harness.planned_rows import PlannedRows
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown
 from lowmem.settings import Settings
 from lowmem.units import GIB, parse_size
 
@@ -91,8 +91,8 @@ def line(row: dict) -> str:
     return f"{row['name']}: {row['error'] or format(row['predicted']['step_seconds'], '.3g') + ' s a step'}"
 
 
-def write_readme() -> None:
-    put(README, BEGIN, table(ROWS.committed()))
+def pages() -> list[Page]:
+    return [(README, BEGIN, table(ROWS.committed()))]
 
 
 CASES = tuple(Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lowmem
-from experiments.gpu_acceptance.at_peak import tape_of_cpu
+from experiments.harness.at_peak import tape_of_cpu
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.peak import record
