@@ -37,7 +37,6 @@ def fits() -> str:
 
 
 def sections() -> str:
-    """Returns the tables of docs/results.md."""
     measured, planned = speed.committed_rows()
     ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
     return "\n\n".join(

@@ -242,7 +242,6 @@ def rows_of(run: Path) -> list[list[float]]:
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
     own = (
         f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", *RECIPES.values(), "on_card", "measure")
     )
@@ -250,7 +249,6 @@ def sources() -> str:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     failed = [name for name, holds in row["checks"].items() if not holds]
     verdict = f"FAILED ({', '.join(failed)})" if failed else "ok"
     if row["kind"] == LEARNED:

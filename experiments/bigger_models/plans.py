@@ -73,12 +73,10 @@ class Case:
         )  # fmt: skip
 
     def row(self) -> dict:
-        """Returns the values of its row that are known before it is planned."""
         names = ("shape", "card", "seq", "batch", "gpu_limit", "ram_limit", "gradients")
         return {"kind": KIND} | {name: getattr(self, name) for name in names}
 
     def plan(self) -> dict:
-        """Returns the values of its plan. Raises LowmemError if there is none."""
         with tempfile.TemporaryDirectory(prefix="lowmem-") as name:
             folder = Path(name) / self.shape
             try:
@@ -146,7 +144,6 @@ def values_of(plan: Plan) -> dict:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     if row["error"]:
         return f"{row['name']}: {row['error']}"
     sizes = {name: row["predicted"][f"{name}_peak_bytes"] for name in ("gpu_reserved", "ram")}

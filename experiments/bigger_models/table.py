@@ -20,12 +20,10 @@ FLOPS = 6  # per parameter and token of a forward and backward, without what is 
 
 
 def committed_rows() -> list[dict]:
-    """Returns the newest row of each name."""
     return list({row["name"]: row for row in row_file.read(KEPT)}.values())
 
 
 def tables(rows: list[dict]) -> str:
-    """Returns all tables in Markdown."""
     planned = {row["name"]: row for row in rows if row["kind"] == KIND}
     parts = [
         "**Plans**, 64 x 1,024 tokens a step, GiB. *RAM* is the whole process's; *in it* are Adam's states with the "

@@ -266,7 +266,6 @@ def next_lines(
 
 
 def loaded(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the model in fp32."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except SafetensorError as error:

@@ -144,7 +144,6 @@ def of_job(job: Job, dry_run: bool) -> dict:
 
 
 def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> dict:
-    """Returns a job's task for child.py."""
     return {
         "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
         "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,

@@ -29,7 +29,6 @@ MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32
 
 
 def check(setting: Setting) -> Result:
-    """Runs a case per precision and arrangement."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     shape, plain_shape = Shape.of(setting.dry_run, dropout=0.1), Shape.of(setting.dry_run, dropout=0.0)

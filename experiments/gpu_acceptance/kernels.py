@@ -39,7 +39,6 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 
 def check(setting: Setting) -> Result:
-    """Runs all of these cases."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     cases: dict[str, Callable[[], Result]] = {}

@@ -55,7 +55,6 @@ TINY = Shape(16, 1, 2)
 
 
 def check(setting: Setting, models: list[str]) -> Result:
-    """Writes a row for each model."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     ran = {model: setting.attempt(model, partial(measured, setting, device, model)).values for model in models}

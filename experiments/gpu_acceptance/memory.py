@@ -207,7 +207,6 @@ def _config(name: str) -> PretrainedConfig:
 
 
 def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
-    """Returns the plan, or why there is none."""
     try:
         return make_plan(settings, _config(name), "cuda", precision, card, fused_kernels=fused_kernels)
     except (InputError, PlanError) as refusal:

@@ -61,7 +61,6 @@ def predict(cards: list[str], path: Path) -> int:
 
 
 def rows_of(card: Card, arguments: list[str]):
-    """Yields a row per model and batch."""
     precision = precision_of(card)
     for model in RAM_LIMITS:
         config = load_config(model, "random")
@@ -87,7 +86,6 @@ def rows_of(card: Card, arguments: list[str]):
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
     return row_file.plan_sources("experiments/gpu_acceptance/*.py")
 
 
@@ -96,7 +94,6 @@ def precision_of(card: Card) -> str:
 
 
 def planned(model: str, card: Card, batch: int) -> Plan:
-    """Returns the plan of a row."""
     settings = Settings(
         model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
         ram_limit_bytes=RAM_LIMITS[model], plan_only=True,

@@ -49,7 +49,6 @@ def read_told(folder: Path) -> list:
 
 
 def take_part(folder: Path, rank: int) -> None:
-    """Runs one of the processes."""
     work, job, ranks = torch.load(folder / TASK, weights_only=False)
     told = _told(work, job, rank, group.begin(folder, rank, ranks))
     if told is not None:

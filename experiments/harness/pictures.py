@@ -4,7 +4,6 @@ from pathlib import Path
 
 
 def figure(width: float, height: float):
-    """Returns an empty figure of so many inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -50,7 +50,6 @@ class PlannedRows:
     code: Sequence[str] = ()
 
     def sources(self) -> str:
-        """Returns a digest of the code and the tables that make these rows."""
         own = f"{self.program.replace('.', '/')}.py"
         return row_file.plan_sources(own, "experiments/harness/planned_rows.py", *self.code)
 

@@ -40,7 +40,6 @@ RESULTS = row_file.FOLDER / "results"
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
     return plan_sources("experiments/memory_estimation/*.py", "experiments/harness/models.py")
 
 
@@ -83,7 +82,6 @@ def _prepare() -> None:
 
 
 def _predicted(task: tuple) -> list[dict]:
-    """Returns all predicted rows of one model."""
     name, methods, lengths, card, limit_bytes = task
     model, rows = MODELS[name], []
     for seq in lengths:

@@ -21,7 +21,6 @@ NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"
 
 
 def tables(rows: list[dict]) -> str:
-    """Returns all tables in Markdown."""
     predicted = [row for row in rows if row["kind"] == "predicted"]
     parts = []
     for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):

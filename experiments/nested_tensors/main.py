@@ -87,7 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for samples, batches and the device."""
     parser.add_argument(
         "--data", default="lines", metavar="SPEC",
         help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
@@ -98,7 +97,6 @@ def add_sample_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for device and precision."""
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
 

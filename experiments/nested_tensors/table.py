@@ -171,7 +171,6 @@ def picture_name(data: str, what: str = "stages") -> str:
 
 
 def sections() -> str:
-    """Returns all tables of the README."""
     stages = row_file.read(STAGE_ROWS)
     last, versions = stages[-1], stages[-1]["versions"]
     return "\n\n".join(

@@ -52,7 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def values_of(section: str, words: str) -> dict:
-    """Runs with these options, and returns a row's values."""
     options = run.parser().parse_args(shlex.split(words))
     job = run.planned(options)
     report = run.report_of(job, forked.train(job), options.compare)

@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command, and returns its exit code."""
     job = planned(options)
     if is_first():
         make_folder(options.out, "report.json", "curves.png")

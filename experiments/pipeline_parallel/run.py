@@ -60,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command, and returns its exit code."""
     job, checked = planned(options)
     if is_first():
         make_folder(options.out, *FILES)

@@ -135,7 +135,6 @@ def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
 
 
 def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int, Stage]:
-    """Returns the stages of a rank, by number."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         if number % job.ranks == rank:

@@ -86,7 +86,6 @@ def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) 
 
 
 def run_cell(case: Case, device: torch.device) -> dict:
-    """Returns the values of a cell's row."""
     settings, card = settings_of(case), card_for(Settings())
     precision = "bf16" if "bf16" in card.rates else "fp16"
     target = gpu_target(card, fused.why_not(device) is None)

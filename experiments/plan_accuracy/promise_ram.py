@@ -37,7 +37,6 @@ def cap_named(sentence: str) -> int | None:
 
 
 def run_cell(case: Case, folder: Path) -> dict:
-    """Returns the values of a cell's row."""
     config = MODELS[case.model].write(folder / case.model)
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)

@@ -41,7 +41,6 @@ def error(row: dict, peak: str) -> float | None:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     if "measured" not in row:
         return f"{row['name']}: exit code {row['exit_code']}, {str(row['error'])[-300:]}"
     difference = row["predicted"][ALLOCATED] - row["measured"][ALLOCATED]

@@ -43,12 +43,10 @@ class Case:
         )  # fmt: skip
 
     def row(self) -> dict:
-        """Returns the values of its row that are known before it is planned."""
         known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ, "batch": BATCH}
         return known | {"ram_limit": RAM_LIMIT}
 
     def plan(self) -> dict:
-        """Returns the values of its plan. Raises LowmemError if there is none."""
         content = lowmem.plan(self.settings(), self.gpus).to_dict()
         kept = ("predicted", "choice", "breakdown", "sent_bytes", "seconds_waiting_for_copies")
         return {name: content[name] for name in kept}
@@ -87,7 +85,6 @@ def _cell(row: dict | None, times_faster: float | None) -> str:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     return f"{row['name']}: {row['error'] or format(row['predicted']['step_seconds'], '.3g') + ' s a step'}"
 
 

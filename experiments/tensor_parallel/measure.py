@@ -60,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def values_of(section: str, words: str) -> dict:
-    """Runs with these options, and returns a row's values."""
     if section == "killed":
         return killed.ended(run.PROGRAM, words)
     if section in table.LARGE:  # before the processes begin, since glibc reads it when it is loaded

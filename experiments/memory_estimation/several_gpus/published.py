@@ -143,7 +143,6 @@ RUNS = {
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
     return plan_sources("experiments/memory_estimation/several_gpus/*.py", "experiments/harness/models.py")
 
 
