@@ -120,16 +120,8 @@ def measure(
 
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
-    """Returns the step as training makes it, on random weights."""
     devices.take_workspaces(device)
-    store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
-    for part in store.parts:
-        part.working.normal_(0, 0.02)
-    store.page_lock()
-    step = TrainingStep(
-        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
-        loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
-    )  # fmt: skip
+    step = random_step(decoder, case, device)
     seconds = []
     for number in range(steps):
         started = time.perf_counter()
@@ -137,6 +129,18 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
         seconds.append(time.perf_counter() - started)
     step.flush()
     return Ran(statistics.median(seconds[2:] or seconds), step.updates)
+
+
+def random_step(decoder: Decoder, case: StepCase, device: torch.device) -> TrainingStep:
+    """Returns the step as training makes it, on random weights."""
+    store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
+    for part in store.parts:
+        part.working.normal_(0, 0.02)
+    store.page_lock()
+    return TrainingStep(
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
+        loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
+    )  # fmt: skip
 
 
 def error(predicted: int, measured: int) -> float:

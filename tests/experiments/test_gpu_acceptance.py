@@ -433,12 +433,8 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
     layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
     decoder = layout.decoder(fused_kernels=False)
     case = layout.case(len(decoder.units))
-    store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, case.layout)
-    for part in store.parts:
-        part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
-    step = measured.TrainingStep(
-        decoder, store, measured.Hyperparameters(), clip_norm=1.0, seed=0, loss_scale=measured.LossScale(False)
-    )  # fmt: skip
+    step = measured.random_step(decoder, case, torch.device("cpu"))
+    store = step.store
     before = [part.working.clone() for part in store.parts]
     with overlap._update_left_out(step):
         results = [step(layout.tokens(), 0, 1e-3) for _ in range(3)]
