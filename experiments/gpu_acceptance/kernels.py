@@ -30,6 +30,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import WORKING_DTYPES, join, split
+from lowmem.errors import first_line
 from lowmem.limits import ram_peak_bytes
 from lowmem.units import GIB, MIB
 
@@ -261,7 +262,7 @@ def _stale_error(registered: Tensor) -> str | None:
     try:
         torch.zeros(1, device="cuda").add_(1).item()
     except RuntimeError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from experiments.harness.child import end_with_parent
 from experiments.harness.rows import ROOT
-from lowmem.errors import LowmemError
+from lowmem.errors import LowmemError, first_line
 
 THREADS = 1  # of a process; another number may cut sums into other parts
 TIMEOUT = timedelta(minutes=10)
@@ -46,7 +46,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(f"another process is gone, or does not answer ({str(error).splitlines()[0]})") from error
+        raise PeerError(f"another process is gone, or does not answer ({first_line(error)})") from error
 
 
 def run(module: str, folder: Path, ranks: int) -> None:
@@ -73,7 +73,11 @@ def member(work: Callable[[Path, int], None]) -> int:
     try:
         work(folder, rank)
     except Exception as error:
-        failure = {"time": time.time(), "of_another": isinstance(error, PeerError), "error": _one_line(error)}
+        failure = {
+            "time": time.time(),
+            "of_another": isinstance(error, PeerError),
+            "error": f"{type(error).__name__}: {first_line(error)}",
+        }
         partial = folder / f"{FAILED.format(rank)}.partial"
         partial.write_text(json.dumps(failure))
         partial.rename(folder / FAILED.format(rank))
@@ -162,7 +166,3 @@ def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
     if ended and (first is None or first["of_another"]):
         return ended[0]
     return f"rank {first['rank']} failed: {first['error']}"
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

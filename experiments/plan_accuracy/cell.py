@@ -76,7 +76,7 @@ def _measured(case: Case) -> dict:
 def _run(case: Case, folder: Path) -> dict:
     for name in ALLOCATOR_VARIABLES:
         os.environ[name] = f"expandable_segments:{case.grow}"
-    arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
+    arguments = [*_model(case, folder), *RUN, *_data(folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
     with patch.object(gpu_plan, "ways", partial(_with_fate, Fate.DROPPED if case.two_passes else Fate.APPLIED)):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
@@ -107,7 +107,7 @@ def _model(case: Case, folder: Path) -> list[str]:
     return ["--model", str(MODELS[case.model].write(folder / case.model))]
 
 
-def _data(case: Case, folder: Path) -> list[str]:
+def _data(folder: Path) -> list[str]:
     """Writes texts of one byte a token, enough for a batch and an evaluation of as many sequences."""
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)
