@@ -4,14 +4,13 @@ The tables between the marks of README.md, docs/results.md and each experiment's
 and the rows disagree.
 """
 
-import sys
 from pathlib import Path
 
 from experiments.bigger_models import table as bigger_models
 from experiments.bigger_models import today
 from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
-from experiments.harness.tables import put
+from experiments.harness.tables import Page, put_all
 from experiments.memory_estimation import pictures as memory_pictures
 from experiments.memory_estimation import table as memory
 from experiments.nested_tensors import table as nested_tensors
@@ -26,6 +25,10 @@ from experiments.unified_memory import table as unified_memory
 ROOT = Path(__file__).resolve().parents[1]
 README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 BEGIN = "<!-- made by make results -->"
+TABLES = (
+    *(bigger_models, code_generation, memory, nested_tensors, parallel_3d, peers, pipeline_parallel, plan_accuracy),
+    *(tensor_parallel, unified_memory),
+)
 
 
 def fits() -> str:
@@ -34,7 +37,6 @@ def fits() -> str:
 
 
 def sections() -> str:
-    """Returns the tables of docs/results.md."""
     measured, planned = speed.committed_rows()
     ram = [row for row in memory.committed_rows() if row["kind"] == "trained"]
     return "\n\n".join(
@@ -62,27 +64,19 @@ def sections() -> str:
     )
 
 
-def main() -> int:
-    put(README, BEGIN, fits())
-    put(RESULTS_PAGE, BEGIN, sections())
-    bigger_models.main()
-    code_generation.main()
-    memory.main()
-    nested_tensors.main()
-    parallel_3d.main()
-    peers.main()
-    pipeline_parallel.main()
-    plan_accuracy.main()
-    killed.write_readme()
-    scaling.write_readme()
-    tensor_parallel.main()
-    unified_memory.main()
+def pages() -> list[Page]:
+    return [(README, BEGIN, fits()), (RESULTS_PAGE, BEGIN, sections()), *killed.pages(), *scaling.pages()]
+
+
+def main() -> None:
+    put_all(pages())
+    for table in TABLES:
+        table.main()
     rows = memory.committed_rows()
     memory_pictures.draw_batches(rows, memory.RESULTS / "memory.png")
     memory_pictures.draw_sizes(rows, memory.RESULTS / "sizes.png")
     speed.draw_speed(*speed.committed_rows(), speed.RESULTS / "speed.png")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,7 +5,6 @@ are cheap, because any machine makes them. What a GPU, the stand-in or a long tr
 Afterwards `make results` makes the tables.
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from experiments.bigger_models import plans, today
 from experiments.gpu_acceptance import predicted
 from experiments.harness import rows as row_file
+from experiments.harness.options import parser_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.memory_estimation import run as memory_estimation
 from experiments.memory_estimation.several_gpus import published as several_gpus
@@ -50,9 +50,9 @@ def made(module, folder: Path, name: str, minutes: float, **more) -> Made:
     return Made(module.PROGRAM, ("--out", str(folder)), folder / name, minutes, module.sources, **more)
 
 
-def planned(rows: PlannedRows, minutes: float) -> Made:
+def planned(rows: PlannedRows, minutes: float, *words: str, **more) -> Made:
     """Returns the committed rows of plans."""
-    return Made(rows.program, ("--out", str(rows.file.parent)), rows.file, minutes, rows.sources)
+    return Made(rows.program, (*words, "--out", str(rows.file.parent)), rows.file, minutes, rows.sources, **more)
 
 
 def everything() -> list[Made]:
@@ -68,17 +68,14 @@ def everything() -> list[Made]:
         made(several_gpus, several_gpus.RESULTS, several_gpus.NAME, 2),
         planned(scaling.ROWS, 15),
         made(memory_estimation, memory_estimation.RESULTS, "rows.jsonl", 15, is_of=lambda r: r["kind"] == "predicted"),
-        Made(
-            plans.PROGRAM, ("--all", "--out", str(plans.RESULTS)), plans.RESULTS / plans.NAME, 235, plans.sources,
-            lambda row: row["kind"] == plans.KIND,
-        ),
+        planned(plans.ROWS, 235, "--all", is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
         made(predicted, predicted.RESULTS, predicted.NAME, 30),
     ]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.rows", allow_abbrev=False)
+    parser = parser_of("experiments.rows", __doc__)
     parser.add_argument("--list", action="store_true", help="say what is stale, and make nothing")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="the most that is cheap (%(default)g)")
     options = parser.parse_args(arguments)

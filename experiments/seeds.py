@@ -7,7 +7,6 @@ out where there is none, and the page says so. Under --out: index.html, which is
 and a folder for each claim with its output. Exit code 1 if a claim does not hold.
 """
 
-import argparse
 import html
 import os
 import shlex
@@ -21,7 +20,7 @@ from urllib.parse import quote
 
 from experiments.claims import CLAIMS, Claim
 from experiments.harness import rows as row_file
-from experiments.harness.options import make_folder
+from experiments.harness.options import make_folder, parser_of
 from experiments.harness.rows import ROOT
 from lowmem.errors import InputError
 
@@ -47,9 +46,7 @@ img { max-width: 48%; max-height: 320px; margin: .5rem .5rem 0 0; border: 1px so
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = parser_of(PROGRAM, __doc__)
     names = [claim.name for claim in CLAIMS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"), metavar="DIR", help="default: %(default)s")

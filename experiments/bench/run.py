@@ -8,7 +8,6 @@ counts in each tree. A plan of XL takes minutes. A row of two trees has both and
 day's row is not. A case that the other commit does not know is timed in this tree alone.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from experiments.bench.cases import CASES, IN_PROCESS, PLANS, ROOT, planned, tokenized
 from experiments.bench.table import RESULTS, tables
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, under_runs
 from experiments.harness.trees import unpacked
 
 PROGRAM = "experiments.bench.run"
@@ -27,7 +26,7 @@ PROGRAM = "experiments.bench.run"
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
     parser.add_argument("--before", metavar="COMMIT", help="time that commit, too, by turns with this tree")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="processes per case and tree (%(default)s)")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results" / "rows.jsonl", FOLDER / "README.md"
@@ -77,6 +77,16 @@ def _machine(row: dict) -> str:
     )
 
 
+def pages() -> list[Page]:
+    return [
+        (README, BEGIN, tables(row_file.read(RESULTS))),
+        (README, BEGIN_THREADS, threads_table(row_file.read(THREADS))),
+    ]
+
+
+def main() -> None:
+    put_all(pages())
+
+
 if __name__ == "__main__":
-    put(README, BEGIN, tables(row_file.read(RESULTS)))
-    put(README, BEGIN_THREADS, threads_table(row_file.read(THREADS)))
+    main()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments.bench.table import THREADS
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, under_runs
 
 PROGRAM = "experiments.bench.threads"
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0])
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--busy", type=int, nargs="+", default=BUSY, help="numbers of other processes")
     parser.add_argument("--spin", nargs="+", default=SPIN_COUNTS, help="values of GOMP_SPINCOUNT; 'lowmem' chooses one")
     parser.add_argument("--steps", type=int, default=12, help="training steps in each process (%(default)s)")

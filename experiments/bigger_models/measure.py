@@ -30,13 +30,14 @@ from pathlib import Path
 
 import lowmem
 from experiments.bigger_models.recipe import SLICE_WARMUP
-from experiments.bigger_models.shapes import SHAPES, Shape
+from experiments.bigger_models.shapes import SHAPES
 from experiments.bigger_models.train_gptj import SETTINGS
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import divergence
-from experiments.harness.options import make_folder, under_runs
+from experiments.harness.models import Model
+from experiments.harness.options import exit_code_of, make_folder, parser_of, under_runs
 from experiments.harness.whole_runs import check_room, ram_of, report_of
-from lowmem.errors import InputError, LowmemError, PlanError
+from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.settings import Settings
 from lowmem.units import format_size, parse_size
@@ -63,7 +64,7 @@ class CardCase:
     """`shape` with so many blocks, trained under that cap; `computed`: with values."""
 
     name: str
-    shape: Shape
+    shape: Model
     blocks: int
     seq: int
     batch: int
@@ -75,11 +76,8 @@ class CardCase:
 LEARNING = replace(  # all widths but the vocabulary's: its texts are bytes
     GPTJ, fields=GPTJ.fields | {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
 )
-NARROW = replace(
-    GPTJ, name="narrow",
-    fields=GPTJ.fields
-    | {"n_embd": 768, "n_head": 12, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0},
-)  # fmt: skip
+NARROW_FIELDS = {"n_embd": 768, "n_head": 12, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+NARROW = replace(GPTJ, name="narrow", fields=GPTJ.fields | NARROW_FIELDS)
 CARD_CASES = (
     CardCase("28 blocks", GPTJ, 28, 1024, 4, "8GiB"),
     CardCase("8 blocks, disk", GPTJ, 8, 128, 4, "3500MiB", ("--ram-limit", "20GiB")),
@@ -127,7 +125,7 @@ def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | Non
     return blocks, reason(blocks + 1) if blocks < most else None
 
 
-def trained(shape: Shape, blocks: int, ram_limit: str) -> dict:
+def trained(shape: Model, blocks: int, ram_limit: str) -> dict:
     """Returns the values of a slice's row. LowmemError if the disk is too small or the run fails."""
     name = f"{blocks} blocks of {shape.name}"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
@@ -244,15 +242,13 @@ def rows_of(run: Path) -> list[list[float]]:
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
     own = (
         f"experiments/bigger_models/{name}.py" for name in ("shapes", "recipe", *RECIPES.values(), "on_card", "measure")
     )
-    return row_file.digest("lowmem/**/*.py", "experiments/harness/whole_runs.py", *own)
+    return row_file.digest("lowmem/**/*.py", "experiments/harness/whole_runs.py", "experiments/harness/models.py", *own)
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     failed = [name for name, holds in row["checks"].items() if not holds]
     verdict = f"FAILED ({', '.join(failed)})" if failed else "ok"
     if row["kind"] == LEARNED:
@@ -268,27 +264,26 @@ def line(row: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    path = options.out / NAME
-    failed = 0
-    try:
-        work = _work(options)
-        chosen = [name for name, *_ in work if any(text in name for text in options.only)]
-        if not chosen:
-            names = "; ".join(name for name, *_ in work)
-            raise InputError(f"--only {' '.join(options.only)}: no case here has that in its name; there are {names}")
-        make_folder(options.out)
-        common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
-        done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-        for name, kind, values in work:
-            if name in done or name not in chosen:
-                continue
-            row = {"kind": kind, "name": name} | values() | common
-            row_file.append(path, row)
-            print(line(row), flush=True)
-            failed += not all(row["checks"].values())
-    except LowmemError as error:
-        print(f"measure: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: run(options, arguments))
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    work = _work(options)
+    chosen = [name for name, *_ in work if any(text in name for text in options.only)]
+    if not chosen:
+        names = "; ".join(name for name, *_ in work)
+        raise InputError(f"--only {' '.join(options.only)}: no case here has that in its name; there are {names}")
+    make_folder(options.out)
+    path, failed = options.out / NAME, 0
+    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
+    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
+    for name, kind, values in work:
+        if name in done or name not in chosen:
+            continue
+        row = {"kind": kind, "name": name} | values() | common
+        row_file.append(path, row)
+        print(line(row), flush=True)
+        failed += not all(row["checks"].values())
     return 1 if failed else 0
 
 
@@ -325,9 +320,7 @@ def _size(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )  # fmt: skip
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
     add("--ram-limit", type=_size, default=RAM_LIMIT, metavar="SIZE", help="of runs on the CPU (%(default)s)")

@@ -1,6 +1,6 @@
 """What training the models would take: GPU memory, RAM, disk and time, planned on a machine without a GPU.
 
-    python -m experiments.bigger_models.plans [--all | --only NAME ...] [--list] [--out DIR]
+    python -m experiments.bigger_models.plans [--all | --only NAME ...] [--list] [--jobs N] [--out DIR]
 
 A case is a model under a cap of GPU memory and one of RAM, on a card. Without options a few are planned, in minutes;
 `--all` takes hours, and `--only` names parts of cases' names. The command says on stderr how long it takes, by the
@@ -12,33 +12,24 @@ The smallest caps are those that a refusal under 16 MiB of GPU memory names. A c
 its row: `error`.
 """
 
-import argparse
 import os
 import re
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import logging as transformers_logging
-
 import lowmem
 from experiments.bigger_models.shapes import SHAPES
-from experiments.harness import rows as row_file
-from experiments.harness.countdown import Countdown
-from experiments.harness.options import make_folder, under_runs
+from experiments.harness.planned_rows import PlannedRows
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB, format_size, parse_size
 
-PROGRAM = "experiments.bigger_models.plans"
 RESULTS = Path(__file__).resolve().parent / "results"
-NAME = "rows.jsonl"
 SEQ, BATCH = 1024, 64
 NO_CAP, SMALLEST, RESIDENT = "none", "smallest", "resident"
 TOO_LITTLE_BYTES = 16 * MIB  # of GPU memory: no model of the table fits
@@ -81,6 +72,34 @@ class Case:
             gpu_limit_bytes=gpu_limit_bytes, **more,
         )  # fmt: skip
 
+    def row(self) -> dict:
+        names = ("shape", "card", "seq", "batch", "gpu_limit", "ram_limit", "gradients")
+        return {"kind": KIND} | {name: getattr(self, name) for name in names}
+
+    def plan(self) -> dict:
+        with tempfile.TemporaryDirectory(prefix="lowmem-") as name:
+            folder = Path(name) / self.shape
+            try:
+                SHAPES[self.shape].write(folder)
+                smallest = self.gpu_limit == SMALLEST
+                limit_bytes = self._smallest_cap_bytes(folder) if smallest else parse_size(self.gpu_limit)
+                return values_of(lowmem.plan(self.settings(folder, limit_bytes)))
+            except LowmemError as error:
+                raise LowmemError(
+                    str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), self.shape)
+                ) from None
+
+    def _smallest_cap_bytes(self, folder: Path) -> int:
+        """Returns the smallest cap of GPU memory under which the model trains. LowmemError if a refusal names none."""
+        try:
+            lowmem.plan(self.settings(folder, TOO_LITTLE_BYTES))
+        except PlanError as error:
+            found = re.search(r"--gpu-limit (\d+)MiB", str(error))
+            if found is None:
+                raise
+            return int(found[1]) * MIB
+        raise InputError(f"{self.shape} trains under {format_size(TOO_LITTLE_BYTES)}, below which no cap is tried")
+
 
 def _cases() -> Iterator[Case]:
     encoder_decoder = {"t5-11b": 512}
@@ -109,46 +128,6 @@ QUICK = tuple(
 )  # names of cases
 
 
-def chosen_cases(options: argparse.Namespace) -> list[Case]:
-    """Returns the cases that the command's options name."""
-    if options.only:
-        return [case for case in CASES if any(text in case.name for text in options.only)]
-    return [case for case in CASES if options.all or case.name in QUICK]
-
-
-def expected_seconds(cases: list[Case]) -> dict[str, float]:
-    """Returns the seconds that each plan takes by the newest committed rows; the median of all for one without row."""
-    known = {row["name"]: row["planning_seconds"] for row in row_file.read(RESULTS / NAME) if row["kind"] == KIND}
-    usual = statistics.median(known.values()) if known else 0.0
-    return {case.name: known.get(case.name, usual) for case in cases}
-
-
-def planned(case: Case, folder: Path) -> dict:
-    """Returns the values of a case's row. `folder`: for the config.json, of the case's own."""
-    settings = None
-    try:
-        SHAPES[case.shape].write(folder)
-        if case.gpu_limit == SMALLEST:
-            settings = case.settings(folder, smallest_cap_bytes(case, folder))
-        else:
-            settings = case.settings(folder, parse_size(case.gpu_limit))
-        return values_of(lowmem.plan(settings))
-    except LowmemError as error:
-        return {"error": str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), case.shape)}
-
-
-def smallest_cap_bytes(case: Case, folder: Path) -> int:
-    """Returns the smallest cap of GPU memory under which the model trains. LowmemError if a refusal names none."""
-    try:
-        lowmem.plan(case.settings(folder, TOO_LITTLE_BYTES))
-    except PlanError as error:
-        found = re.search(r"--gpu-limit (\d+)MiB", str(error))
-        if found is None:
-            raise
-        return int(found[1]) * MIB
-    raise InputError(f"{case.shape} trains under {format_size(TOO_LITTLE_BYTES)}, below which no cap is tried")
-
-
 def values_of(plan: Plan) -> dict:
     said = plan.to_dict()
     return {
@@ -164,13 +143,7 @@ def values_of(plan: Plan) -> dict:
     }
 
 
-def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
-    return row_file.plan_sources("experiments/bigger_models/shapes.py", "experiments/bigger_models/plans.py")
-
-
 def line(row: dict) -> str:
-    """Returns a row for people."""
     if row["error"]:
         return f"{row['name']}: {row['error']}"
     sizes = {name: row["predicted"][f"{name}_peak_bytes"] for name in ("gpu_reserved", "ram")}
@@ -180,57 +153,11 @@ def line(row: dict) -> str:
     return f"{row['name']}: {said}, {row['tokens_per_second']:,.0f} tokens/s  ({row['planning_seconds']:.0f} s)"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
-    chosen = chosen_cases(options)
-    if not chosen:
-        said = f"--only {' '.join(options.only)}: no case has that in its name; --all --list names them"
-        print(f"plans: {said}", file=sys.stderr)
-        return InputError.exit_code
-    if options.list:
-        print("\n".join(case.name for case in chosen))
-        return 0
-    transformers_logging.set_verbosity_error()
-    try:
-        make_folder(options.out)
-    except InputError as error:
-        print(f"plans: {error}", file=sys.stderr)
-        return error.exit_code
-    path = options.out / NAME
-    common = row_file.made_by(PROGRAM, arguments) | {"sources": sources()}
-    done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-    chosen = [case for case in chosen if case.name not in done]
-    countdown = Countdown(expected_seconds(chosen))
-    countdown.announce()
-    for case in chosen:
-        began = time.perf_counter()
-        with countdown.case(case.name), tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
-            values = planned(case, Path(folder) / case.shape)
-        row = {
-            "kind": KIND, "name": case.name, "shape": case.shape, "card": case.card, "seq": case.seq,
-            "batch": case.batch, "gpu_limit": case.gpu_limit, "ram_limit": case.ram_limit,
-            "gradients": case.gradients, "error": None,
-        }  # fmt: skip
-        row |= values | {"planning_seconds": time.perf_counter() - began} | common
-        row_file.append(path, row)
-        print(line(row), flush=True)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--only", nargs="+", metavar="NAME", help="parts of the names of cases, of all there are")
-    which.add_argument("--all", action="store_true", help="all cases, for hours, instead of a few")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases, and plan nothing")
-    parser.add_argument(
-        "--out", type=Path, default=under_runs(RESULTS), metavar="DIR", help="folder of rows.jsonl (%(default)s)"
-    )
-    return parser
-
+ROWS = PlannedRows(
+    "experiments.bigger_models.plans", __doc__.split("\n")[0], RESULTS / "rows.jsonl", CASES, line, QUICK, jobs=1,
+    code=("experiments/bigger_models/shapes.py", "experiments/harness/models.py"),
+)  # fmt: skip
+main = ROWS.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.bigger_models.shapes import SHAPES
-from experiments.harness.options import at_least
+from experiments.harness.options import positive
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as train
@@ -67,7 +67,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     group = parser.add_argument_group("slices")
     group.add_argument(
-        "--blocks", type=at_least(int, 1), metavar="N",
+        "--blocks", type=positive, metavar="N",
         help=f"train so many blocks of the widths of {name}, from random weights, instead of the model",
     )  # fmt: skip
     return parser

@@ -8,7 +8,7 @@ from experiments.bigger_models.measure import CARD_CASES, LEARNED, ON_CARD, RAM_
 from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, RESIDENT, SMALLEST
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put, runs_twice
+from experiments.harness.tables import Page, markdown, put_all, runs_twice
 from lowmem.units import GIB, counted
 
 FOLDER = Path(__file__).resolve().parent
@@ -20,12 +20,10 @@ FLOPS = 6  # per parameter and token of a forward and backward, without what is 
 
 
 def committed_rows() -> list[dict]:
-    """Returns the newest row of each name."""
     return list({row["name"]: row for row in row_file.read(KEPT)}.values())
 
 
 def tables(rows: list[dict]) -> str:
-    """Returns all tables in Markdown."""
     planned = {row["name"]: row for row in rows if row["kind"] == KIND}
     parts = [
         "**Plans**, 64 x 1,024 tokens a step, GiB. *RAM* is the whole process's; *in it* are Adam's states with the "
@@ -292,10 +290,12 @@ def _speeds(rows: list[dict]) -> str:
     return ", ".join(f"{row['tokens_per_second']:,.0f} ({row['card']})" for row in rows) + " tokens/s"
 
 
-def main() -> int:
-    put(README, BEGIN, verdict(committed_rows()))
-    put(TABLES, BEGIN, tables(committed_rows()))
-    return 0
+def pages() -> list[Page]:
+    return [(README, BEGIN, verdict(committed_rows())), (TABLES, BEGIN, tables(committed_rows()))]
+
+
+def main() -> None:
+    put_all(pages())
 
 
 if __name__ == "__main__":

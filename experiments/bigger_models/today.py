@@ -55,8 +55,6 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Case:
-    """Holds one cell of the table."""
-
     title: str
     machine: Machine
 
@@ -65,7 +63,6 @@ class Case:
         return f"{self.title}, {self.machine.title}, {self.machine.ram_limit} of RAM"
 
     def settings(self) -> Settings:
-        """Returns the settings of the plan: those of `command`."""
         return Settings(
             model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH, gpu=self.machine.card, plan_only=True,
             gpu_limit_bytes=None, ram_limit_bytes=parse_size(self.machine.ram_limit), states_folder="states",
@@ -81,12 +78,10 @@ class Case:
         )
 
     def row(self) -> dict:
-        """Returns the values of its row that are known before it is planned."""
         known = {"kind": KIND, "model": MODELS[self.title], "card": self.machine.card, "seq": SEQ, "batch": BATCH}
         return known | {"ram_limit": self.machine.ram_limit, "plan_command": self.command}
 
     def plan(self) -> dict:
-        """Returns the values of its plan. Raises LowmemError if there is none."""
         return values_of(lowmem.plan(self.settings()))
 
 

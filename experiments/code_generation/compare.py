@@ -31,7 +31,16 @@ from experiments.code_generation.corpus import Beginning
 from experiments.code_generation.page import write_page, write_text
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import divergence
-from experiments.harness.options import SEEDS, at_least, make_folder, size
+from experiments.harness.options import (
+    SEEDS,
+    at_least,
+    check_rows,
+    exit_code_of,
+    make_folder,
+    parser_of,
+    positive,
+    size,
+)
 from lowmem.data.records import StableHash
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.device import select_device
@@ -64,19 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
     transformers_logging.disable_progress_bar()
-    try:
-        report = run(options, arguments)
-    except LowmemError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
+    return exit_code_of(lambda: compare(options, arguments))
+
+
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    report = run(options, arguments)
     print(said(report))
     print(f"see {options.out / 'samples.html'} and {options.out / 'report.json'}")
     if diverged := divergence([report[name]["loss"] for name in ("before", "after")]):
-        print(f"error: {diverged}", file=sys.stderr)
-        return 1
+        raise LowmemError(diverged)
     return 0
 
 
@@ -141,22 +146,12 @@ def model_to_train(options: argparse.Namespace) -> str:
     return str(options.before or options.out / "before")
 
 
-def check_rows(path: Path) -> None:
-    """Raises InputError, before the work, if no row can be added."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab"):
-            pass
-    except OSError as error:
-        raise InputError(f"--rows {path} cannot be written: {error.strerror or error}") from error
-
-
 def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> dict:
     """Trains --before, or a model of random weights that is made in `before`, in `run`."""
     began = time.monotonic()
     make_inputs(options, train, held_out)
     model, tokenizer = loaded(model_to_train(options), torch.device("cpu"))
-    code = exit_code_of([sys.executable, "-m", "lowmem", "train", *training_words(options)])
+    code = run_to_its_end([sys.executable, "-m", "lowmem", "train", *training_words(options)])
     if code:
         raise TrainingEnded(code)
     return {
@@ -222,8 +217,8 @@ def make_small_model(options: argparse.Namespace, train: Sequence[str]) -> None:
     tokenizer.save_pretrained(before)
 
 
-def exit_code_of(command: Sequence[str]) -> int:
-    """Runs a command that saves its work when it is told to stop, and waits until it has. Ctrl-C is its to answer,
+def run_to_its_end(command: Sequence[str]) -> int:
+    """Runs a command that saves its work when it is told to stop; its exit code. Ctrl-C is its to answer,
     since a terminal sends that to both; SIGTERM, which comes to this process alone, is passed on."""
 
     def pass_on(number: int, _) -> None:
@@ -271,7 +266,6 @@ def next_lines(
 
 
 def loaded(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the model in fp32."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except SafetensorError as error:
@@ -322,20 +316,21 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole = at_least(int, 1)
+    found = parser_of(PROGRAM, __doc__)
     found.add_argument("--before", metavar="DIR", help="a model's folder or hub name, or smollm2")
     found.add_argument("--after", metavar="DIR", help="the same model, trained already")
     found.add_argument("--data", default="python-stdlib", metavar="SPEC", help="Python code (%(default)s)")
     found.add_argument("--train-bytes", type=size, default=size("200MiB"), metavar="SIZE", help="read of it at most")
     found.add_argument("--held-out-bytes", type=size, default=size("1MiB"), metavar="SIZE", help="and to compare")
-    found.add_argument("--prefixes", type=whole, default=200, metavar="N", help="functions to continue (%(default)s)")
-    found.add_argument("--new-tokens", type=whole, default=96, metavar="N", help="of each (%(default)s)")
-    found.add_argument("--seq", type=whole, default=256, metavar="N", help="tokens of a sequence (%(default)s)")
+    found.add_argument(
+        "--prefixes", type=positive, default=200, metavar="N", help="functions to continue (%(default)s)"
+    )
+    found.add_argument("--new-tokens", type=positive, default=96, metavar="N", help="of each (%(default)s)")
+    found.add_argument("--seq", type=positive, default=256, metavar="N", help="tokens of a sequence (%(default)s)")
     found.add_argument("--shape", type=_shape, default=(6, 256, 8), metavar="LxDxH", help="of the small model, 6x256x8")
     found.add_argument("--vocabulary", type=at_least(int, 257), default=2048, metavar="N", help="its (%(default)s)")
-    found.add_argument("--steps", type=whole, default=1500, metavar="N", help="of its training (%(default)s)")
-    found.add_argument("--batch", type=whole, default=8, metavar="N", help="sequences of a step (%(default)s)")
+    found.add_argument("--steps", type=positive, default=1500, metavar="N", help="of its training (%(default)s)")
+    found.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences of a step (%(default)s)")
     found.add_argument("--lr", type=float, metavar="RATE", help="the highest (0.002; of --before 0.0001)")
     found.add_argument("--device", choices=("cpu", "cuda"), help="of the comparison; default: a GPU where there is one")
     found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")

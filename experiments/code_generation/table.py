@@ -4,7 +4,7 @@ from pathlib import Path
 
 from experiments.code_generation.page import COLUMNS, ROWS
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
@@ -36,9 +36,12 @@ def section(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> int:
-    put(README, BEGIN, section(row_file.read(KEPT)))
-    return 0
+def pages() -> list[Page]:
+    return [(README, BEGIN, section(row_file.read(KEPT)))]
+
+
+def main() -> None:
+    put_all(pages())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the jobs one after another within the given time (see the package's docstring).
+"""Runs the jobs one after another within the given time (README.md).
 
 Exit codes: 0 if every job ran and every check held, 1 if not, 2 bad usage.
 """
@@ -144,7 +144,6 @@ def of_job(job: Job, dry_run: bool) -> dict:
 
 
 def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> dict:
-    """Returns a job's task for child.py."""
     return {
         "name": job.name, "target": job.target, "options": job.options, "gpu_gib": job.gpu_gib, "ram_gib": job.ram_gib,
         "device": device, "rows": str(path.resolve()), "scratch": str(scratch), "common": common,

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 
 import torch
 
-from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
+from experiments.harness.measured import capped_device, precisions, sixteen_bit
 from experiments.harness.trainings import ALL, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Outcome, Shape
 from experiments.harness.trainings import train as train_step
 from lowmem import device as devices
@@ -29,7 +29,6 @@ MOST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # relative to fp32
 
 
 def check(setting: Setting) -> Result:
-    """Runs a case per precision and arrangement."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     shape, plain_shape = Shape.of(setting.dry_run, dropout=0.1), Shape.of(setting.dry_run, dropout=0.0)

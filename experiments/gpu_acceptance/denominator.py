@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
-from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.measured import sixteen_bit
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.device import collect_garbage
+from lowmem.errors import first_line
 from lowmem.limits import Budget
 from lowmem.models.build import build_model, load_config
 
@@ -118,7 +119,7 @@ def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: in
             row = _timed(setting, device, model, micro_batch)
             row["compile_seconds"] = row.pop("first_seconds")
         except Exception as error:  # whatever the compilers raise, and out of memory
-            row = {"micro_batch": micro_batch, "error": f"{type(error).__name__}: {_first_line(error)}"}
+            row = {"micro_batch": micro_batch, "error": f"{type(error).__name__}: {first_line(error)[:300]}"}
         return Result(described | row, {"compiles": "error" not in row})
 
     found = setting.attempt(detail, work, COMPILE_SECONDS + _planned_seconds(setting, name, micro_batch))
@@ -176,7 +177,3 @@ def _forget(device: torch.device) -> None:
     collect_garbage()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "nothing was said").splitlines()[0][:300]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.gpu_acceptance.capped import capped_device, precisions, sixteen_bit
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
+from experiments.harness.measured import capped_device, precisions, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.homes import host_tensor, page_lock
@@ -30,6 +30,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import WORKING_DTYPES, join, split
+from lowmem.errors import first_line
 from lowmem.limits import ram_peak_bytes
 from lowmem.units import GIB, MIB
 
@@ -39,7 +40,6 @@ MOST_GRADIENT_ERROR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # norm of the 
 
 
 def check(setting: Setting) -> Result:
-    """Runs all of these cases."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     cases: dict[str, Callable[[], Result]] = {}
@@ -262,7 +262,7 @@ def _stale_error(registered: Tensor) -> str | None:
     try:
         torch.zeros(1, device="cuda").add_(1).item()
     except RuntimeError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

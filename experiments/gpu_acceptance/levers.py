@@ -22,18 +22,18 @@ import torch
 from transformers import GPT2Config, PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
-from experiments.gpu_acceptance.capped import capped_device, sixteen_bit
 from experiments.harness.child import Result, Setting
+from experiments.harness.measured import capped_device, random_step, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import layers, loss, recompute
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
-from lowmem.core.optimizers import Hyperparameters, get_optimizer
-from lowmem.core.parameters import Store
-from lowmem.core.precision import WORKING_DTYPES, LossScale
+from lowmem.core.optimizers import OPTIMIZERS
+from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.step import TrainingStep
 from lowmem.models.build import load_config, make_decoder
+from lowmem.planning.simulated_step import StepCase
 
 LEVERS = ("norms", "last product", "head")
 ROUNDS = 3
@@ -49,13 +49,16 @@ class Shape:
     micro_batch: int
     micro_batches: int
 
+    @property
+    def batch(self) -> int:
+        return self.micro_batch * self.micro_batches
+
 
 SHAPES = {"gpt2-large": Shape(1024, 16, 4), "gpt2-xl": Shape(1024, 2, 2)}
 TINY = Shape(16, 1, 2)
 
 
 def check(setting: Setting, models: list[str]) -> Result:
-    """Writes a row for each model."""
     device = capped_device(setting)
     devices.make_deterministic(device)
     ran = {model: setting.attempt(model, partial(measured, setting, device, model)).values for model in models}
@@ -98,17 +101,13 @@ def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out:
     with _left_out(left_out):
         decoder = make_decoder(config, precision, "fp32", kernels)
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)
-    store = Store(decoder, device, WORKING_DTYPES[precision], get_optimizer("adamw"), layout)
-    for part in store.parts:
-        part.working.normal_(0.0, 0.02)
-    hyper = Hyperparameters(weight_decay=0.01)
-    return TrainingStep(decoder, store, hyper, clip_norm=1.0, seed=0, loss_scale=LossScale(enabled=False))
+    case = StepCase(shape.seq, shape.batch, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"])
+    return random_step(decoder, case, device)
 
 
 def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callable[[], None]:
     words = step.operations.decoder.head_weight.shape[0]
-    rows = shape.micro_batch * shape.micro_batches
-    tokens = torch.randint(0, words, (rows, shape.seq + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, words, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     batch, numbers, learnt = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count(), {}
 
     def run() -> None:

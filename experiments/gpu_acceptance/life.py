@@ -31,6 +31,7 @@ from experiments.gpu_acceptance.scripted import remembering, run_script
 from experiments.harness.child import Result, Setting
 from experiments.harness.rows import ROOT
 from lowmem.core.step import TrainingStep
+from lowmem.errors import first_line
 from lowmem.run import prepare
 from lowmem.run.log import read_metrics
 from lowmem.units import MIB
@@ -120,7 +121,7 @@ def out_of_memory(setting: Setting) -> Result:
                 _take_all_memory(setting, taken)
                 return super()._attempt(*arguments)
             except torch.OutOfMemoryError as error:
-                ran_out.append(str(error).splitlines()[0])
+                ran_out.append(first_line(error))
                 raise
             finally:
                 taken.clear()

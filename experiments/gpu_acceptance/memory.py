@@ -24,11 +24,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, PretrainedConfig
 
-from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.denominator import stock_device
-from experiments.gpu_acceptance.measured import error, measure, prepared, train
 from experiments.gpu_acceptance.plans import bars
 from experiments.harness.child import Result, Setting, named
+from experiments.harness.measured import error, measure, prepared, sixteen_bit, train
+from experiments.harness.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.optimizers import OPTIMIZERS
@@ -203,12 +203,10 @@ def _config(name: str) -> PretrainedConfig:
     if name in MORE:
         kind, fields = MORE[name]
         return CONFIG_MAPPING[kind](**fields)
-    known = named(f"{_ESTIMATION}.models:MODELS")
-    return known[name].config() if name in known else load_config(name, "random")
+    return MODELS[name].config() if name in MODELS else load_config(name, "random")
 
 
 def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
-    """Returns the plan, or why there is none."""
     try:
         return make_plan(Question(settings, _config(name), precision, card, fused_kernels=fused_kernels))
     except (InputError, PlanError) as refusal:

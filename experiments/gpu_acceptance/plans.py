@@ -19,12 +19,11 @@ from functools import partial
 
 import torch
 
-from experiments.gpu_acceptance import measured
-from experiments.gpu_acceptance.at_peak import differences
-from experiments.gpu_acceptance.capped import sixteen_bit
 from experiments.gpu_acceptance.layouts import CAPPED, DRY_GRID, GRID, ModelLayout
-from experiments.gpu_acceptance.measured import Measured, Ran, error, prepared, train
+from experiments.harness import measured
+from experiments.harness.at_peak import differences
 from experiments.harness.child import Result, Setting
+from experiments.harness.measured import Measured, Ran, error, prepared, sixteen_bit, train
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS

@@ -13,7 +13,6 @@ The job `denominator` measures the stock model, which shows how good that clock 
 replace the card's older ones.
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,13 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import exit_code_of, parser_of, under_runs
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.cudasim.recorder import Recorder
-from lowmem.errors import LowmemError
 from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
@@ -46,28 +44,24 @@ PROGRAM = "experiments.gpu_acceptance.predicted"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument(
         "--gpus", nargs="+", metavar="CARD", default=["rtx3060", "rtx3090", "h200"], help="(%(default)s)"
     )
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder of predicted.jsonl")
     options = parser.parse_args(arguments)
-    path = options.out / NAME
-    try:
-        for card in map(card_named, options.gpus):
-            row_file.write(path, [row for row in row_file.read(path) if row["card"] != card.name])
-            for row in rows_of(card, ["--gpus", card.name]):
-                row_file.append(path, row)
-    except LowmemError as error:
-        print(f"predicted: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: predict(options.gpus, options.out / NAME))
+
+
+def predict(cards: list[str], path: Path) -> int:
+    for card in map(card_named, cards):
+        row_file.write(path, [row for row in row_file.read(path) if row["card"] != card.name])
+        for row in rows_of(card, ["--gpus", card.name]):
+            row_file.append(path, row)
     return 0
 
 
 def rows_of(card: Card, arguments: list[str]):
-    """Yields a row per model and batch."""
     precision = precision_of(card)
     for model in RAM_LIMITS:
         config = load_config(model, "random")
@@ -93,8 +87,7 @@ def rows_of(card: Card, arguments: list[str]):
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
-    return row_file.plan_sources("experiments/gpu_acceptance/*.py", "experiments/memory_estimation/*.py")
+    return row_file.plan_sources("experiments/gpu_acceptance/*.py")
 
 
 def precision_of(card: Card) -> str:
@@ -102,7 +95,6 @@ def precision_of(card: Card) -> str:
 
 
 def planned(model: str, card: Card, batch: int) -> Plan:
-    """Returns the plan of a row."""
     settings = Settings(
         model=model, init="random", seq=SEQ, batch=batch, gpu=card.name, gpu_limit_bytes=11 * GIB,
         ram_limit_bytes=RAM_LIMITS[model], plan_only=True,

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.gpu_acceptance import predicted
+from experiments.harness import pictures
 from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown
 from lowmem.units import GIB
@@ -198,14 +199,10 @@ def checks_table(rows: list[dict]) -> str:
 def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
     """Draws a step's share of the speed of forward and backward, by tokens per step: plans as lines, measurements as
     points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     measured = list(_measured_points(rows))
     if not plans and not measured:
         return
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(6.4, 4.0)
     axes = figure.subplots()
     cards = list(dict.fromkeys(row["card"] for row in plans))
     for model, colour in (("gpt2-large", "C0"), ("gpt2-xl", "C1")):
@@ -224,10 +221,9 @@ def draw_speed(rows: list[dict], plans: list[dict], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
     axes.set_xlabel("tokens per optimizer step")
     axes.set_ylabel("speed of a step / its forward and backward alone\n(measured: / plain eager)")
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.frameless(axes)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)
 
 
 def _measured_points(rows: list[dict]) -> Iterable[tuple[str, int, float, str]]:

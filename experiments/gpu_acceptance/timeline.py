@@ -24,6 +24,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from experiments.harness import pictures
 from lowmem.core.decoder import Decoder
 from lowmem.core.transfers import Lane
 from lowmem.planning import simulated_step
@@ -214,11 +215,7 @@ def content(timeline: Timeline) -> dict:
 def draw(contents: Sequence[dict], title: str, path: Path) -> None:
     """Draws a PNG: a row for each timeline's `content`, a column for each of its panels. ImportError without
     matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 0.8 + 2.2 * len(contents)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(12, 0.8 + 2.2 * len(contents))
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(len(contents), 2, squeeze=False)
     for found, row in zip(contents, grid, strict=True):
@@ -229,7 +226,7 @@ def draw(contents: Sequence[dict], title: str, path: Path) -> None:
             axes.set_xlabel(f"{name}, milliseconds", fontsize=8)
         row[0].set_title(f"{found['title']}: {_in_words(found['figures'])}", fontsize=9, loc="left")
         row[0].set_yticks([lane + 0.4 for lane in range(len(LANES))], LANES, fontsize=8)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)
 
 
 def _draw_panel(axes, panel: dict) -> None:
@@ -246,7 +243,7 @@ def _draw_panel(axes, panel: dict) -> None:
     if end > start:
         axes.set_xlim(start, end)
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.frameless(axes)
 
 
 def _in_words(figures: dict) -> str:

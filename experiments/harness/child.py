@@ -78,7 +78,6 @@ class Setting:
         Progress(self.scratch).begin(case, planned_seconds + (DRY_RUN_SECONDS if self.dry_run else 0.0))
 
     def passed(self, case: str) -> bool:
-        """True if `attempt` would not run this case."""
         return case in Progress(self.scratch).done()
 
 

@@ -1,10 +1,15 @@
-"""Learning curves in one picture. Matplotlib is imported only for drawing."""
+"""Trainings that learn: a row of each, and their curves in one picture."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.harness import pictures
+from experiments.harness import rows as row_file
+from experiments.harness.countdown import Countdown
+
 POINTS = 30
+WIDTH = 9
 
 
 @dataclass(frozen=True)
@@ -15,16 +20,33 @@ class Learned:
     accuracy: float
 
 
+def learned(program: str, arguments: list[str], path: Path, trainings: Mapping[str, Callable[[], dict]]) -> list[dict]:
+    """Adds a row for each training to the file, and returns the rows. A training returns its values, with losses by
+    update and the accuracy on test samples. Tells how far it is."""
+    common = {"sources": row_file.sources(program)} | row_file.made_by(program, arguments)
+    countdown = Countdown(dict.fromkeys(trainings, 0.0))  # how long each takes is not known
+    made = []
+    for title, train in trainings.items():
+        with countdown.case(title):
+            row = train() | common
+        row["losses"] = [round(loss, 4) for loss in row["losses"]]
+        made.append(row)
+        row_file.append(path, row)
+        first, last = row["losses"][0], row["losses"][-1]
+        print(f"{title}: loss {first:.2f} to {last:.2f}, test accuracy {row['test_accuracy']:.1%}", flush=True)
+    return made
+
+
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
     """Draws losses by update, by name, as PNG. Curves of more than twice POINTS are running means."""
-    figure = _figure(3.7)
+    figure = pictures.figure(WIDTH, 3.7)
     _losses(figure.subplots(), curves)
-    _save(figure, path)
+    pictures.save(figure, path)
 
 
 def draw_learned(panels: Mapping[str, Mapping[str, Learned]], path: Path) -> None:
     """Draws trainings by name, as PNG: for each title a row with their losses by update, and the accuracies beside."""
-    figure = _figure(2.9 * len(panels))
+    figure = pictures.figure(WIDTH, 2.9 * len(panels))
     rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 1))
     for (axes, beside), (title, trainings) in zip(rows, panels.items(), strict=True):
         _losses(axes, {name: one.losses for name, one in trainings.items()})
@@ -38,8 +60,8 @@ def draw_learned(panels: Mapping[str, Mapping[str, Learned]], path: Path) -> Non
         beside.tick_params(axis="y", labelsize=8)
         beside.set_xlim(0, 1.25 * max(*accuracies, 0.01))
         beside.set_xlabel("test accuracy")
-        beside.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+        pictures.frameless(beside)
+    pictures.save(figure, path)
 
 
 def _losses(axes, curves: Mapping[str, list[float]]) -> None:
@@ -52,18 +74,4 @@ def _losses(axes, curves: Mapping[str, list[float]]) -> None:
     axes.set_xlabel("update")
     axes.set_ylabel("loss" if over == 1 else f"loss, mean of {over} updates")
     axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _figure(height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.frameless(axes)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from experiments.harness.child import end_with_parent
 from experiments.harness.rows import ROOT
-from lowmem.errors import LowmemError
+from lowmem.errors import LowmemError, first_line
 
 THREADS = 1  # of a process; another number may cut sums into other parts
 TIMEOUT = timedelta(minutes=10)
@@ -46,7 +46,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(f"another process is gone, or does not answer ({str(error).splitlines()[0]})") from error
+        raise PeerError(f"another process is gone, or does not answer ({first_line(error)})") from error
 
 
 def run(module: str, folder: Path, ranks: int) -> None:
@@ -73,30 +73,16 @@ def member(work: Callable[[Path, int], None]) -> int:
     try:
         work(folder, rank)
     except Exception as error:
-        failure = {"time": time.time(), "of_another": isinstance(error, PeerError), "error": _one_line(error)}
+        failure = {
+            "time": time.time(),
+            "of_another": isinstance(error, PeerError),
+            "error": f"{type(error).__name__}: {first_line(error)}",
+        }
         partial = folder / f"{FAILED.format(rank)}.partial"
         partial.write_text(json.dumps(failure))
         partial.rename(folder / FAILED.format(rank))
         return 1
     return 0
-
-
-def exit_code_of(command: Callable[[], int]) -> int:
-    """Returns what a command returns, or the exit code of its error, which one process says."""
-    try:
-        return command()
-    except LowmemError as error:
-        if is_first():
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
-
-
-def is_first() -> bool:
-    """True except in torchrun's processes of other ranks, so that only one process reports."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_torchruns() -> bool:
@@ -111,6 +97,17 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, **where)
     return device
+
+
+@contextlib.contextmanager
+def threads_of_a_process() -> Iterator[None]:
+    """Within it this process has as many threads as one of a group, for the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:
@@ -169,7 +166,3 @@ def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
     if ended and (first is None or first["of_another"]):
         return ended[0]
     return f"rank {first['rank']} failed: {first['error']}"
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -12,6 +12,7 @@ from experiments.harness.rows import ROOT
 from experiments.harness.tables import markdown
 
 SECONDS_TO_START = 15.0
+TITLE = "**Until nothing runs any more**, once a process of four is killed (SIGKILL)"
 CASES = ["rank 0", "rank 2", "the command"]
 
 

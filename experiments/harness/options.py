@@ -1,16 +1,41 @@
-"""What commands read: kinds of numbers, and a folder to write to."""
+"""What commands share: a parser, kinds of numbers, a folder to write to, an exit code."""
 
 import argparse
 import math
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from experiments.harness.rows import ROOT
-from lowmem.errors import InputError
+from lowmem.errors import InputError, LowmemError
 from lowmem.units import parse_size
 
 SEEDS = 2**31  # seeds are below
+
+
+def parser_of(program: str, doc: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m program`. `doc`: the module's, whose first line describes it."""
+    return argparse.ArgumentParser(prog=f"python -m {program}", description=doc.split("\n")[0], allow_abbrev=False)
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Returns what a command returns, or the exit code of its error, which one process says."""
+    try:
+        return command()
+    except LowmemError as error:
+        if is_first():
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+
+
+def is_first() -> bool:
+    """True except in torchrun's processes of other ranks, so that only one process reports."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
@@ -25,6 +50,9 @@ def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
     limits = f"of at least {least}" + (f" and less than {below}" if below < math.inf else "")
     read.__name__ = f"{'whole number' if kind is int else 'number'} {limits}"
     return read
+
+
+positive = at_least(int, 1)
 
 
 def size(typed: str) -> int:
@@ -53,3 +81,13 @@ def make_folder(path: Path, *older: str) -> None:
             (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error
+
+
+def check_rows(path: Path) -> None:
+    """Raises InputError, before the work, if no row can be added to the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise InputError(f"--rows {path} cannot be written: {error.strerror or error}") from error

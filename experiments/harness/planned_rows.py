@@ -1,9 +1,10 @@
 """Makes a table of plans, one row for each case, in several processes."""
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,7 +15,8 @@ import torch
 from transformers import logging as transformers_logging
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import at_least, make_folder, under_runs
+from experiments.harness.countdown import Countdown
+from experiments.harness.options import make_folder, positive, under_runs
 from lowmem.errors import InputError, LowmemError
 
 
@@ -34,32 +36,43 @@ class Case(Protocol):
 @dataclass(frozen=True)
 class PlannedRows:
     """Describes a program that makes such rows. `program`: its module. `description`: one sentence. `file`: of the
-    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people."""
+    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people. `quick`:
+    names of those that are planned without --all, if not all. `jobs`: processes, by default; one process tells how far
+    it is. `code`: what else makes the rows."""
 
     program: str
     description: str
     file: Path
     cases: Sequence[Case]
     line: Callable[[dict], str]
+    quick: Sequence[str] = ()
+    jobs: int = 2
+    code: Sequence[str] = ()
 
     def sources(self) -> str:
-        """Returns a digest of the code and the tables that make these rows."""
         own = f"{self.program.replace('.', '/')}.py"
-        return row_file.plan_sources(own, "experiments/harness/planned_rows.py")
+        return row_file.plan_sources(own, "experiments/harness/planned_rows.py", *self.code)
 
     def committed(self) -> list[dict]:
         """Returns the newest row of each name."""
         return list({row["name"]: row for row in row_file.read(self.file)}.values())
+
+    def expected_seconds(self, cases: Sequence[Case]) -> dict[str, float]:
+        """Returns the seconds of each plan by the committed rows; the median of all for one without row."""
+        known = {row["name"]: row["planning_seconds"] for row in self.committed() if "planning_seconds" in row}
+        usual = statistics.median(known.values()) if known else 0.0
+        return {case.name: known.get(case.name, usual) for case in cases}
 
     def main(self, arguments: list[str] | None = None) -> int:
         """Plans the cases that the arguments name, and writes each row as soon as its plan is made. A case that has a
         row of the same sources is not planned again. Returns the exit code."""
         arguments = sys.argv[1:] if arguments is None else arguments
         options = self._parser().parse_args(arguments)
-        chosen = [case for case in self.cases if any(text in case.name for text in options.only)]
         try:
-            if not chosen:
-                raise InputError(f"--only {' '.join(options.only)}: no case has that in its name")
+            chosen = self._chosen(options)
+            if options.list:
+                print("\n".join(case.name for case in chosen))
+                return 0
             make_folder(options.out)
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -67,20 +80,44 @@ class PlannedRows:
         path = options.out / self.file.name
         common = row_file.made_by(self.program, arguments) | {"sources": self.sources()}
         done = {row["name"] for row in row_file.read(path) if row.get("sources") == common["sources"]}
-        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            cases = {pool.submit(planned, case): case for case in chosen if case.name not in done}
-            for future in as_completed(cases):
-                row = {"name": cases[future].name} | cases[future].row() | future.result() | common
-                row_file.append(path, row)
-                print(self.line(row), flush=True)
+        for case, values in self._planned([case for case in chosen if case.name not in done], options.jobs):
+            row = {"name": case.name} | case.row() | values | common
+            row_file.append(path, row)
+            print(self.line(row), flush=True)
         return 0
+
+    def _chosen(self, options: argparse.Namespace) -> list[Case]:
+        if options.only is None:
+            return [case for case in self.cases if not self.quick or options.all or case.name in self.quick]
+        found = [case for case in self.cases if any(text in case.name for text in options.only)]
+        if not found:
+            names = "--all --list" if self.quick else "--list"
+            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name; {names} names them")
+        return found
+
+    def _planned(self, cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict]]:
+        if jobs > 1:
+            with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+                futures = {pool.submit(planned, case): case for case in cases}
+                yield from ((futures[future], future.result()) for future in as_completed(futures))
+            return
+        countdown = Countdown(self.expected_seconds(cases))
+        countdown.announce()
+        for case in cases:
+            with countdown.case(case.name):
+                values = planned(case)
+            yield case, values
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
             prog=f"python -m {self.program}", description=self.description, allow_abbrev=False
         )
-        parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of the names of cases (all)")
-        parser.add_argument("--jobs", type=at_least(int, 1), default=2, metavar="N", help="processes (%(default)s)")
+        which = parser.add_mutually_exclusive_group()
+        which.add_argument("--only", nargs="+", metavar="NAME", help="parts of the names of cases, of all there are")
+        if self.quick:
+            which.add_argument("--all", action="store_true", help="all cases, for hours, instead of a few")
+        parser.add_argument("--list", action="store_true", help="print the names of the cases, and plan nothing")
+        parser.add_argument("--jobs", type=positive, default=self.jobs, metavar="N", help="processes (%(default)s)")
         folder = under_runs(self.file.parent)
         what = f"folder of {self.file.name} (%(default)s)"
         parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help=what)

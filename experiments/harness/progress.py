@@ -55,12 +55,10 @@ class Progress:
         part.replace(self._now)
 
     def end(self, case: str, values: dict, checks: dict[str, bool]) -> None:
-        """Records that `case` is done."""
         with open(self._done, "a") as file:
             file.write(json.dumps({"case": case, "values": values, "checks": checks}) + "\n")
 
     def failed(self, case: str) -> None:
-        """Records that `case` has ended its process."""
         self.end(case, {}, {"ended as it should": False})
         self._now.unlink()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 END = "<!-- end -->"
+Page = tuple[Path, str, str]  # a file, the mark before a table, the table
 
 
 def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -35,6 +36,11 @@ def put(path: Path, begin: str, content: str) -> None:
     was, if a mark is missing."""
     before, _, after = _parts(path, begin)
     path.write_text(f"{before}{begin}\n\n{content}\n\n{END}{after}", encoding="utf-8")
+
+
+def put_all(pages: Iterable[Page]) -> None:
+    for page in pages:
+        put(*page)
 
 
 def written(path: Path, begin: str) -> str:

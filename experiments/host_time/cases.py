@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config
 
+from experiments.harness.measured import random_step
 from lowmem.core.batch import Batch
 from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, state_layout
-from lowmem.core.parameters import Store
-from lowmem.core.precision import LossScale
-from lowmem.core.step import TrainingStep
 from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import GPT2_SHAPES, make_decoder
 from lowmem.planning.simulated_step import StepCase, Target, record_step
@@ -169,11 +167,7 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
 
     def make(device: torch.device) -> Callable[[], Run]:
         decoder = make_decoder(config, "bf16", "16bit", fused)
-        store = Store(decoder, device, case.dtype, case.optimizer, layout)
-        step = TrainingStep(
-            decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
-            loss_scale=LossScale(enabled=False),
-        )  # fmt: skip
+        step = random_step(decoder, case, device)
         ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)
         batch, number = Batch(ids, ids), numbers()
         step(batch, next(number), LEARNING_RATE)  # the first step has no update to apply

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from experiments.harness import rows
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, under_runs
 from experiments.host_time.cases import Case, Run, operator_cases, product_case, step_case, update_case
 from experiments.host_time.table import table
 from lowmem import device as devices
@@ -155,7 +155,7 @@ def _constants(target: Target) -> dict[str, float]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.host_time.run", allow_abbrev=False)
+    parser = parser_of("experiments.host_time.run", __doc__)
     parser.add_argument("--rounds", type=int, default=50, help="how often each case is timed (%(default)s)")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="rows are added to it (%(default)s)")
     return parser.parse_args(arguments)

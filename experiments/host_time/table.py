@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 
 BEGIN = "<!-- host time -->"
 FOLDER = Path(__file__).resolve().parent
@@ -77,5 +77,13 @@ def _microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def pages() -> list[Page]:
+    return [(README, BEGIN, table(row_file.read(RESULTS)))]
+
+
+def main() -> None:
+    put_all(pages())
+
+
 if __name__ == "__main__":
-    put(README, BEGIN, table(row_file.read(RESULTS)))
+    main()

@@ -15,16 +15,15 @@ from dataclasses import fields
 import torch
 from transformers import PretrainedConfig
 
-from experiments.memory_estimation.models import MODELS
+from experiments.harness.measured import train
+from experiments.harness.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
-from lowmem.core.optimizers import Hyperparameters, get_optimizer
-from lowmem.core.parameters import Store
-from lowmem.core.precision import LossScale
-from lowmem.core.step import TrainingStep
+from lowmem.core.optimizers import get_optimizer
 from lowmem.models.build import make_decoder, model_from_config
+from lowmem.planning.simulated_step import StepCase
 
 STEPS = 3
 TIME_LIMIT_SECONDS = 300
@@ -84,21 +83,12 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
     """Runs lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
-    kernels = fused.available(device)
-    decoder, optimizer = make_decoder(config, "bf16", "fp32", kernels), get_optimizer("adamw")
+    decoder = make_decoder(config, "bf16", "fp32", fused.available(device))
     layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
-    store = Store(decoder, device, torch.bfloat16, optimizer, layout)
-    for part in store.parts:
-        part.working.normal_(0, 0.02)
-    store.page_lock()
-    step = TrainingStep(
-        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=1.0, seed=0, loss_scale=LossScale(False)
-    )  # fmt: skip
+    case = StepCase(seq, batch, layout, torch.bfloat16, get_optimizer("adamw"))
     tokens = torch.zeros((batch, seq), dtype=torch.int64)
     _begin(device)
-    for number in range(STEPS):
-        step(Batch(tokens, tokens), number, 1e-5)
-    step.flush()
+    train(decoder, case, Batch(tokens, tokens), device, STEPS)
 
 
 def _begin(device: torch.device) -> None:

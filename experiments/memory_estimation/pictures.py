@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from experiments.harness import pictures
+from experiments.harness.models import MODELS
 from experiments.memory_estimation.estimate import SMALLEST
-from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.table import NAMES
 from lowmem.units import GIB
 
@@ -12,9 +13,6 @@ PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "
 
 def draw_batches(rows: list[dict], path: Path) -> None:
     """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow if over the cap."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [r for r in rows if r["kind"] == "predicted" and r["method"] in NAMES and "refused" not in r]
     rows = [row for row in rows if row["seq"] == min(row["seq"] for row in rows)]
     shown = [name for name in PICTURED if any(row["model"] == name for row in rows)] or sorted(
@@ -23,8 +21,7 @@ def draw_batches(rows: list[dict], path: Path) -> None:
     if not shown:
         return
     columns = min(3, len(shown))
-    figure = Figure(figsize=(3.6 * columns, 2.9 * -(-len(shown) // columns) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(3.6 * columns, 2.9 * -(-len(shown) // columns) + 0.5)
     grid = figure.subplots(-(-len(shown) // columns), columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
         axes.remove()
@@ -34,15 +31,11 @@ def draw_batches(rows: list[dict], path: Path) -> None:
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.supylabel("predicted reserved peak (GiB)", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)
 
 
 def draw_sizes(rows: list[dict], path: Path) -> None:
     """Draws predicted peaks against the size of the model: a batch of one in plain training, any batch in lowmem."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in rows if row["kind"] == "predicted" and row.get("seq") and "refused" not in row]
     rows = [row for row in rows if MODELS[row["model"]].parameters]
     if not any(row["method"] == SMALLEST for row in rows):
@@ -55,8 +48,7 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
         (f"lowmem, batch {largest}, at least", SMALLEST, largest, "smallest_cap_bytes", "C0"),
         ("lowmem, batch 1, at least", SMALLEST, 1, "smallest_cap_bytes", "C9"),
     )
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(6.4, 4.4)
     axes = figure.subplots()
     for label, method, batch, value, colour in lines:
         points = sorted(
@@ -76,9 +68,9 @@ def draw_sizes(rows: list[dict], path: Path) -> None:
     axes.set_xlabel("parameters, all of them trained")
     axes.set_ylabel("predicted GPU memory (GiB)")
     axes.set_title(f"{seq:,} tokens per sequence, Adam in fp32", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.frameless(axes)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)
 
 
 def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
@@ -98,4 +90,4 @@ def _panel(axes, name: str, rows: list[dict], ticks: list[int]) -> None:
     axes.yaxis.get_major_locator().set_params(integer=rows[0]["limit_bytes"] > 4 * GIB)
     axes.set_title(name, fontsize=10)
     axes.set_xlabel(f"sequences of {rows[0]['seq']} tokens", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.frameless(axes)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig
 
+from experiments.harness.models import MODELS
 from experiments.memory_estimation.estimate import figures_of, plain_target
-from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.plain import LOGITS_IN_FP32, record_plain
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card, Rate

@@ -19,12 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.harness.options import under_runs
+from experiments.harness.models import MODELS
+from experiments.harness.options import exit_code_of, parser_of, under_runs
 from experiments.harness.rows import made_by
 from experiments.harness.whole_runs import check_room, ram_of, report_of
 from experiments.memory_estimation import rows as row_file
-from experiments.memory_estimation.models import MODELS
-from lowmem.errors import LowmemError
 from lowmem.limits import ram_available_bytes
 from lowmem.units import format_size
 
@@ -37,15 +36,15 @@ DISK_BYTES_PER_PARAMETER = 16  # the checkpoint's fp32 weights, m and v, and the
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        for name in options.models:
-            row = trained(name)
-            row_file.replace(options.out / NAME, [row])
-            sizes = " predicted, ".join(format_size(row[f"{kind}ram_peak_bytes"]) for kind in ("predicted_", ""))
-            print(f"{name:<12} {sizes} measured", flush=True)
-    except LowmemError as error:
-        print(f"ram: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    for name in options.models:
+        row = trained(name)
+        row_file.replace(options.out / NAME, [row])
+        sizes = " predicted, ".join(format_size(row[f"{kind}ram_peak_bytes"]) for kind in ("predicted_", ""))
+        print(f"{name:<12} {sizes} measured", flush=True)
     return 0
 
 
@@ -67,9 +66,7 @@ def trained(name: str) -> dict:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.memory_estimation.ram", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = parser_of("experiments.memory_estimation.ram", __doc__)
     names = list(SCRIPTS)
     parser.add_argument(
         "--models", nargs="+", choices=names, default=names, metavar="MODEL", help=f"of {', '.join(names)}"

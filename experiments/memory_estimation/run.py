@@ -16,20 +16,21 @@ from pathlib import Path
 import torch
 import transformers
 
-from experiments.harness.options import under_runs
+from experiments.harness.models import MODELS
+from experiments.harness.options import exit_code_of, parser_of, positive, size, under_runs
 from experiments.harness.rows import made_by, plan_sources
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, SMALLEST, lowmem_row, plain_rows, smallest_row
 from experiments.memory_estimation.measure import measured
-from experiments.memory_estimation.models import MODELS, positions
 from experiments.memory_estimation.pictures import draw_batches, draw_sizes
 from experiments.memory_estimation.published import LLMEM, SEQ, V100, accelerate_answer, llmem_row
 from experiments.memory_estimation.table import summary
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.device import set_environment
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError
+from lowmem.models.build import most_positions
 from lowmem.run.log import write_json
-from lowmem.units import format_size, parse_size
+from lowmem.units import format_size
 
 PROGRAM = "experiments.memory_estimation.run"
 TRAININGS = ("fp32", "bf16", LOWMEM)
@@ -39,25 +40,17 @@ RESULTS = row_file.FOLDER / "results"
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
-    return plan_sources("experiments/memory_estimation/*.py")
+    return plan_sources("experiments/memory_estimation/*.py", "experiments/harness/models.py")
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    try:
-        return run(options, arguments)
-    except LowmemError as error:
-        print(f"memory_estimation: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: run(options, arguments))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    try:
-        limit_bytes = parse_size(options.limit)
-    except ValueError as error:
-        raise InputError(f"--limit: {error}") from None
+    limit_bytes = options.limit
     card = _card_here() if options.measure else card_named(options.gpu)
     shared = {"sources": sources()} | made_by(PROGRAM, arguments)
     path = options.out / row_file.NAME
@@ -89,11 +82,10 @@ def _prepare() -> None:
 
 
 def _predicted(task: tuple) -> list[dict]:
-    """Returns all predicted rows of one model."""
     name, methods, lengths, card, limit_bytes = task
     model, rows = MODELS[name], []
     for seq in lengths:
-        longest = positions(model.config())
+        longest = most_positions(model.config())
         if longest is not None and seq > longest:
             continue
         for method in methods:
@@ -168,24 +160,16 @@ def _line(row: dict) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
-    parser.add_argument("--seq", nargs="+", type=_positive, default=[512, 1024], help="tokens per sequence (512 1024)")
-    parser.add_argument("--limit", default="16GiB", help="cap of the GPU's allocator (%(default)s)")
+    parser.add_argument("--seq", nargs="+", type=positive, default=[512, 1024], help="tokens per sequence (512 1024)")
+    parser.add_argument("--limit", type=size, default="16GiB", help="cap of the GPU's allocator (%(default)s)")
     parser.add_argument("--gpu", default="a100", help="the card that is simulated under that cap (%(default)s)")
     parser.add_argument("--measure", action="store_true", help="run the cases on the GPU here; never run on one yet")
-    parser.add_argument("--jobs", type=_positive, default=min(2, os.cpu_count() or 1), help="processes (%(default)s)")
+    parser.add_argument("--jobs", type=positive, default=min(2, os.cpu_count() or 1), help="processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder to write to (%(default)s)")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 if __name__ == "__main__":

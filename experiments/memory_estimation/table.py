@@ -2,15 +2,14 @@
 the rows in results/. A test fails when they and the committed rows disagree."""
 
 import statistics
-import sys
 from collections.abc import Iterable
 
+from experiments.harness.models import MODELS
 from experiments.harness.rows import is_measured
-from experiments.harness.tables import markdown, put, runs_twice
+from experiments.harness.tables import Page, markdown, put_all, runs_twice
 from experiments.memory_estimation import ram
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import SMALLEST
-from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.several_gpus import published as several_gpus
 from lowmem.units import GIB
 
@@ -22,7 +21,6 @@ NAMES = {"fp32": "plain fp32", "bf16": "plain bf16 autocast", "lowmem": "lowmem"
 
 
 def tables(rows: list[dict]) -> str:
-    """Returns all tables in Markdown."""
     predicted = [row for row in rows if row["kind"] == "predicted"]
     parts = []
     for seq in sorted({row["seq"] for row in predicted if row["method"] in NAMES}):
@@ -310,11 +308,13 @@ def committed_rows() -> list[dict]:
     return [row for name in FILES for row in row_file.read(RESULTS / name) if is_measured(row)]
 
 
-def main() -> int:
-    put(README, BEGIN, verdict(committed_rows()))
-    put(TABLES, BEGIN, tables(committed_rows()))
-    return 0
+def pages() -> list[Page]:
+    return [(README, BEGIN, verdict(committed_rows())), (TABLES, BEGIN, tables(committed_rows()))]
+
+
+def main() -> None:
+    put_all(pages())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -45,7 +45,6 @@ class Rows:
     back: Tensor
 
     def to(self, device: torch.device) -> "Rows":
-        """Returns the same on `device`."""
         return Rows(self.shapes, self.there.to(device), self.back.to(device))
 
 

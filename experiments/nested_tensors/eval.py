@@ -12,7 +12,6 @@ make a few 1e-7; a document that sees another makes 0.3. With --dtype bf16, for 
 is still in fp32. There a rounding is 4e-3 and small gradients keep few digits (7e-2 was seen), so 0.1 is allowed.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import worst
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, under_runs
 from experiments.nested_tensors.main import add_device_options, chosen_device, on_device
 from experiments.nested_tensors.picture import DISTANCE_EDGES, LOGIT_EDGES
 from experiments.nested_tensors.ragged import (
@@ -54,9 +53,7 @@ LENGTHS = {  # of the samples in one batch
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     parser.add_argument("--lengths", choices=LENGTHS, action="append", help="default: all of them")

@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from experiments.harness.options import at_least, make_folder, parser_of, positive
 from experiments.nested_tensors.ragged import (
     DTYPES,
     KINDS,
@@ -45,12 +45,14 @@ PROFILED_BATCHES = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--model", choices=SHAPES, default="llama", help="shape, with random weights (%(default)s)")
     parser.add_argument("--mode", choices=MODES, help="default: padded")
     parser.add_argument("--use_nested", action="store_true", help="the same as --mode nested")
     add_sample_options(parser)
-    parser.add_argument("--num_workers", type=whole(0), default=0, metavar="N", help="processes that make batches")
+    parser.add_argument(
+        "--num_workers", type=at_least(int, 0), default=0, metavar="N", help="processes that make batches"
+    )
     parser.add_argument("--use_warmup", action="store_true", help="one batch before those that count")
     parser.add_argument("--use_torch_profiler", action="store_true", help="a trace of two batches in log/")
     parser.add_argument("--memory_over_time", action="store_true", help="memory every few milliseconds, too")
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)
     name = f"{options.model}-{mode}"
     path = options.out / "data" / f"{name}.json"
-    make_folder(parser, path.parent)
+    make_out(parser, path.parent)
     batches = DataLoader(
         samples,
         batch_sampler=batches_of(mode, [len(sample) for sample in samples], options.batch_size),
@@ -85,18 +87,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for samples, batches and the device."""
     parser.add_argument(
         "--data", default="lines", metavar="SPEC",
         help=f"{', '.join(KINDS)} of Python's library, or what --data of the training scripts takes (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--num_samples", type=whole(1), default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch_size", type=whole(1), default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num_samples", type=positive, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch_size", type=positive, default=16, metavar="N", help="default: %(default)s")
     add_device_options(parser)
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for device and precision."""
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
 
@@ -122,12 +122,12 @@ def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(str(error))
 
 
-def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+def make_out(parser: argparse.ArgumentParser, folder: Path) -> None:
     """Makes the output folder before anything is measured; ends the process with a sentence if it cannot."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"{folder} cannot be made ({error.strerror})")
+        make_folder(folder)
+    except InputError as error:
+        parser.error(str(error))
 
 
 def on_device(device: torch.device, dtype: str) -> dict:
@@ -219,18 +219,6 @@ def wait(device: torch.device) -> None:
     """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Returns the type of an option: a whole number of at least `least`."""
-
-    def number(typed: str) -> int:
-        if int(typed) < least:
-            raise ValueError
-        return int(typed)
-
-    number.__name__ = f"whole number of at least {least}"  # argparse says "invalid ... value"
-    return number
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
-from experiments.nested_tensors.main import add_sample_options, chosen_device, on_device, whole
+from experiments.harness.options import parser_of, positive, under_runs
+from experiments.nested_tensors.main import add_sample_options, chosen_device, on_device
 from experiments.nested_tensors.ragged import MODES, SHAPES
 from experiments.nested_tensors.table import PEAK_ROWS, STAGE_ROWS, modes_table
 
@@ -29,10 +29,10 @@ CHILD = "experiments.nested_tensors.main"
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--threads", type=whole(1), default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--out", type=Path, default=under_runs(PEAK_ROWS), metavar="ROWS.jsonl", help="default: %(default)s"
     )

@@ -1,7 +1,8 @@
-"""Pictures of memory over time and of the distribution of outputs. Matplotlib is imported only for drawing."""
+"""Pictures of memory over time and of the distribution of outputs."""
 
 from pathlib import Path
 
+from experiments.harness import pictures
 from lowmem.units import MIB
 
 LOGIT_EDGES = [place / 10 for place in range(-40, 41)]
@@ -64,18 +65,13 @@ def _sum(rows: list[dict], name: str) -> list[int]:
 
 
 def _panels(down: int, across: int):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 4 * across, 0.6 + 2.7 * down), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(1 + 4 * across, 0.6 + 2.7 * down)
     panels = figure.subplots(down, across, squeeze=False)
     for axes in panels.flat:
-        axes.spines[["top", "right"]].set_visible(False)
+        pictures.frameless(axes)
     return figure, panels
 
 
 def _save(figure, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)

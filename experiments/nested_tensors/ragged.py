@@ -109,7 +109,6 @@ class Inputs:
         return self.labels.numel()
 
     def to(self, device: torch.device) -> "Inputs":
-        """Returns the same on `device`."""
         return Inputs(
             {key: value.to(device) for key, value in self.keywords.items()}, self.labels.to(device), self.tokens
         )

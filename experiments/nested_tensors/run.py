@@ -6,11 +6,11 @@ Runs eval, memory and time_profiling one after the other. Under --out: their row
 time goes, memory over time, and the distribution of outputs.
 """
 
-import argparse
 import sys
 
+from experiments.harness.options import parser_of, positive
 from experiments.nested_tensors import eval, memory, table, time_profiling
-from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, make_folder, whole
+from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, make_out
 from experiments.nested_tensors.ragged import SHAPES
 
 PROGRAM = "experiments.nested_tensors.run"
@@ -18,12 +18,10 @@ QUICK = ("equal", "tokens", "one token")  # lists of lengths; the others take mi
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--rounds", type=whole(1), default=1, metavar="N", help="of time_profiling (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="of time_profiling (%(default)s)")
     parser.add_argument(
         "--lengths", choices=eval.LENGTHS, action="append", help=f"of eval (default: {', '.join(QUICK)})"
     )
@@ -31,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen_device(parser, options)
     chosen_samples(parser, options)
-    make_folder(parser, options.out / "plots")
+    make_out(parser, options.out / "plots")
     files = {name: options.out / f"{name}.jsonl" for name in ("eval", "peaks", "stages")}
     for path in (*files.values(), *(options.out / "plots").glob("*.png")):  # an older run's
         path.unlink(missing_ok=True)

@@ -4,8 +4,9 @@ import re
 import statistics
 from pathlib import Path
 
+from experiments.harness import pictures
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 from experiments.nested_tensors.picture import draw_memory, draw_outputs
 from lowmem.units import MIB
 
@@ -132,13 +133,9 @@ def _counted(evals: list[dict]) -> list[dict]:
 
 def draw_stages(rows: list[dict], path: Path) -> None:
     """A panel for each model of the newest run, a bar for each mode: milliseconds a real token by stage, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     run = [row for row in rows if row["date"] == rows[-1]["date"]]
     models, modes = (list(dict.fromkeys(row[key] for row in run)) for key in ("model", "mode"))
-    figure = Figure(figsize=(8, 1.2 + 0.9 * len(models) + 0.3 * len(modes)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(8, 1.2 + 0.9 * len(models) + 0.3 * len(modes))
     panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for axes, model in zip(panels, models, strict=True):
         ends = [0.0] * len(modes)
@@ -159,14 +156,13 @@ def draw_stages(rows: list[dict], path: Path) -> None:
         axes.set_title(model, fontsize=10)
         axes.set_xlim(0, 1.12 * max(ends))
         axes.set_xlabel("ms a real token")
-        axes.spines[["top", "right"]].set_visible(False)
+        pictures.frameless(axes)
     panels[0].invert_yaxis()  # which they share
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STAGES), frameon=False,
                   fontsize=8)  # fmt: skip
     first = run[0]
     figure.suptitle(f"{first['num_samples']} {first['data']}, batches of {first['batch_size']}", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)
 
 
 def picture_name(data: str, what: str = "stages") -> str:
@@ -175,7 +171,6 @@ def picture_name(data: str, what: str = "stages") -> str:
 
 
 def sections() -> str:
-    """Returns all tables of the README."""
     stages = row_file.read(STAGE_ROWS)
     last, versions = stages[-1], stages[-1]["versions"]
     return "\n\n".join(
@@ -206,10 +201,13 @@ def _kinds(stages: list[dict]) -> list[str]:
     return list(dict.fromkeys(row["data"] for row in stages))
 
 
-def main() -> int:
-    put(README, BEGIN, sections())
+def pages() -> list[Page]:
+    return [(README, BEGIN, sections())]
+
+
+def main() -> None:
+    put_all(pages())
     draw(RESULTS, RESULTS)
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ time includes the loss; the time between modules is "norms, sums". Modes take tu
 plots/stages-<data>.png under --out and adds rows, of which `table` makes the README's picture.
 """
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -18,16 +17,15 @@ import torch
 from torch import nn
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, positive, under_runs
 from experiments.nested_tensors.main import (
     OUT,
     add_sample_options,
     chosen_device,
     chosen_samples,
-    make_folder,
+    make_out,
     on_device,
     wait,
-    whole,
 )
 from experiments.nested_tensors.ragged import MODES, SHAPES, Inputs, batches_of, collate, forward, make_model
 from experiments.nested_tensors.table import BACKWARD, BETWEEN, STAGE_ROWS, draw_stages, picture_name
@@ -43,13 +41,11 @@ STAGE_OF = {  # by the last part of a module's name
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--model", choices=SHAPES, action="append", help="default: all of them")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all of them")
     add_sample_options(parser)
-    parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="times all batches, the median counts")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="times all batches, the median counts")
     parser.add_argument(
         "--rows", type=Path, default=under_runs(STAGE_ROWS), metavar="ROWS.jsonl", help="default: %(default)s"
     )
@@ -57,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)
     path = options.out / "plots" / picture_name(options.data)
-    make_folder(parser, path.parent)
+    make_out(parser, path.parent)
     common = {"sources": row_file.sources(PROGRAM), "threads": torch.get_num_threads()}
     common |= on_device(device, options.dtype)
     common |= row_file.made_by(PROGRAM, arguments)

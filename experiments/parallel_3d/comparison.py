@@ -58,11 +58,8 @@ def one_process(job: Job, dtype: str) -> RankResult:
     tensor_parallel's with one rank and the whole batch at once."""
     alone = replace(job, ranks=1, dtype=dtype, keep=True)
     device = group.device_of(0, job.mesh.processes)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(group.THREADS)
-    found = tensor_parallel.work(alone, 0, device) if job.dropout else tensor_parallel.reference(alone, device)
-    torch.set_num_threads(threads)
-    return found
+    with group.threads_of_a_process():
+        return tensor_parallel.work(alone, 0, device) if job.dropout else tensor_parallel.reference(alone, device)
 
 
 def compared(job: Job, losses: list[float], weights: dict[str, Tensor]) -> dict:

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-import torch
-
+from experiments.harness import parallel
 from experiments.harness.group import ProcessFailed
-from experiments.parallel_3d import worker
+from experiments.parallel_3d.run import WORK
 from experiments.parallel_3d.worker import Job, Told
 
 
@@ -24,7 +23,7 @@ def train(job: Job, prepare: Callable[[], None] | None = None) -> list[Told]:
     context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "job.json").write_text(worker.saved(job))
+        parallel.write_task(folder, WORK, job, job.mesh.processes)
         processes = [
             context.Process(target=_member, args=(folder, rank, prepare)) for rank in range(job.mesh.processes)
         ]
@@ -32,7 +31,7 @@ def train(job: Job, prepare: Callable[[], None] | None = None) -> list[Told]:
             for process in processes:
                 process.start()
             _wait(processes)
-            return torch.load(folder / worker.RESULT, weights_only=False)
+            return parallel.read_told(folder)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -52,4 +51,4 @@ def _wait(processes: list[multiprocessing.Process]) -> None:
 def _member(folder: Path, rank: int, prepare: Callable[[], None] | None) -> None:
     if prepare is not None:
         prepare()
-    worker.process(folder, rank)
+    parallel.take_part(folder, rank)

@@ -6,15 +6,13 @@ mesh    every mesh of eight processes in fp64, beside one process
 more    other schedules, dropout, uneven micro-batches, and fp32
 """
 
-import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
-from experiments.parallel_3d import forked, run
-from experiments.parallel_3d.table import ROWS, sections
+from experiments.harness import sections
+from experiments.parallel_3d import forked, run, table
+from experiments.parallel_3d.table import ROWS
 
 PROGRAM = "experiments.parallel_3d.measure"
 MESHES = {  # stages, replicas, parts
@@ -50,23 +48,10 @@ def sources() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
-    parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
-    parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
-    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
-    options = parser.parse_args(arguments)
-    common = {"sources": sources()} | row_file.made_by(PROGRAM, arguments)
-    for section in options.only or CASES:
-        for words in (words for words in CASES[section] if options.matching in words):
-            print(section, words, flush=True)
-            row_file.append(options.rows, common | {"section": section, "options": words} | trained(words))
-    print(sections(row_file.read(options.rows)))
-    return 0
+    return sections.measure(PROGRAM, CASES, values_of, ROWS, table.sections, arguments, sources())
 
 
-def trained(words: str) -> dict:
-    """Runs with these options, and returns a row."""
+def values_of(section: str, words: str) -> dict:
     options = run.parser().parse_args(shlex.split(words))
     job = run.planned(options)
     report = run.report_of(job, forked.train(job), options.compare)

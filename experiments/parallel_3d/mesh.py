@@ -21,8 +21,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many stages, replicas and parts."""
-
     pp: int
     dp: int
     tp: int

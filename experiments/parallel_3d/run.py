@@ -11,28 +11,22 @@ made and checked before any process starts. Under --out: report.json and curves.
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from experiments.harness import group
+from experiments.harness import group, parallel
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import divergence, worst
-from experiments.harness.curves import draw_curves
-from experiments.harness.options import SEEDS, at_least, make_folder
-from experiments.parallel_3d import worker
+from experiments.harness.options import SEEDS, at_least, exit_code_of, is_first, make_folder, parser_of, positive
 from experiments.parallel_3d.comparison import compared, losses_of, too_far, whole_weights
 from experiments.parallel_3d.theory import expected
 from experiments.parallel_3d.worker import AXES, Job, Told
 from experiments.tensor_parallel.models import DECODERS
 from experiments.tensor_parallel.worker import DTYPES
-from lowmem.errors import InputError, LowmemError
-from lowmem.run.log import write_json
+from lowmem.errors import InputError
 from lowmem.units import KIB
 
 PROGRAM = "experiments.parallel_3d.run"
+WORK = "experiments.parallel_3d.worker:work"
 FOLDER = Path(__file__).resolve().parent
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # one stage for each process, and one update of all
 MOST_PLANNED = 400_000  # micro-batches x stages
@@ -41,24 +35,18 @@ REPLICAS = 2
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    return group.exit_code_of(lambda: run(options))
+    return exit_code_of(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command, and returns its exit code."""
     job = planned(options)
-    if group.is_first():
+    if is_first():
         make_folder(options.out, "report.json", "curves.png")
-    told = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
+    told = train(job)
     if told is None:
         return 0  # another process of torchrun's says it
     report = report_of(job, told, options.compare)
-    draw_curves(report["losses"], options.out / "curves.png")
-    write_json(options.out / "report.json", report)
-    print(_said(report))
-    print(f"see {options.out / 'report.json'}")
-    if report["diverged"]:
-        raise LowmemError(report["diverged"])
+    parallel.write_report(report, options.out, _said(report))
     return 1 if too_far(report) or report["copies_differ"] else 0
 
 
@@ -92,22 +80,8 @@ def planned(options: argparse.Namespace) -> Job:
     return job
 
 
-def train(job: Job) -> list[Told]:
-    """Trains in new processes. ProcessFailed, with the cause, if one ends early; then all are ended."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(worker.saved(job))
-        group.run(worker.__name__, folder, job.mesh.processes)
-        return torch.load(folder / worker.RESULT, weights_only=False)
-
-
-def train_as_one_of(job: Job) -> list[Told] | None:
-    """Trains in this process, one of torchrun's, together with the others. Returns None except on rank 0."""
-    rank = int(os.environ["RANK"])
-    device = group.begin(None, rank, job.mesh.processes)
-    told = worker.work(job, rank, device)
-    dist.destroy_process_group()
-    return told
+def train(job: Job) -> list[Told] | None:
+    return parallel.train(WORK, job, job.mesh.processes)
 
 
 def report_of(job: Job, told: list[Told], compare: bool) -> dict:
@@ -176,19 +150,19 @@ def _said(report: dict) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = at_least(int, 1), at_least(float, 0, 1e6)
-    found.add_argument("--pp", type=whole, default=2, metavar="N", help="stages (%(default)s)")
-    found.add_argument("--tp", type=whole, default=2, metavar="N", help="parts of each layer (%(default)s)")
-    found.add_argument("--dp", type=whole, metavar="N", help=f"replicas ({REPLICAS}, or what --processes leaves)")
-    found.add_argument("--processes", type=whole, metavar="N", help="all together (torchrun's)")
+    found = parser_of(PROGRAM, __doc__)
+    some = at_least(float, 0, 1e6)
+    found.add_argument("--pp", type=positive, default=2, metavar="N", help="stages (%(default)s)")
+    found.add_argument("--tp", type=positive, default=2, metavar="N", help="parts of each layer (%(default)s)")
+    found.add_argument("--dp", type=positive, metavar="N", help=f"replicas ({REPLICAS}, or what --processes leaves)")
+    found.add_argument("--processes", type=positive, metavar="N", help="all together (torchrun's)")
     found.add_argument("--model", choices=DECODERS, default="gpt2", help="default: %(default)s")
     found.add_argument("--shape", metavar="NAME", help="of random weights: gpt2, config.json (a small one)")
     found.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
-    found.add_argument("--micro-batches", type=whole, default=4, metavar="N", help="of a replica (%(default)s)")
-    found.add_argument("--steps", type=whole, default=5, metavar="N", help="default: %(default)s")
-    found.add_argument("--batch", type=whole, default=16, metavar="N", help="samples of all replicas (%(default)s)")
-    found.add_argument("--seq", type=whole, default=32, metavar="N", help="tokens of a sample (%(default)s)")
+    found.add_argument("--micro-batches", type=positive, default=4, metavar="N", help="of a replica (%(default)s)")
+    found.add_argument("--steps", type=positive, default=5, metavar="N", help="default: %(default)s")
+    found.add_argument("--batch", type=positive, default=16, metavar="N", help="samples of all replicas (%(default)s)")
+    found.add_argument("--seq", type=positive, default=32, metavar="N", help="tokens of a sample (%(default)s)")
     found.add_argument("--dtype", choices=DTYPES, default="fp64", help="default: %(default)s")
     found.add_argument("--learning-rate", type=some, default=1e-3, metavar="X", help="default: %(default)s")
     found.add_argument(

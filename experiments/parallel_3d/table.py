@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.sections import page
+from experiments.harness.tables import Page, markdown, put_all
 from experiments.parallel_3d import run
 from experiments.parallel_3d.comparison import LARGEST
 from experiments.parallel_3d.theory import Expected, expected
@@ -20,8 +21,9 @@ DISTANCES = ("losses", "weights")
 
 def sections(rows: list[dict]) -> str:
     """Returns the README's tables, from the newest row of each command line."""
-    tables = {
-        "mesh": (
+    tables = [
+        (
+            ("mesh",),
             "**Eight processes, 4 micro-batches each, fp64.** KiB of the process with the most: held, and sent in a "
             "step by axis; measured / by theory, which knows the config and the mesh alone. Off: the largest "
             "difference in bytes of any process, in anything held or sent. Bubble: planned, if all layers take as "
@@ -29,20 +31,9 @@ def sections(rows: list[dict]) -> str:
             f"a tensor; {LARGEST:.0e} is allowed.",
             _meshes,
         ),
-        "more": ("**Other trainings of the same mesh**; allowed in brackets.", _more),
-    }
-    parts = []
-    for section, (title, table) in tables.items():
-        if found := newest(rows, section):
-            parts += [title, table(found)]
-    if rows:
-        last = rows[-1]
-        parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
-    return "\n\n".join(parts)
-
-
-def newest(rows: list[dict], section: str) -> list[dict]:
-    return list({row["options"]: row for row in rows if row["section"] == section}.values())
+        (("more",), "**Other trainings of the same mesh**; allowed in brackets.", _more),
+    ]
+    return page(rows, tables)
 
 
 def by_theory(row: dict) -> list[Expected]:
@@ -86,9 +77,12 @@ def _name(row: dict) -> str:
     return f"{row['model']} {' x '.join(map(str, row['mesh']))}"
 
 
-def main() -> int:
-    put(README, BEGIN, sections(row_file.read(ROWS)))
-    return 0
+def pages() -> list[Page]:
+    return [(README, BEGIN, sections(row_file.read(ROWS)))]
+
+
+def main() -> None:
+    put_all(pages())
 
 
 if __name__ == "__main__":

@@ -1,22 +1,13 @@
-"""Runs one process of a mesh. It has a part of each layer of one stage, and the samples of one replica.
+"""Runs one process of a mesh. It has a part of each layer of one stage, and the samples of one replica."""
 
-run.py starts it, as `python -m experiments.parallel_3d.worker FOLDER RANK`.
-"""
-
-import json
 import math
-import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.harness import group
-from experiments.harness.group import peer_errors
 from experiments.parallel_3d.mesh import Axes, Mesh, Place
 from experiments.parallel_3d.pieces import Piece, piece_of
 from experiments.pipeline_parallel.checker import Checked, check
@@ -31,7 +22,6 @@ from experiments.tensor_parallel.layers import vocabulary_cross_entropy
 from experiments.tensor_parallel.sharding import Cut, padded
 from experiments.tensor_parallel.worker import DTYPES
 
-RESULT = "result.pt"
 # Adam divides by |gradient| + epsilon. Where a gradient cancels out, epsilon decides how far rounding moves a weight.
 # With the usual 1e-8 and a learning rate of 1e-3, one process with micro-batches is 1e-12 from itself without.
 EPSILON = 1e-6
@@ -188,33 +178,6 @@ class Process:
         )  # fmt: skip
 
 
-def work(job: Job, process: int, device: torch.device) -> list[Told] | None:
-    """Trains this process's part, and returns what all have told on process 0. The process group is there already."""
-    told = Process(job, process, device).train()
-    if job.mesh.processes == 1:
-        return [told]
-    found = [None] * job.mesh.processes if process == 0 else None
-    with peer_errors():
-        dist.gather_object(told, found)
-    return found
-
-
-def saved(job: Job) -> str:
-    """Serializes the job, for `process`."""
-    return json.dumps(asdict(job))
-
-
-def process(folder: Path, rank: int) -> None:
-    """Runs a process that run.py started."""
-    job = Job(**json.loads((folder / "job.json").read_text()))
-    device = group.begin(folder, rank, job.mesh.processes)
-    told = work(job, rank, device)
-    if told is not None:
-        torch.save(told, folder / RESULT)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from experiments.parallel_3d import worker  # results are of that module's classes, not of __main__'s
-
-    sys.exit(group.member(worker.process))
+def work(job: Job, process: int, device: torch.device) -> Told:
+    """Trains this process's part. The process group is there already, if there is more than one process."""
+    return Process(job, process, device).train()

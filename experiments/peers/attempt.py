@@ -22,7 +22,7 @@ from experiments.peers.memory import Memory
 from experiments.peers.shared import distance, write_initial, write_reference
 from experiments.peers.trainings import TRAININGS, Trained
 from lowmem import device as devices
-from lowmem.errors import CapExceeded, PlanError
+from lowmem.errors import CapExceeded, PlanError, first_line
 from lowmem.limits import Budget
 
 REFERENCE = "plain"
@@ -90,7 +90,7 @@ def _under(used_bytes: int, limit_bytes: int | None) -> bool:
 
 def _does_not_fit(error: Exception) -> str | None:
     """Returns the sentence for memory that was too small; None for any other error."""
-    sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
+    sentence = first_line(error)
     if not isinstance(error, RuntimeError):
         return sentence
     # of the GPU and of page-locked memory; of RAM

@@ -46,7 +46,6 @@ class Case:
 
     @property
     def initial(self) -> Path:
-        """The folder of the weights to begin with."""
         return self._folder / "initial"
 
     @property

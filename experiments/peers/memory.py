@@ -7,7 +7,6 @@ RAM: the resident set, and page-locked memory. It depends on the driver whether 
 allocator is in a process's resident set. So this is tried once with a filled block (32 MiB, which the allocator keeps).
 If it is not, the allocator's bytes are added, in powers of two as it takes them. A thread looks every 20 ms; the
 kernel's own high-water mark is taken where that is higher.
-
 """
 
 import sys

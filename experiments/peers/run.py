@@ -20,7 +20,7 @@ from pathlib import Path
 
 from experiments.harness import rows
 from experiments.harness.child import Setting, Unavailable, machine_here
-from experiments.harness.options import under_runs
+from experiments.harness.options import exit_code_of, make_folder, parser_of, under_runs
 from experiments.peers.catalogue import PEERS, peers_named
 from experiments.peers.table import training_table
 from experiments.peers.train import DATA, measure, training_settings
@@ -35,14 +35,7 @@ NAME = "rows.jsonl"
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    try:
-        return run(options, arguments)
-    except LowmemError as error:
-        print(f"peers: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("peers: stopped; the rows so far stay", file=sys.stderr)
-        return 1
+    return exit_code_of(lambda: run(options, arguments))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -76,11 +69,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lowmem_peers_") as scratch:
         setting = Setting(options.device, False, gpu_limit_bytes, ram_limit_bytes, Path(scratch), lambda *_: True)
         training_settings(setting, **training)  # what cannot run is refused before a row is written
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            open(path, "ab").close()
-        except OSError as error:
-            raise InputError(f"--out {options.out} cannot be written: {error.strerror}; give another folder") from None
+        make_folder(options.out)
         for peer in peers_named(options.peer):
             name, started = f"{options.model} {peer.name}", time.perf_counter()
             folder = Path(scratch) / peer.name
@@ -111,9 +100,7 @@ def _limit(name: str, text: str) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.peers.run", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = parser_of("experiments.peers.run", __doc__)
     parser.add_argument("--model", default="gpt2-large", help="hub name or folder (%(default)s)")
     parser.add_argument(
         "--init", choices=("random", "pretrained"), default="random", help="of the weights; random needs no download"

@@ -1,11 +1,10 @@
 """The tables of tables.md, from the rows in results/: `python -m experiments.peers.table`. A test fails when they and
 the committed rows disagree."""
 
-import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 from experiments.peers.catalogue import PEERS
 from lowmem.units import GIB
 
@@ -123,10 +122,13 @@ def committed_rows() -> list[dict]:
     return [row for file in files for row in row_file.read(file) if row["section"].startswith("peers")]
 
 
-def main() -> int:
-    put(TABLES, BEGIN, table(committed_rows()))
-    return 0
+def pages() -> list[Page]:
+    return [(TABLES, BEGIN, table(committed_rows()))]
+
+
+def main() -> None:
+    put_all(pages())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,10 +28,10 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import probe
-from experiments.harness.options import under_runs
+from experiments.harness.options import exit_code_of, parser_of, positive, under_runs
 from experiments.peers.table import update_table
 from experiments.peers.updates import CANDIDATES, Candidate, Gradients, Update, random_gradients
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError
 from lowmem.limits import ram_available_bytes
 from lowmem.units import MIB, format_size
 
@@ -44,11 +44,11 @@ COPIED_BYTES = 512 * MIB
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    try:
-        found = measure(options.parameters, options.repeats, ["python", "-m", "experiments.peers.update", *arguments])
-    except LowmemError as error:
-        print(f"update: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: run(options, arguments))
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    found = measure(options.parameters, options.repeats, ["python", "-m", "experiments.peers.update", *arguments])
     path = options.out / NAME
     for row in found:
         rows.append(path, row)
@@ -134,19 +134,11 @@ def _seconds(run: Update) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.peers.update", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--parameters", type=_positive, default=50_000_000, help="(%(default)s)")
-    parser.add_argument("--repeats", type=_positive, default=7, help="rounds (%(default)s)")
+    parser = parser_of("experiments.peers.update", __doc__)
+    parser.add_argument("--parameters", type=positive, default=50_000_000, help="(%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=7, help="rounds (%(default)s)")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help=f"folder of {NAME} (%(default)s)")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ and stale-<task>.png.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from experiments.harness import group
 from experiments.harness import rows as row_file
-from experiments.harness.countdown import Countdown
-from experiments.harness.curves import Learned, draw_learned
-from experiments.harness.options import at_least, make_folder, under_runs
+from experiments.harness.curves import Learned, draw_learned, learned
+from experiments.harness.options import exit_code_of, make_folder, parser_of, positive, under_runs
 from experiments.pipeline_parallel import reference, run
 from experiments.pipeline_parallel.tasks import TASKS
 from experiments.pipeline_parallel.worker import Job
-from lowmem.errors import LowmemError
 
 PROGRAM = "experiments.pipeline_parallel.curves"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -39,34 +36,30 @@ TITLES = {
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    try:
-        jobs = {
-            (picture, name): _job(name, picture, options)
-            for picture, names in SCHEDULES.items()
-            for name in names
-            if options.only is None or name in options.only
-        }
-        make_folder(options.out, *(path.name for path in pictures(options.out, options.task)))
-        common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
-        made = []
-        countdown = Countdown({" ".join(key): 0.0 for key in jobs})  # how long each takes is not known
-        for (picture, name), (job, checked) in jobs.items():
-            with countdown.case(f"{picture} {name}"):
-                losses, weights = _trained(job, checked)
-            row = {
-                "picture": picture, "name": name, "task": job.task, "stages": options.stages, "steps": job.steps,
-                "batch": job.batch, "micro_batches": job.micro_batches, "learning_rate": job.learning_rate,
-                "losses": [round(loss, 4) for loss in losses], "test_accuracy": run.accuracy_of(job, weights),
-            }  # fmt: skip
-            made.append(row | common)
-            row_file.append(options.out / NAME, made[-1])
-            print(line(row), flush=True)
-    except LowmemError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: learn(options, arguments))
+
+
+def learn(options: argparse.Namespace, arguments: list[str]) -> int:
+    trainings = {
+        f"{picture} {name}": partial(_row, picture, name, options, *_job(name, picture, options))
+        for picture, names in SCHEDULES.items()
+        for name in names
+        if options.only is None or name in options.only
+    }
+    make_folder(options.out, *(path.name for path in pictures(options.out, options.task)))
+    made = learned(PROGRAM, arguments, options.out / NAME, trainings)
     for path in draw(made if options.only is None else row_file.read(options.out / NAME), options.out):
         print(f"see {path}")
     return 0
+
+
+def _row(picture: str, name: str, options: argparse.Namespace, job: Job, checked: run.Checked | None) -> dict:
+    losses, weights = _trained(job, checked)
+    return {
+        "picture": picture, "name": name, "task": job.task, "stages": options.stages, "steps": job.steps,
+        "batch": job.batch, "micro_batches": job.micro_batches, "learning_rate": job.learning_rate,
+        "losses": losses, "test_accuracy": run.accuracy_of(job, weights),
+    }  # fmt: skip
 
 
 def pictures(folder: Path, task: str) -> list[Path]:
@@ -88,12 +81,6 @@ def draw(rows: list[dict], folder: Path) -> list[Path]:
     return made
 
 
-def line(row: dict) -> str:
-    """Returns a row for people."""
-    first, last = row["losses"][0], row["losses"][-1]
-    return f"{row['name']}: loss {first:.2f} to {last:.2f}, test accuracy {row['test_accuracy']:.1%}"
-
-
 def _job(name: str, picture: str, options: argparse.Namespace) -> tuple[Job, run.Checked | None]:
     """Returns a training's job, and its schedule; None for one process."""
     stages = 1 if name.startswith(ONE) else options.stages
@@ -111,23 +98,16 @@ def _trained(job: Job, checked: run.Checked | None) -> reference.Outcome:
     if checked is not None:
         trained = run.train(job, checked)
         return trained.losses, run.in_the_whole(job, trained.weights)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(group.THREADS)  # as many as a stage has, for the same bits
-    try:
-        return (reference.asynchronous if job.asynchronous else reference.synchronous)(job)
-    finally:
-        torch.set_num_threads(threads)
+    with group.threads_of_a_process():
+        return reference.trained(job)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0]
-    )
-    whole = at_least(int, 1)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--task", choices=TASKS, default="digits", help="default: %(default)s")
-    parser.add_argument("--stages", type=whole, default=4, metavar="N", help="processes (%(default)s)")
-    parser.add_argument("--steps", type=whole, metavar="N", help="default: run's")
-    parser.add_argument("--batch", type=whole, metavar="N", help="samples per step; default: run's")
+    parser.add_argument("--stages", type=positive, default=4, metavar="N", help="processes (%(default)s)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="default: run's")
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step; default: run's")
     every = [name for names in SCHEDULES.values() for name in names]
     parser.add_argument("--only", choices=every, nargs="+", help="these trainings, beside the rows that are there")
     parser.add_argument("--data", metavar="DIR", help="a folder with CIFAR-10; default: through datasets")

@@ -8,16 +8,11 @@ bubble   pads actions to equal sleeps: with fewer cores than processes, computin
 killed   measures how long processes survive after one of them, or the command, is killed
 """
 
-import argparse
 import shlex
 import sys
-from pathlib import Path
 
-from experiments.harness import killed
-from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
-from experiments.pipeline_parallel import run
-from experiments.pipeline_parallel.table import ROWS, sections
+from experiments.harness import killed, sections
+from experiments.pipeline_parallel import run, table
 
 PROGRAM = "experiments.pipeline_parallel.measure"
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved --chunks 2")
@@ -62,23 +57,13 @@ KEPT = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
-    parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
-    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
-    options = parser.parse_args(arguments)
-    common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
-    for section in options.only or CASES:
-        for words in CASES[section]:
-            print(section, words, flush=True)
-            found = killed.ended(run.PROGRAM, words) if section == "killed" else trained(section, words)
-            row_file.append(options.rows, common | {"section": section, "options": words} | found)
-    print(sections(row_file.read(options.rows)))
-    return 0
+    return sections.measure(PROGRAM, CASES, values_of, table.ROWS, table.sections, arguments)
 
 
-def trained(section: str, words: str) -> dict:
-    """Runs with these options, and returns a row: curves for stale weights, spans for bubbles."""
+def values_of(section: str, words: str) -> dict:
+    """Runs with these options, and returns a row's values: curves for stale weights, spans for bubbles."""
+    if section == "killed":
+        return killed.ended(run.PROGRAM, words)
     options = run.parser().parse_args(shlex.split(words))
     job, checked = run.planned(options)
     outcome = run.train(job, checked)

@@ -1,7 +1,8 @@
-"""Draws a run: when each rank computes which action. Matplotlib is imported only for drawing."""
+"""Draws a run: when each rank computes which action."""
 
 from pathlib import Path
 
+from experiments.harness import pictures
 from experiments.pipeline_parallel.checker import Span, bubble_of
 from experiments.pipeline_parallel.schedules import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 
@@ -13,12 +14,9 @@ NUMBERED = 80
 def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
     """Draws a panel for each timeline: a row for each rank, a bar for each action with the number of its micro-batch.
     Every other chunk of a rank is paler."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(9, 2.2 * len(timelines) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(9, 2.2 * len(timelines) + 0.5)
     panels = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     ranks = len(next(iter(timelines.values())))
     for axes, (name, spans) in zip(panels, timelines.items(), strict=True):
@@ -37,9 +35,8 @@ def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(f"{name}: bubble {bubble_of(spans):.1%}", fontsize=9, loc="left")
         axes.set_xlabel("unit times" if name == "planned" else "seconds", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        pictures.frameless(axes)
     shown = {action.kind for spans in timelines.values() for of_rank in spans for _, _, action in of_rank}
     figure.legend(handles=[Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in shown],
                   loc="outside lower center", ncols=4, frameon=False, fontsize=8)  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    pictures.save(figure, path)

@@ -21,6 +21,10 @@ CPU = torch.device("cpu")
 Outcome = tuple[list[float], dict[str, Tensor]]  # losses, weights by their names in the whole model
 
 
+def trained(job: Job, device: torch.device = CPU) -> Outcome:
+    return (asynchronous if job.asynchronous else synchronous)(job, device)
+
+
 def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
     """Trains a job with a synchronous schedule."""
     task = job.make_task()

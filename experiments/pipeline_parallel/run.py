@@ -13,31 +13,27 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from experiments.harness import group
+from experiments.harness import group, parallel
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import divergence, worst
-from experiments.harness.curves import draw_curves
-from experiments.harness.options import SEEDS, at_least, make_folder
-from experiments.pipeline_parallel import reference, worker
+from experiments.harness.options import SEEDS, at_least, exit_code_of, is_first, make_folder, parser_of, positive
+from experiments.pipeline_parallel import reference
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check
 from experiments.pipeline_parallel.picture import draw_timelines
 from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, COMPUTED, SCHEDULES, TIMES, Action, schedule
 from experiments.pipeline_parallel.stage import Layers
 from experiments.pipeline_parallel.tasks import BATCH, GROUP, LAYERS, TASKS, Task, accuracy, cut, make_task
 from experiments.pipeline_parallel.worker import Actions, Job
-from lowmem.errors import InputError, LowmemError
-from lowmem.run.log import write_json
+from lowmem.errors import InputError
 
 PROGRAM = "experiments.pipeline_parallel.run"
+WORK = "experiments.pipeline_parallel.worker:work"
 LEARNING_RATE, STALE_LEARNING_RATE = 3e-3, 1e-3  # PipeDream updates after each micro-batch, by older weights
 STEPS = {"digits": 300, "cifar10": 1000, "gpt2": 100}
 BATCH_SIZE = 64
@@ -60,31 +56,24 @@ class Trained:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    return group.exit_code_of(lambda: run(options))
+    return exit_code_of(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command, and returns its exit code."""
     job, checked = planned(options)
-    if group.is_first():
+    if is_first():
         make_folder(options.out, *FILES)
     elif options.plan_only:
         return 0
     trained = None
     if not options.plan_only:
-        trained = train_as_one_of(job, checked) if group.is_one_of_torchruns() else train(job, checked)
+        trained = train(job, checked)
         if trained is None:
             return 0  # another process of torchrun's says it
     report = report_of(job, checked, trained, options)
     timelines = {"planned": checked.spans} | ({"measured": trained.spans} if trained else {})
     draw_timelines(timelines, options.out / "timeline.png")
-    if trained:
-        draw_curves(report["losses"], options.out / "curves.png")
-    write_json(options.out / "report.json", report)
-    print(_said(report))
-    print(f"see {options.out / 'report.json'}")
-    if report["diverged"]:
-        raise LowmemError(report["diverged"])
+    parallel.write_report(report, options.out, _said(report))
     return 0 if report["weights_bitwise_equal"] in (None, True) else 1
 
 
@@ -142,28 +131,9 @@ def seconds_of_layers(task: Task, seed: int, rows: int = 8, repeats: int = 5) ->
     return found
 
 
-def train(job: Job, checked: Checked) -> Trained:
-    """Trains in new processes. ProcessFailed, with the cause, if one ends early; then all are ended."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(worker.saved(job))
-        for rank, actions in enumerate(checked.actions):
-            np.save(folder / f"actions-{rank}.npy", Actions.of(actions).array)
-        group.run(worker.__name__, folder, job.ranks)
-        return _joined(checked, torch.load(folder / worker.RESULT, weights_only=False))
-
-
-def train_as_one_of(job: Job, checked: Checked) -> Trained | None:
-    """Trains in this process, one of torchrun's, together with the others. Returns None except on rank 0."""
-    rank = int(os.environ["RANK"])
-    device = group.begin(None, rank, job.ranks)
-    # Cuts by measured times are rank 0's, since each process has measured other ones.
-    agreed = [job.sizes]
-    dist.broadcast_object_list(agreed, src=0)
-    job = Job(**{**vars(job), "sizes": agreed[0]})
-    told = worker.work(job, rank, Actions.of(checked.actions[rank]), device)
-    dist.destroy_process_group()
-    return _joined(checked, told) if rank == 0 else None
+def train(job: Job, checked: Checked) -> Trained | None:
+    told = parallel.train(WORK, (job, [Actions.of(actions) for actions in checked.actions]), job.ranks)
+    return told and _joined(checked, told)
 
 
 def _joined(checked: Checked, told: list[dict]) -> Trained:
@@ -213,17 +183,15 @@ def report_of(job: Job, checked: Checked, trained: Trained | None, options: argp
 
 def compared(job: Job, trained: Trained) -> dict:
     """Compares with one process. For an asynchronous schedule, also with training whose weights are never stale."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(group.THREADS)
     device = group.device_of(0, job.ranks)
-    losses, weights = (reference.asynchronous if job.asynchronous else reference.synchronous)(job, device)
+    with group.threads_of_a_process():
+        losses, weights = reference.trained(job, device)
+        shown = {"one process": losses}
+        if job.asynchronous:
+            one_stage = replace(job, schedule="pipedream", ranks=1, sizes=(sum(job.sizes),))
+            shown = {"one process, no stale weights": reference.trained(one_stage, device)[0]}
     found = in_the_whole(job, trained.weights)
     differences = [_distance(found[name], weight) for name, weight in weights.items()]
-    shown = {"one process": losses}
-    if job.asynchronous:
-        one_stage = Job(**{**vars(job), "schedule": "pipedream", "ranks": 1, "sizes": (sum(job.sizes),)})
-        shown = {"one process, no stale weights": reference.asynchronous(one_stage, device)[0]}
-    torch.set_num_threads(threads)
     return {
         "losses": shown,
         "max_abs_loss_difference": _distance(torch.tensor(trained.losses).double(), torch.tensor(losses).double()),
@@ -274,15 +242,15 @@ def _said(report: dict) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = at_least(int, 1), at_least(float, 0, 1e6)
-    found.add_argument("--stages", type=whole, default=4, metavar="N", help="processes (%(default)s)")
+    found = parser_of(PROGRAM, __doc__)
+    some = at_least(float, 0, 1e6)
+    found.add_argument("--stages", type=positive, default=4, metavar="N", help="processes (%(default)s)")
     found.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
-    found.add_argument("--micro-batches", type=whole, default=8, metavar="N", help="per step (%(default)s)")
-    found.add_argument("--chunks", type=whole, default=1, metavar="V", help="stages per process (%(default)s)")
+    found.add_argument("--micro-batches", type=positive, default=8, metavar="N", help="per step (%(default)s)")
+    found.add_argument("--chunks", type=positive, default=1, metavar="V", help="stages per process (%(default)s)")
     steps = ", ".join(f"{task} {count}" for task, count in STEPS.items())
-    found.add_argument("--steps", type=whole, metavar="N", help=f"default: {steps}")
-    found.add_argument("--batch", type=whole, metavar="N", help=f"samples per step ({BATCH_SIZE})")
+    found.add_argument("--steps", type=positive, metavar="N", help=f"default: {steps}")
+    found.add_argument("--batch", type=positive, metavar="N", help=f"samples per step ({BATCH_SIZE})")
     found.add_argument("--task", choices=TASKS, default="digits", help="default: %(default)s")
     found.add_argument("--norm", choices=(GROUP, BATCH), default=GROUP, help="of the convolutions (%(default)s)")
     found.add_argument("--data", metavar="DIR", help="CIFAR-10: cifar-10-batches-py, or train/ and test/ with images")

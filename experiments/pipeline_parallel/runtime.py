@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,24 +25,12 @@ from experiments.pipeline_parallel.stage import Stage
 PENDING = 2
 
 
-class Transfers(Protocol):
-    """Passes tensors between neighbours. Messages of a kind between two ranks arrive in the order of the sends."""
-
-    def begin(self, receive: Action, rows: int) -> None:
-        """Starts to receive `rows` rows; `wait` ends it."""
-
-    def wait(self, receive: Action) -> Tensor: ...
-
-    def send(self, send: Action, tensor: Tensor) -> None: ...
-
-    def finish(self) -> None:
-        """Waits until all sent tensors have been taken."""
-
-
 class ProcessTransfers:
-    """Transfers over `torch.distributed`. `shapes`: shape and dtype of a row of each stage's output. `pipelines`: of
-    each pipeline that the processes make, their numbers by rank; all processes make all of them. Each direction of
-    each kind has its own group, since a group of NCCL does one thing after the other. `sent_bytes`: so far."""
+    """Passes tensors between neighbours. Messages of a kind between two ranks arrive in the order of the sends.
+
+    `shapes`: shape and dtype of a row of each stage's output. `pipelines`: of each pipeline that the processes make,
+    their numbers by rank; all processes make all of them. Each direction of each kind has its own group, since a group
+    of NCCL does one thing after the other. `sent_bytes`: so far."""
 
     def __init__(
         self,
@@ -68,6 +55,7 @@ class ProcessTransfers:
         self._pending: dict[str, deque[tuple[dist.Work, Tensor]]] = {}
 
     def begin(self, receive: Action, rows: int) -> None:
+        """Starts to receive `rows` rows; `wait` ends it."""
         of_activation = receive.kind == schedules.RECEIVE_ACTIVATION
         shape, dtype = self._shapes[receive.stage - of_activation]
         source = (receive.stage + (-1 if of_activation else 1)) % self._ranks
@@ -95,6 +83,7 @@ class ProcessTransfers:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
+        """Waits until all sent tensors have been taken."""
         with peer_errors():
             for pending in self._pending.values():
                 while pending:
@@ -128,7 +117,7 @@ class Rank:
         self,
         stages: dict[int, Stage],
         stage_count: int,
-        transfers: Transfers,
+        transfers: ProcessTransfers,
         before_updates: Callable[[], None] = lambda: None,
         padded_to: dict[str, float] | None = None,
     ):

@@ -5,7 +5,8 @@ from pathlib import Path
 from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
-from experiments.harness.tables import learned_table, markdown, put
+from experiments.harness.sections import newest, page
+from experiments.harness.tables import Page, learned_table, markdown, put_all
 from experiments.pipeline_parallel import curves
 from experiments.pipeline_parallel.checker import Span, check, steady_bubble_of
 from experiments.pipeline_parallel.picture import draw_timelines
@@ -22,41 +23,33 @@ FEWEST = 8  # micro-batches, beside whose peak others are held
 
 def sections(rows: list[dict]) -> str:
     """Returns the tables of tables.md, from the newest row of each command line."""
-    tables = {
-        "equal": (
+    tables = [
+        (
+            ("equal",),
             "**Weights after 30 steps of 8 micro-batches**, beside one process that does the same; fp32, CPU",
             _equal,
         ),
-        "bubble": (
+        (
+            ("bubble",),
             "**Bubble** of 4 ranks, 8 micro-batches a step, actions padded to sleeps of equal length. In steady state: "
             "from the last rank's first backward to the first rank's last forward",
             _bubble,
         ),
-        "memory": (
+        (
+            ("memory",),
             "**Peak RAM of each process by the number of micro-batches**, MiB: GPT-2 in 4 stages, one step. Most of it "
             "is there before the step: Python, its libraries, the model and the text",
             _memory,
         ),
-        "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
-    }
-    parts = []
-    for section, (title, table) in tables.items():
-        if found := newest(rows, section):
-            parts += [title, table(found)]
-    if rows:
-        last = rows[-1]
-        parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
-    return "\n\n".join(parts)
+        (("killed",), killed.TITLE, killed.table),
+    ]
+    return page(rows, tables)
 
 
 def learned(rows: list[dict]) -> str:
     """Returns the README's table of what schedules learn, from the newest row of each."""
     newest = {(row["task"], row["name"]): row for row in rows}
     return learned_table(newest.values(), ("task", "stages", "name"))
-
-
-def newest(rows: list[dict], section: str) -> list[dict]:
-    return list({row["options"]: row for row in rows if row["section"] == section}.values())
 
 
 def _equal(rows: list[dict]) -> str:
@@ -159,12 +152,17 @@ def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def main() -> int:
+def pages() -> list[Page]:
+    return [
+        (TABLES, BEGIN, sections(row_file.read(ROWS))),
+        (README, LEARNED_BEGIN, learned(row_file.read(curves.RESULTS / curves.NAME))),
+    ]
+
+
+def main() -> None:
+    put_all(pages())
     rows = row_file.read(ROWS)
-    put(TABLES, BEGIN, sections(rows))
-    trainings = row_file.read(curves.RESULTS / curves.NAME)
-    put(README, LEARNED_BEGIN, learned(trainings))
-    curves.draw(trainings, RESULTS)
+    curves.draw(row_file.read(curves.RESULTS / curves.NAME), RESULTS)
     measured = {_name(row): timeline(row) for row in newest(rows, "bubble")}
     draw_timelines(measured, RESULTS / "timelines.png")
     stale = [row for row in newest(rows, "equal") if row["schedule"] in ASYNCHRONOUS and row["stages"] == 4]
@@ -173,7 +171,6 @@ def main() -> int:
         for row in stale:
             drawn |= row["losses"] if row["task"] == task else {}
         draw_curves(drawn, RESULTS / f"curves-{task}.png")
-    return 0
 
 
 if __name__ == "__main__":

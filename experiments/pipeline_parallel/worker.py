@@ -1,15 +1,9 @@
-"""Runs one process of a pipeline: its stages, its part of every step, and its report.
-
-python -m experiments.pipeline_parallel.worker FOLDER RANK        started by run.py, never by hand
-"""
+"""Runs one process of a pipeline: its stages, its part of every step, and its report."""
 
 import copy
 import gc
-import json
 import math
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,8 +17,6 @@ from experiments.pipeline_parallel.schedules import ASYNCHRONOUS, KINDS, Action
 from experiments.pipeline_parallel.stage import Layers, Stage
 from experiments.pipeline_parallel.tasks import Task, make_task
 from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
-
-RESULT = "result.pt"
 
 
 @dataclass(frozen=True)
@@ -101,8 +93,9 @@ class Actions:
             yield Action(KINDS[kind], int(stage), int(micro_batch), int(version))
 
 
-def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[dict] | None:
-    """Trains this rank's stages; what all ranks tell, on rank 0. The process group is there already."""
+def work(given: tuple[Job, list[Actions]], rank: int, device: torch.device) -> dict:
+    """Trains this rank's stages. `given`: the job, and the actions of each rank. The process group is there already."""
+    job, actions = given[0], given[1][rank]
     task = job.make_task()
     stages = stages_of(job, task, rank, device)
     last_rank = (job.stages - 1) % job.ranks
@@ -125,7 +118,7 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
     for step in range(1 if job.asynchronous else job.steps):
         done = runtime.run(actions, job.micro_batches_of(task, step, device), step)
         losses += of_steps(job, done.losses)
-    told = {
+    return {
         "losses": losses,
         "times": done.times,
         "bytes_before": before,
@@ -133,10 +126,6 @@ def work(job: Job, rank: int, actions: Actions, device: torch.device) -> list[di
         "weight_versions": max(stage.most_versions for stage in stages.values()),
         "weights": {number: weights_of(stage) for number, stage in stages.items()} if job.keep_weights else {},
     }
-    gathered = [None] * job.ranks if rank == 0 else None
-    with peer_errors():
-        dist.gather_object(told, gathered)
-    return gathered
 
 
 def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
@@ -146,7 +135,6 @@ def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
 
 
 def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int, Stage]:
-    """Returns the stages of a rank, by number."""
     found, first = {}, 0
     for number, size in enumerate(job.sizes):
         if number % job.ranks == rank:
@@ -222,23 +210,3 @@ def weights_of(stage: Stage) -> dict[str, Tensor]:
     """Parameters and running statistics, by the names that they have in the stage."""
     state = dict(zip(stage.names, stage.parameters, strict=True)) | dict(stage.layers.named_buffers())
     return {name: tensor.detach().cpu() for name, tensor in state.items()}
-
-
-def saved(job: Job) -> str:
-    """Serializes the job, for `_process`."""
-    return json.dumps(asdict(job))
-
-
-def _process(folder: Path, rank: int) -> None:
-    """Runs a rank that run.py started."""
-    job = Job(**json.loads((folder / "job.json").read_text()))
-    actions = Actions(np.load(folder / f"actions-{rank}.npy"))
-    device = group.begin(folder, rank, job.ranks)
-    told = work(job, rank, actions, device)
-    if rank == 0:
-        torch.save(told, folder / RESULT)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(group.member(_process))

@@ -15,7 +15,7 @@ NO_CAP, TIGHT = "none", "tight"
 
 @dataclass(frozen=True)
 class Case:
-    """`model`: of memory_estimation/models.py, or a script's. `cap`: NO_CAP, a size, or TIGHT: between allocated and
+    """`model`: of harness/models.py, or a script's. `cap`: NO_CAP, a size, or TIGHT: between allocated and
     reserved bytes without a cap. `grow`: expandable segments. `two_passes`: forward and backward run twice (no
     option)."""
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from experiments.harness.child import named
+from experiments.harness.models import MODELS
 from experiments.harness.whole_runs import memory_alone
 from experiments.plan_accuracy.cases import CASES, NO_CAP, TIGHT, Case
 from lowmem.core.layout import Fate
@@ -76,7 +76,7 @@ def _measured(case: Case) -> dict:
 def _run(case: Case, folder: Path) -> dict:
     for name in ALLOCATOR_VARIABLES:
         os.environ[name] = f"expandable_segments:{case.grow}"
-    arguments = [*_model(case, folder), *RUN, *_data(case, folder), *case.options]
+    arguments = [*_model(case, folder), *RUN, *_data(folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
     with patch.object(gpu_plan, "ways", partial(_with_fate, Fate.DROPPED if case.two_passes else Fate.APPLIED)):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
@@ -104,12 +104,10 @@ def _run(case: Case, folder: Path) -> dict:
 def _model(case: Case, folder: Path) -> list[str]:
     if case.script is not None:
         return ["--model", case.model]
-    models = named("experiments.memory_estimation.models:MODELS")
-    models[case.model].config().save_pretrained(folder / case.model)
-    return ["--model", str(folder / case.model)]
+    return ["--model", str(MODELS[case.model].write(folder / case.model))]
 
 
-def _data(case: Case, folder: Path) -> list[str]:
+def _data(folder: Path) -> list[str]:
     """Writes texts of one byte a token, enough for a batch and an evaluation of as many sequences."""
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)

@@ -1,26 +1,10 @@
-"""Checks both ends of a plan's promise with the stand-in's real allocator: planned caps suffice, refused caps do not.
+"""Both ends of a plan's promise for the GPU, on the stand-in: planned caps suffice, refused caps do not (promise.md).
 
     .venv-cuda/bin/python -m stand_in -- -m experiments.plan_accuracy.promise [--only TEXT ...]
 
 A cell (cases.py) is a model on a card with options of training; what they leave open is the plan's to choose. The
-planner names the smallest cap of the GPU for it. Then, each from an empty allocator:
-
-    completes   the layout planned under that cap runs three steps under it, and stays below it
-    refused     the smallest layouts run without the planner, under the largest refused cap, less the plans'
-                margin and 2%; each must run out of memory
-
-The margin (64 MiB of a cap, or 0.5%) is subtracted first: it is for a driver's addresses, which no plan knows. The rest
-must be exact to 2%. The row also says if the smallest layout completes with the margin (`completed_in_the_margin`).
-Under caps of less than 3.1 GiB it may, because 64 MiB are more than 2%.
-
-The smallest layouts are those among which the planner looks for the smallest cap. They keep as little as possible, have
-the smallest micro-batch and segments of any length, and stream everything or nothing (which needs no staging buffers).
-They have one pass or two, and one micro-batch or the whole batch as a group. The smallest of these is also tried with
-segments of up to LONGEST blocks. The smallest layout runs, and every other one whose tensors do not fill the cap. The
-rest cannot complete under it, since allocated bytes are exact (the table above).
-
-Rows go to results/promise.jsonl. A cell with a row of the same sources does not run again, so the command can be
-stopped at any time and repeated.
+smallest layout runs under the largest refused cap, and every other one whose tensors do not fill it. The rest cannot
+complete, since allocated bytes are exact. A cell with a row of the same sources does not run again.
 """
 
 import argparse
@@ -36,7 +20,8 @@ from pathlib import Path
 import torch
 
 from experiments.harness import rows
-from experiments.harness.child import named
+from experiments.harness.measured import measure, train
+from experiments.harness.models import MODELS
 from experiments.harness.options import under_runs
 from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
@@ -101,11 +86,10 @@ def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) 
 
 
 def run_cell(case: Case, device: torch.device) -> dict:
-    """Returns the values of a cell's row."""
     settings, card = settings_of(case), card_for(Settings())
     precision = "bf16" if "bf16" in card.rates else "fp16"
     target = gpu_target(card, fused.why_not(device) is None)
-    config = named("experiments.memory_estimation.models:MODELS")[settings.model].config()
+    config = MODELS[settings.model].config()
     decoder = partial(make_decoder, config, precision, settings.residual, target.fused_kernels)
     simulations = Simulations(decoder, step_case(settings, precision), target)
     run = partial(_reserved_bytes, decoder, settings, device)
@@ -139,7 +123,6 @@ def _reserved_bytes(
     """Returns the reserved peak of training under a cap; None if it runs out of memory."""
     ids = torch.zeros((settings.batch, settings.seq), dtype=torch.int64)
     packed = (ids, ids.int()) if settings.document_mask else (None, None)
-    measure, train = (named(f"experiments.gpu_acceptance.measured:{name}") for name in ("measure", "train"))
     found = measure(partial(train, decoder(), case, Batch(ids, ids, *packed), device, STEPS), device, limit_bytes)
     return None if found is None else found.reserved_peak_bytes
 

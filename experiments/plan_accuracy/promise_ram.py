@@ -2,21 +2,9 @@
 
     .venv-cuda/bin/python -m stand_in --ram -- -m experiments.plan_accuracy.promise_ram [--only TEXT ...]
 
-A cell is a model, its options and a cap of the GPU that leaves states to be streamed. The run is started twice as by a
-user, in separate processes on the stand-in. With its --ram, host memory takes as much RAM as with a GPU:
-
-    refused     under a cap of 1 MiB of RAM; the sentence that refuses names the smallest cap that would do
-    completes   under that cap: two steps, an evaluation, a checkpoint and the export, with exit code 0; the high-water
-                mark of the process's resident set must stay within the cap
-
-The layout that then trains keeps as little in RAM as any, and a cap of RAM changes nothing of what it takes. So the
-same mark says what the other end is worth: a cap below it could not have been kept to. `slack` is the share of the
-largest refused cap, a MiB below the one that was named, that the run did not need. A cell holds where that is no more
-than what a plan adds on purpose for what it cannot know (ALLOWED_BYTES), and 2% of the cap.
-
-A run's plan measures the process and assumes what training adds to it (ram.py). Here that is the stand-in's process,
-with the host code of PyTorch's CUDA build and no driver. CUDA_PROCESS_BYTES, which stands for a process where no GPU
-is, has no part in these cells.
+A cell is a model, its options and a cap of the GPU that leaves states to be streamed (promise.md). `slack` is the share
+of the largest refused cap, a MiB below the one that was named, that the run did not need. A cell holds where that is no
+more than what a plan adds on purpose for what it cannot know (ALLOWED_BYTES), and 2% of the cap.
 """
 
 import argparse
@@ -27,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows
-from experiments.harness.child import named
+from experiments.harness.models import MODELS
 from experiments.harness.options import under_runs
 from experiments.plan_accuracy.cases import PROMISED_RAM, Case
 from experiments.plan_accuracy.whole_life import run_process
@@ -49,14 +37,12 @@ def cap_named(sentence: str) -> int | None:
 
 
 def run_cell(case: Case, folder: Path) -> dict:
-    """Returns the values of a cell's row."""
-    config = named("experiments.memory_estimation.models:MODELS")[case.model].config()
-    config.save_pretrained(folder / case.model)
+    config = MODELS[case.model].write(folder / case.model)
     for name in ("train.txt", "evaluation.txt"):
         (folder / name).write_text(WORDS * 2000)
     command = [
         *(sys.executable, "-m", "stand_in", "--gpu", case.card, "--ram", "--", "train_gpt2_large.py"),
-        *("--model", str(folder / case.model), *RUN, *case.options, "--gpu-limit", case.cap),
+        *("--model", str(config), *RUN, *case.options, "--gpu-limit", case.cap),
         *("--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt")),
         *("--out", str(folder / "run"), "--wandb", "disabled"),
     ]

@@ -6,7 +6,6 @@ results/rows.jsonl. Cases that have a row made by the same sources are left out,
 was stopped. A minute of one processor for five cases, or so.
 """
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import parser_of, under_runs
 from experiments.plan_accuracy.cases import CASES
 from experiments.plan_accuracy.table import RESULTS, line, newest
 
@@ -25,7 +24,7 @@ PROGRAM = "experiments.plan_accuracy.run"
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of those every N-th")
     parser.add_argument("--again", action="store_true", help="also cases that have a row of these sources")

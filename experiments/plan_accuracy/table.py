@@ -1,10 +1,10 @@
 """The tables of README.md and promise.md, and the picture, from rows: `python -m experiments.plan_accuracy.table`."""
 
-import sys
 from pathlib import Path
 
+from experiments.harness import pictures
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown, put_all
 from experiments.plan_accuracy.cases import CASES, PROMISED, PROMISED_RAM, Case
 from lowmem.planning.ram import PHASES
 from lowmem.units import MIB
@@ -41,7 +41,6 @@ def error(row: dict, peak: str) -> float | None:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     if "measured" not in row:
         return f"{row['name']}: exit code {row['exit_code']}, {str(row['error'])[-300:]}"
     difference = row["predicted"][ALLOCATED] - row["measured"][ALLOCATED]
@@ -208,31 +207,30 @@ def _life_cells(row: dict, phases: list[str]) -> list[str]:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws signed errors of both peaks, sorted, in percent."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     measured = [row for row in newest(rows) if "measured" in row]
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(6.4, 3.6)
     axes = figure.subplots()
     for peak, label, colour in ((RESERVED, "reserved", "C0"), (ALLOCATED, "allocated", "C1")):
         axes.plot(sorted(100 * error(row, peak) for row in measured), ".", label=label, color=colour)
     axes.axhspan(-100 * MOST_RESERVED, 100 * MOST_RESERVED, color="0.92", zorder=0)
     axes.set(xlabel="cases, by error", ylabel="predicted - measured (%)")
     axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pictures.save(figure, path, metadata={"Software": None})
 
 
-def main() -> int:
-    rows = committed_rows()
-    put(README, BEGIN, tables(rows))
-    put(PROMISES, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED)))
-    put(PROMISES, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM)))
-    put(PROMISES, BEGIN_WHOLE_LIFE, whole_life_table(row_file.read(WHOLE_LIFE)))
-    draw(rows, PICTURE)
-    return 0
+def pages() -> list[Page]:
+    return [
+        (README, BEGIN, tables(committed_rows())),
+        (PROMISES, BEGIN_PROMISE, promise_table(committed_rows(PROMISE, PROMISED))),
+        (PROMISES, BEGIN_RAM, promise_ram_table(committed_rows(PROMISE_RAM, PROMISED_RAM))),
+        (PROMISES, BEGIN_WHOLE_LIFE, whole_life_table(row_file.read(WHOLE_LIFE))),
+    ]
+
+
+def main() -> None:
+    put_all(pages())
+    draw(committed_rows(), PICTURE)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,12 +2,8 @@
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3060 --ram -- -m experiments.plan_accuracy.whole_life [--only CASE ...]
 
-A case is one run in two processes. The first is stopped by SIGTERM after its first step, so that it saves a checkpoint
-and ends with exit code 75; the second goes on from there, evaluates, saves, exports the model and ends with 0. Neither
-may exceed a cap. The GPU's cap is the real allocator's. With the stand-in's --ram, host memory takes as much RAM as
-with a GPU, so XL needs 16 GiB of free RAM, and 40 GiB of disk below --scratch.
-
-Rows go to results/whole_life.jsonl; a case that has a row of the same sources is not run again.
+A case is one run in two processes (promise.md). XL needs 16 GiB of free RAM, and 40 GiB of disk below --scratch. A case
+that has a row of the same sources is not run again.
 """
 
 import argparse

@@ -5,7 +5,6 @@ torchrun starts the processes again, and they go on from the newest checkpoint. 
 that of a run that nobody kills. Exit code 1 if an end differs.
 """
 
-import argparse
 import hashlib
 import os
 import random
@@ -17,9 +16,9 @@ import time
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import at_least, under_runs
+from experiments.harness.options import parser_of, positive, under_runs
 from experiments.harness.rows import ROOT
-from experiments.harness.tables import put
+from experiments.harness.tables import Page
 from experiments.harness.torchrun import ranks_of, start
 
 PROGRAM = "experiments.several_gpus.killed"
@@ -35,10 +34,8 @@ OPTIONS = (
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--kills", type=at_least(int, 1), default=20, metavar="N", help="default: %(default)s")
+    parser = parser_of(PROGRAM, __doc__)
+    parser.add_argument("--kills", type=positive, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments and ranks (%(default)s)")
     parser.add_argument("--rows", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl", help="%(default)s")
     options = parser.parse_args(arguments)
@@ -132,8 +129,8 @@ def in_a_sentence(rows: list[dict]) -> str:
     )
 
 
-def write_readme() -> None:
-    put(README, BEGIN, in_a_sentence(row_file.read(RESULTS)))
+def pages() -> list[Page]:
+    return [(README, BEGIN, in_a_sentence(row_file.read(RESULTS)))]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lowmem
 from experiments.harness.planned_rows import PlannedRows
-from experiments.harness.tables import markdown, put
+from experiments.harness.tables import Page, markdown
 from lowmem.settings import Settings
 from lowmem.units import GIB, parse_size
 
@@ -49,13 +49,11 @@ class Case:
         )  # fmt: skip
 
     def row(self) -> dict:
-        """Returns the values of its row that are known before it is planned."""
         known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ}
         known |= {"machines": self.machines, "batch": BATCH * self.machines, "ram_limit": RAM_LIMIT}
         return known if self.machines == 1 else known | {"network_gbit": NETWORKS[self.card]}
 
     def plan(self) -> dict:
-        """Returns the values of its plan. Raises LowmemError if there is none."""
         network_rate = NETWORKS.get(self.card, 0) * 1e9 / 8  # which one machine has no use for
         content = lowmem.plan(self.settings(), self.gpus, self.machines, network_rate).to_dict()
         kept = ("predicted", "choice", "breakdown", "ranks_that_share_a_model", "sent_bytes")
@@ -107,13 +105,12 @@ def _cell(row: dict | None, times_faster: float | None) -> str:
 
 
 def line(row: dict) -> str:
-    """Returns a row for people."""
     return f"{row['name']}: {row['error'] or format(row['predicted']['step_seconds'], '.3g') + ' s a step'}"
 
 
-def write_readme() -> None:
-    put(README, BEGIN, table(ROWS.committed()))
-    put(README, BEGIN_MACHINES, machines_table(ROWS.committed()))
+def pages() -> list[Page]:
+    rows = ROWS.committed()
+    return [(README, BEGIN, table(rows)), (README, BEGIN_MACHINES, machines_table(rows))]
 
 
 ON_ONE = [Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS]

@@ -1,14 +1,10 @@
 """Divides the same Llama by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
 
-python -m experiments.tensor_parallel.dtensor FOLDER RANK        started by measure.py, never by hand
-
 The plan is that of PyTorch's tutorial, with the vocabulary cut too (`loss_parallel`). Norms stay ordinary tensors, and
 nothing is clipped: a norm over ordinary and distributed tensors together is refused. A tied embedding is tied again.
 """
 
 import gc
-import sys
-from functools import partial
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from experiments.harness import group
 from experiments.tensor_parallel.collectives import Ranks
-from experiments.tensor_parallel.worker import Job, RankResult, process
+from experiments.tensor_parallel.worker import Job, RankResult
 from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 
 PLAN = {
@@ -81,7 +76,3 @@ def work(job: Job, rank: int, device: torch.device) -> RankResult:
     own = sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor))
     whole = sum(p.numel() for p in parameters.values() if not isinstance(p, DTensor))
     return RankResult(losses, calls, sent, (own, whole), before, ram_peak_bytes(), 0, {}, {})
-
-
-if __name__ == "__main__":
-    sys.exit(group.member(partial(process, train=work)))

@@ -8,20 +8,15 @@ dtensor   divides the same Llama by PyTorch's `parallelize_module`
 killed    measures how long processes survive after one of them, or the command, is killed
 """
 
-import argparse
 import os
 import shlex
 import sys
-from pathlib import Path
 
-from experiments.harness import killed
-from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
-from experiments.tensor_parallel import dtensor, run, worker
-from experiments.tensor_parallel.table import LARGE as LARGE_SECTIONS
-from experiments.tensor_parallel.table import ROWS, sections
+from experiments.harness import killed, sections
+from experiments.tensor_parallel import run, table
 
 PROGRAM = "experiments.tensor_parallel.measure"
+DTENSOR = "experiments.tensor_parallel.dtensor:work"
 MODELS = ("mlp", "mlp-norm", "gpt2", "gpt2 --sequence-parallel", "llama", "llama --sequence-parallel", "resnet")
 RANKS = (1, 2, 4)
 REAL = {"gpt2": "gpt2", "llama": "experiments/tensor_parallel/llama-135m.json"}
@@ -61,29 +56,17 @@ KEPT = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
-    parser.add_argument("--only", choices=CASES, action="append", help="default: all of them")
-    parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
-    parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
-    options = parser.parse_args(arguments)
-    common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
-    for section in options.only or CASES:
-        for words in (words for words in CASES[section] if options.matching in words):
-            print(section, words, flush=True)
-            found = killed.ended(run.PROGRAM, words) if section == "killed" else trained(section, words)
-            row_file.append(options.rows, common | {"section": section, "options": words} | found)
-    print(sections(row_file.read(options.rows)))
-    return 0
+    return sections.measure(PROGRAM, CASES, values_of, table.ROWS, table.sections, arguments)
 
 
-def trained(section: str, words: str) -> dict:
-    """Runs with these options, and returns a row."""
-    if section in LARGE_SECTIONS:  # before the processes begin, since glibc reads it when it is loaded
+def values_of(section: str, words: str) -> dict:
+    if section == "killed":
+        return killed.ended(run.PROGRAM, words)
+    if section in table.LARGE:  # before the processes begin, since glibc reads it when it is loaded
         os.environ.update(RETURN_FREED_MEMORY)
     options = run.parser().parse_args(shlex.split(words))
     job = run.planned(options)
-    results = run.train(job, (dtensor if section == "dtensor" else worker).__name__)
+    results = run.train(job, DTENSOR if section == "dtensor" else run.WORK)
     report = run.report_of(job, results, options.compare)
     return {key: report[key] for key in KEPT}
 

@@ -27,12 +27,10 @@ LOSS_EPSILONS = 4  # of the first loss: a sum in another order differs by some, 
 def compared(job: Job, ours: RankResult) -> dict:
     """Compares with one process and the ordinary model, with as many threads as each rank has. Returns fields of
     report.json; `in_roundings` has the differences as multiples of what rounding does to one process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(group.THREADS)
     device = group.device_of(0, job.ranks)
-    references = {dtype: worker.reference(replace(job, dtype=dtype), device) for dtype in DTYPES}
-    one, in_reverse = references[job.dtype], worker.reference(job, device, in_reverse=True)
-    torch.set_num_threads(threads)
+    with group.threads_of_a_process():
+        references = {dtype: worker.reference(replace(job, dtype=dtype), device) for dtype in DTYPES}
+        one, in_reverse = references[job.dtype], worker.reference(job, device, in_reverse=True)
     scale = torch.finfo(DTYPES[job.dtype]).eps / torch.finfo(torch.float32).eps
     measures = [(scale, references["fp32"], references["fp64"]), (1.0, in_reverse, one)]
     pairs = list(zip(ours.losses, one.losses, strict=True))

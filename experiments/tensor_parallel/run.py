@@ -11,31 +11,27 @@ report.json, curves.png and, with --save, the whole model in `model`, as transfo
 import argparse
 import os
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from experiments.harness import group
+from experiments.harness import group, parallel
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import divergence
-from experiments.harness.curves import draw_curves
-from experiments.harness.options import SEEDS, at_least, make_folder
-from experiments.tensor_parallel import worker
+from experiments.harness.options import SEEDS, at_least, exit_code_of, is_first, make_folder, parser_of, positive
 from experiments.tensor_parallel.collectives import BACKWARD, FORWARD
 from experiments.tensor_parallel.models import DECODERS, RULES, SEQ
 from experiments.tensor_parallel.rounding import MOST, compared, too_large
 from experiments.tensor_parallel.worker import DTYPES, Job, RankResult
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError
 from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
-from lowmem.run.log import write_json
 from lowmem.units import MIB
 
 PROGRAM = "experiments.tensor_parallel.run"
+WORK = "experiments.tensor_parallel.worker:work"
 LEARNING_RATE, RESNET_LEARNING_RATE = 1e-3, 2e-2
 RESNET_COMPARED_LEARNING_RATE = 1e-5  # at which rounding hardly grows
 COMPARED = {
@@ -47,26 +43,20 @@ COMPARED = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    return group.exit_code_of(lambda: run(options))
+    return exit_code_of(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command, and returns its exit code."""
     job = planned(options)
-    if group.is_first():
+    if is_first():
         make_folder(options.out, "report.json", "curves.png")
-    results = train_as_one_of(job) if group.is_one_of_torchruns() else train(job)
+    results = train(job)
     if results is None:
         return 0  # another process of torchrun's says it
     report = report_of(job, results, options.compare)
-    draw_curves(report["losses"], options.out / "curves.png")
     if options.save:
         save(job, results[0].weights, options.out / "model")
-    write_json(options.out / "report.json", report)
-    print(_said(report))
-    print(f"see {options.out / 'report.json'}")
-    if report["diverged"]:
-        raise LowmemError(report["diverged"])
+    parallel.write_report(report, options.out, _said(report))
     return 1 if too_large(report) else 0
 
 
@@ -93,22 +83,8 @@ def planned(options: argparse.Namespace) -> Job:
     return job
 
 
-def train(job: Job, module: str = worker.__name__) -> list[RankResult]:
-    """Trains in new processes of a module, and returns their results."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(worker.saved(job))
-        group.run(module, folder, job.ranks)
-        return torch.load(folder / worker.RESULT, weights_only=False)
-
-
-def train_as_one_of(job: Job) -> list[RankResult] | None:
-    """Trains in this process, one of torchrun's, together with the others. Returns None except on rank 0."""
-    rank = int(os.environ["RANK"])
-    device = group.begin(None, rank, job.ranks)
-    results = worker.gather_results(job, worker.work(job, rank, device))
-    dist.destroy_process_group()
-    return results
+def train(job: Job, work: str = WORK) -> list[RankResult] | None:
+    return parallel.train(work, job, job.ranks)
 
 
 def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
@@ -184,15 +160,15 @@ def _said(report: dict) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False, description=__doc__.split("\n")[0])
-    whole, some = at_least(int, 1), at_least(float, 0, 1e6)
-    found.add_argument("--ranks", type=whole, default=4, metavar="N", help="processes (%(default)s)")
+    found = parser_of(PROGRAM, __doc__)
+    some = at_least(float, 0, 1e6)
+    found.add_argument("--ranks", type=positive, default=4, metavar="N", help="processes (%(default)s)")
     found.add_argument("--model", choices=RULES, default="gpt2", help="default: %(default)s")
     found.add_argument("--weights", metavar="DIR", help="of a GPT-2 or Llama, a folder or a hub name (random, small)")
     found.add_argument("--shape", metavar="NAME", help="random weights of this shape: gpt2, gpt2-large, config.json")
-    found.add_argument("--steps", type=whole, default=50, metavar="N", help="default: %(default)s")
-    found.add_argument("--batch", type=whole, default=8, metavar="N", help="samples per step (%(default)s)")
-    found.add_argument("--seq", type=whole, metavar="N", help=f"tokens of a sample ({SEQ})")
+    found.add_argument("--steps", type=positive, default=50, metavar="N", help="default: %(default)s")
+    found.add_argument("--batch", type=positive, default=8, metavar="N", help="samples per step (%(default)s)")
+    found.add_argument("--seq", type=positive, metavar="N", help=f"tokens of a sample ({SEQ})")
     found.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
     found.add_argument("--sequence-parallel", action="store_true", help="cut the sequence between the cut layers")
     rates = (

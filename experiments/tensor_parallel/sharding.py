@@ -274,8 +274,6 @@ class Sharder:
         return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
-        """Makes a norm over divided features."""
-
         def rule(module: nn.LayerNorm, name: str) -> nn.Module:
             weight, bias = (self.part(getattr(module, leaf), f"{name}.{leaf}", cut) for leaf in ("weight", "bias"))
             return layers.FeatureParallelLayerNorm(weight, bias, cut.size, module.eps, self.ranks)

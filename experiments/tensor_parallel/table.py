@@ -5,7 +5,8 @@ from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
-from experiments.harness.tables import learned_table, markdown, put
+from experiments.harness.sections import page
+from experiments.harness.tables import Page, learned_table, markdown, put_all
 from experiments.tensor_parallel import curves, run, theory
 from experiments.tensor_parallel.models import SEQ, kind_of
 from experiments.tensor_parallel.rounding import MOST
@@ -23,8 +24,9 @@ BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 def sections(rows: list[dict]) -> str:
     """Returns the tables of tables.md, from the newest row of each command line."""
-    tables = {
-        "equal": (
+    tables = [
+        (
+            ("equal",),
             "**50 steps, if the options say no other number, compared with one process and the ordinary model**: the "
             "largest relative difference of a loss, of the first step's gradients, and of the weights at the end. In "
             "brackets: as multiples of what rounding does to one process in as many steps. That is the larger of: "
@@ -32,37 +34,28 @@ def sections(rows: list[dict]) -> str:
             f"{MOST:g} is allowed; of gradients only in fp64.",
             _equal,
         ),
-        "memory": (
+        (
+            LARGE,
             "**Memory of a rank** at batch 2 and 512 tokens, MiB. Parameters, and how far they are from theory; "
             "weights, gradients and Adam's moments (16 bytes each); tensors kept for backward, and their theory; peak "
             "RAM above the process without a model. Theory knows the model's config alone.",
             _memory,
         ),
-        "communication": (
+        (
+            LARGE,
             "**Sent by a rank** in one of these steps: collectives, MiB in a ring, and theory; the largest relative "
             "difference of a loss from one rank's.",
             _communication,
         ),
-        "killed": ("**Until nothing runs any more**, once a process of four is killed (SIGKILL)", killed.table),
-    }
-    parts = []
-    for section, (title, table) in tables.items():
-        if found := newest(rows, *{"memory": LARGE, "communication": LARGE}.get(section, [section])):
-            parts += [title, table(found)]
-    if rows:
-        last = rows[-1]
-        parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
-    return "\n\n".join(parts)
+        (("killed",), killed.TITLE, killed.table),
+    ]
+    return page(rows, tables)
 
 
 def learned(rows: list[dict]) -> str:
     """Returns the README's table of what models learn, from the newest row of each."""
     newest = {(row["model"], row["name"]): row for row in rows}
     return learned_table(newest.values(), ("model", "name"))
-
-
-def newest(rows: list[dict], *of: str) -> list[dict]:
-    return list({(row["section"], row["options"]): row for row in rows if row["section"] in of}.values())
 
 
 def _equal(rows: list[dict]) -> str:
@@ -143,12 +136,16 @@ def _name(row: dict) -> str:
     return name + (", by parallelize_module" if row["section"] == "dtensor" else "")
 
 
-def main() -> int:
-    put(TABLES, BEGIN, sections(row_file.read(ROWS)))
-    trainings = row_file.read(curves.RESULTS / curves.NAME)
-    put(README, LEARNED_BEGIN, learned(trainings))
-    curves.draw(trainings, RESULTS / curves.PICTURE)
-    return 0
+def pages() -> list[Page]:
+    return [
+        (TABLES, BEGIN, sections(row_file.read(ROWS))),
+        (README, LEARNED_BEGIN, learned(row_file.read(curves.RESULTS / curves.NAME))),
+    ]
+
+
+def main() -> None:
+    put_all(pages())
+    curves.draw(row_file.read(curves.RESULTS / curves.NAME), RESULTS / curves.PICTURE)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,20 @@
-"""One process of tensor parallelism, and the same training by a single process.
-
-python -m experiments.tensor_parallel.worker FOLDER RANK        started by run.py, never by hand
-"""
+"""One process of tensor parallelism, and the same training by a single process."""
 
 import gc
-import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.harness import group, samples
-from experiments.harness.group import peer_errors
+from experiments.harness import samples
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.models import Kind, kind_of
 from experiments.tensor_parallel.sharding import CPU, Sharder
 from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 
-RESULT = "result.pt"
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -176,34 +167,3 @@ def reference(job: Job, device: torch.device = CPU, in_reverse: bool = False) ->
         losses.append(loss.item())
     whole = sum(map(torch.numel, parameters.values()))
     return RankResult(losses, {}, {}, (0, whole), 0, 0, 0, gradients, dict(sharded.gathered(sharded.tensors())))
-
-
-def saved(job: Job) -> str:
-    """Serializes the job, for `process`."""
-    return json.dumps(asdict(job))
-
-
-def gather_results(job: Job, own: RankResult) -> list[RankResult] | None:
-    """Gathers the results of all ranks on rank 0."""
-    if job.ranks == 1:
-        return [own]
-    found = [None] * job.ranks if dist.get_rank() == 0 else None
-    with peer_errors():
-        dist.gather_object(own, found)
-    return found
-
-
-def process(folder: Path, rank: int, train: Callable[[Job, int, torch.device], RankResult] = work) -> None:
-    """Runs a rank that run.py started."""
-    job = Job(**json.loads((folder / "job.json").read_text()))
-    device = group.begin(folder, rank, job.ranks)
-    results = gather_results(job, train(job, rank, device))
-    if results is not None:
-        torch.save(results, folder / RESULT)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from experiments.tensor_parallel import worker  # results are of that module's classes, not of __main__'s
-
-    sys.exit(group.member(worker.process))

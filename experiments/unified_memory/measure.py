@@ -26,12 +26,13 @@ from torch import Tensor
 from experiments.harness import rows as row_file
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
-from experiments.harness.options import under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, under_runs
 from experiments.unified_memory import fusion, run_gpt2
 from experiments.unified_memory.picture import DRAWN
 from experiments.unified_memory.schedule import BY_FAULTS, COPIED, PREFETCHED, schedule, traffic
 from experiments.unified_memory.shapes import SHAPES, config_of, pieces_of
 from experiments.unified_memory.table import RESIDENT, RESIDENT_FUSED, ROWS, sections
+from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.units import MIB
 
@@ -69,43 +70,31 @@ WITHOUT_A_GPU = ("traffic", "fusion")
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", choices=CASES, action="append", help=f"default: {' and '.join(WITHOUT_A_GPU)}")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose names begin with it")
     parser.add_argument("--rows", type=Path, default=under_runs(ROWS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
+    return exit_code_of(lambda: run(options, arguments))
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Adds a row for each of the chosen cases, and prints the tables."""
     chosen = options.only or WITHOUT_A_GPU
     if set(chosen) - set(WITHOUT_A_GPU) and not torch.cuda.is_available():
-        print("error: card and paged need a GPU, or the stand-in: see --help", file=sys.stderr)
-        return 2
-    cases = {section: [case for case in CASES[section] if case.startswith(options.case)] for section in chosen}
-    if not any(cases.values()):
-        print(f"error: --case {options.case}: no case of {', '.join(chosen)} begins so", file=sys.stderr)
-        return 2
-    try:
-        options.rows.parent.mkdir(parents=True, exist_ok=True)
-        with options.rows.open("a"):
-            pass
-    except OSError as error:
-        print(f"error: --rows {options.rows} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    try:
-        run(cases, options.rows, arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
-    print(sections(row_file.read(options.rows)))
-    return 0
-
-
-def run(cases: dict[str, list[str]], rows: Path, arguments: list[str]) -> None:
-    """Adds a row to `rows` for each of the cases, which are by section."""
+        raise InputError("card and paged need a GPU, or the stand-in: see --help")
+    cases = [(section, case) for section in chosen for case in CASES[section] if case.startswith(options.case)]
+    if not cases:
+        raise InputError(f"--case {options.case}: no case of {', '.join(chosen)} begins so")
+    check_rows(options.rows)
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    for section, case in ((section, case) for section, several in cases.items() for case in several):
+    for section, case in cases:
         print(section, case, flush=True)
         found = {"traffic": planned, "fusion": fused, "card": on_card, "paged": paged}[section](case)
-        row_file.append(rows, common | {"section": section, "case": case, "device": device} | found)
+        row_file.append(options.rows, common | {"section": section, "case": case, "device": device} | found)
+    print(sections(row_file.read(options.rows)))
+    return 0
 
 
 def planned(case: str) -> dict:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.harness.options import SEEDS, at_least, size
+from experiments.harness.options import SEEDS, at_least, positive, size
 from experiments.unified_memory import fusion
 from experiments.unified_memory.placement import EXPLICIT, MANAGED, RESIDENT
 from experiments.unified_memory.shapes import SHAPES
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Runs GPT-2 or GPT-3 shapes with their weights in managed memory",
     )
-    whole, count = at_least(int, 1), at_least(int, 0)
+    count = at_least(int, 0)
     found.add_argument("--model", type=_model, metavar="NAME",
                        help=f"{', '.join(SHAPES)}, or BLOCKSxWIDTHxHEADS ({SMALLEST})")  # fmt: skip
     found.add_argument("--weights", metavar="DIR", help="a GPT-2's folder or hub name, instead of random weights")
@@ -72,16 +72,18 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--oversubscribe", action="store_true",
                        help="leave more than the GPU has to the driver; never on a shared GPU")  # fmt: skip
     found.add_argument("--ahead", type=count, default=1, metavar="N", help="layers prefetched ahead (%(default)s)")
-    found.add_argument("--num-streams", type=whole, default=1, metavar="N", help="of prefetches (%(default)s)")
+    found.add_argument("--num-streams", type=positive, default=1, metavar="N", help="of prefetches (%(default)s)")
     found.add_argument("--fusion", choices=fusion.FUSIONS, default="none", help="default: %(default)s")
     found.add_argument("--enable-cudnn-benchmark", action="store_true", help="as the seeds have it; GPT-2 has no use")
     found.add_argument("--backward", action="store_true", help="forward and backward; gradients are managed too")
-    found.add_argument("--generate", type=whole, metavar="N", help="tokens behind the sequence")
+    found.add_argument("--generate", type=positive, metavar="N", help="tokens behind the sequence")
     found.add_argument("--prompt", metavar="TEXT", help="to begin with, for the tokenizer of --weights")
-    found.add_argument("--seq", type=whole, metavar="N", help=f"tokens of the sequence ({SEQ}, with --generate in all)")
+    found.add_argument(
+        "--seq", type=positive, metavar="N", help=f"tokens of a sequence ({SEQ}, with --generate in all)"
+    )
     found.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights (%(default)s)")
     found.add_argument("--warmups", type=count, default=1, metavar="N", help="passes that do not count (%(default)s)")
-    found.add_argument("--runs", type=whole, default=5, metavar="N", help="passes that do (%(default)s)")
+    found.add_argument("--runs", type=positive, default=5, metavar="N", help="passes that do (%(default)s)")
     found.add_argument("--seed", type=at_least(int, 0, SEEDS), default=0, metavar="N", help="default: %(default)s")
     found.add_argument("--out", type=Path, default=Path("runs/unified_memory"), metavar="DIR", help="%(default)s")
     return found

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.harness import pictures
 from lowmem.units import GIB
 
 DRAWN = (  # of a report of run_gpt2
@@ -12,13 +13,9 @@ DRAWN = (  # of a report of run_gpt2
 def draw_resident(report: dict, path: Path) -> None:
     """Draws a report of run_gpt2: bytes of weights (and gradients) by access, the limit if it is not above all of them,
     and CUDA's own count."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     resident = [size / GIB for size in report["planned_resident_bytes"]]
-    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    figure = pictures.figure(8, 3.5)
+    axes = figure.subplots()
     what = "weights and gradients" if report["backward"] else "weights"
     axes.step(range(len(resident)), resident, where="mid", label=f"{what} on the GPU, by the schedule")
     whole = report["weights_bytes"] * (2 if report["backward"] else 1) / GIB
@@ -32,5 +29,4 @@ def draw_resident(report: dict, path: Path) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(0, max([whole, *used]) * 1.1)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    pictures.save(figure, path)

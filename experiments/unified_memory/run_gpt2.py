@@ -37,7 +37,7 @@ from experiments.unified_memory.placement import (
 from experiments.unified_memory.schedule import BY_DRIVER, BY_FAULTS, COPIED, PREFETCHED
 from experiments.unified_memory.shapes import Pieces, config_of, pieces_of
 from lowmem.data.tokenizer import load_tokenizer
-from lowmem.errors import InputError, LowmemError
+from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
 from lowmem.run.log import write_json
@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except torch.OutOfMemoryError as error:
-        print(f"error: the GPU's memory ran out: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: the GPU's memory ran out: {first_line(error)}", file=sys.stderr)
         return 1
     except Exception as error:
         if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
             raise
-        print(f"error: --fusion: torch.compile says: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        print(f"error: --fusion: torch.compile says: {first_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

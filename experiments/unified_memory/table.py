@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.tables import markdown, put
+from experiments.harness.sections import page
+from experiments.harness.tables import Page, markdown, put_all
 from experiments.unified_memory.picture import draw_resident
 from lowmem.units import GIB
 
@@ -25,39 +26,36 @@ SEEDS = {  # what the system that the groups come from does instead, by group
 
 def sections(rows: list[dict]) -> str:
     """Returns all tables, from the newest row of each case."""
-    tables = {
-        "traffic": (
+    tables = [
+        (
+            ("traffic",),
             "**Moved by a pass to the GPU and back**, GiB, in fp32. The limit is half of the weights (with backward: "
             "of weights and gradients). By the schedule and a model of page faults; in brackets the faults, of 2 MiB "
             "each. Weights of a block are whole pages.",
             _traffic,
         ),
-        "card": (
+        (
+            ("card",),
             "**The same on a card**: 1,024 tokens, fp32, GiB. The limit is half of the weights, of gpt3-13b 20 GiB. "
             "The peak of the schedule stands next to the managed memory that the stand-in's card counted. Bits are "
             "those of the last token's logits, or of the loss and all gradients, if values were computed. Fused groups "
             "stand beside fused groups.",
             _card,
         ),
-        "fusion": (
+        (
+            ("fusion",),
             "**The seed's four fusions**, forward and backward of one block of GPT-2 (1,024 tokens, fp32; one CPU "
             "thread), plain and compiled alternately, and their relative difference.",
             _fusion,
         ),
-        "paged": (
+        (
+            ("paged",),
             "**bitsandbytes' PagedAdamW32bit**, a step with its states on the GPU, and one with its states on the "
             "host. A forward and a backward that need the room would move them there.",
             _paged,
         ),
-    }
-    parts = []
-    for section, (title, table) in tables.items():
-        if found := newest(rows, section):
-            parts += [title, table(found)]
-    if made := [row for row in rows if "machine" in row]:
-        last = made[-1]
-        parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
-    return "\n\n".join(parts)
+    ]
+    return page(rows, tables, newest)
 
 
 def newest(rows: list[dict], section: str) -> list[dict]:
@@ -158,13 +156,15 @@ def _paged(rows: list[dict]) -> str:
     )
 
 
-def main() -> int:
-    rows = committed_rows()
-    put(TABLES, BEGIN, sections(rows))
-    for row in newest(rows, "card"):
+def pages() -> list[Page]:
+    return [(TABLES, BEGIN, sections(committed_rows()))]
+
+
+def main() -> None:
+    put_all(pages())
+    for row in newest(committed_rows(), "card"):
         if row["case"] == DRAWN_CASE:
             draw_resident(row["resident"], RESULTS / "resident.png")
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from experiments.bigger_models import measure, on_card, plans, recipe, shapes, t
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
 from experiments.harness import whole_runs
-from experiments.harness.planned_rows import planned
-from experiments.harness.tables import written
+from experiments.harness.planned_rows import PlannedRows, planned
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import parse_plan
 from lowmem.units import GIB
@@ -118,20 +117,20 @@ def test_plans_and_refusals_become_rows_and_are_not_made_again(tiny, tmp_path, m
         plans.Case("gpt-j-6b", "600MiB", "1MiB", "rtx3090", seq=32, batch=1),
         plans.Case("gpt-j-6b", "600MiB", "8GiB", "rtx0", seq=32, batch=1),
     ]
-    monkeypatch.setattr(plans, "CASES", cases)
-    monkeypatch.setattr(plans, "sources", lambda: "these")
+    monkeypatch.setattr(PlannedRows, "sources", lambda rows: "these")
+    rows = replace(plans.ROWS, cases=cases)
     for _ in range(2):
-        assert plans.main(["--all", "--out", str(tmp_path)]) == 0
+        assert rows.main(["--all", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert said.startswith("4 to do, about ") and f"4 of 4: {cases[3].name}, about " in said
     assert said.endswith("\n0 to do, about 0 s\n")
-    planned, smallest, no_ram, no_card = found = row_file.read(tmp_path / plans.NAME)
+    planned, smallest, no_ram, no_card = found = row_file.read(tmp_path / rows.file.name)
     assert planned["error"] is None and planned["tokens_per_second"] > 0
     reserved = [row["predicted"]["gpu_reserved_peak_bytes"] for row in (planned, smallest)]
     assert reserved[1] <= smallest["limits"]["gpu_bytes"] < 600 * 2**20 and reserved[1] <= reserved[0]
     assert no_ram["error"].startswith("gpt-j-6b at 1 x 32 tokens does not fit") and "rtx0" in no_card["error"]
     assert not any(str(tmp_path.parent) in json.dumps(row) for row in found)
-    assert plans.main(["--list", "--only", "smallest"]) == 0 and capsys.readouterr().out.endswith(f"{cases[1].name}\n")
+    assert rows.main(["--list", "--only", "smallest"]) == 0 and capsys.readouterr().out.endswith(f"{cases[1].name}\n")
 
 
 def test_a_few_plans_are_made_unless_all_are_asked_for(monkeypatch, capsys):
@@ -142,15 +141,15 @@ def test_a_few_plans_are_made_unless_all_are_asked_for(monkeypatch, capsys):
         listed[bool(words)] = capsys.readouterr().out.splitlines()
     assert listed[False] == [name for name in listed[True] if name in plans.QUICK] and len(listed[False]) == 4
     seconds = {
-        which: sum(plans.expected_seconds([case for case in plans.CASES if case.name in names]).values())
+        which: sum(plans.ROWS.expected_seconds([case for case in plans.CASES if case.name in names]).values())
         for which, names in listed.items()
     }
     assert seconds[False] < 600 and seconds[True] > 3 * 3600
     with pytest.raises(SystemExit):
         plans.main(["--all", "--only", "gpt2"])
     new = replace(plans.CASES[0], card="another")
-    known = sorted(plans.expected_seconds(list(plans.CASES)).values())
-    assert known[0] < plans.expected_seconds([new])[new.name] < known[-1]
+    known = sorted(plans.ROWS.expected_seconds(plans.CASES).values())
+    assert known[0] < plans.ROWS.expected_seconds([new])[new.name] < known[-1]
 
 
 @pytest.mark.parametrize("program, known", [(plans, "--list names them"), (measure, "slice: largest")])
@@ -269,15 +268,6 @@ def test_what_is_not_on_the_card_is_left_out(tmp_path):
         assert list(prepare.random_weights(None, 0)) == [] and saver.save_checkpoint is not before[0]
     assert (saver.save_checkpoint, ending.export_model) == before
     assert on_card.main is recipe.main
-
-
-# --- the table
-
-
-def test_the_readme_says_what_the_committed_rows_say():
-    rows = table.committed_rows()
-    assert written(table.README, table.BEGIN) == table.verdict(rows)
-    assert written(table.TABLES, table.BEGIN) == table.tables(rows)
 
 
 # --- will it fit?

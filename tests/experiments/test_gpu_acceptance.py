@@ -21,20 +21,18 @@ import torch
 from experiments.gpu_acceptance import __main__ as program
 from experiments.gpu_acceptance import (
     bitwise,
-    capped,
     denominator,
     layouts,
     life,
-    measured,
     memory,
     overlap,
     plans,
     timeline,
     training,
 )
-from experiments.gpu_acceptance.at_peak import differences, live_at_peak, tape_of_history
 from experiments.gpu_acceptance.jobs import JOBS, Job
-from experiments.harness import child, rows
+from experiments.harness import child, measured, rows
+from experiments.harness.at_peak import differences, live_at_peak, tape_of_history
 from experiments.harness.child import Setting
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
@@ -358,8 +356,8 @@ def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end
 def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0)
-    assert capped.sixteen_bit(device) == half
-    assert ("bf16" in capped.precisions(device)) == (half == "bf16") and "fp16" in capped.precisions(device)
+    assert measured.sixteen_bit(device) == half
+    assert ("bf16" in measured.precisions(device)) == (half == "bf16") and "fp16" in measured.precisions(device)
     precisions = {precision for precision, *_ in bitwise.arrangements(device, few=False)}
     assert precisions == {half, "fp16"}
     grid = plans.on_card(layouts.GRID, device)
@@ -435,12 +433,8 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
     layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
     decoder = layout.decoder(fused_kernels=False)
     case = layout.case(len(decoder.units))
-    store = measured.Store(decoder, torch.device("cpu"), case.dtype, case.optimizer, case.layout)
-    for part in store.parts:
-        part.working.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
-    step = measured.TrainingStep(
-        decoder, store, measured.Hyperparameters(), clip_norm=1.0, seed=0, loss_scale=measured.LossScale(False)
-    )  # fmt: skip
+    step = measured.random_step(decoder, case, torch.device("cpu"))
+    store = step.store
     before = [part.working.clone() for part in store.parts]
     with overlap._update_left_out(step):
         results = [step(layout.tokens(), 0, 1e-3) for _ in range(3)]

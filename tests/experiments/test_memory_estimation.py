@@ -15,11 +15,10 @@ import torch
 from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
-from experiments.gpu_acceptance.at_peak import tape_of_cpu
 from experiments.harness import whole_runs
-from experiments.harness.tables import written
+from experiments.harness.at_peak import tape_of_cpu
+from experiments.harness.models import MODELS, Model
 from experiments.memory_estimation import estimate, measure, pictures, published, ram, rows, run, table
-from experiments.memory_estimation.models import MODELS, Model, positions
 from experiments.memory_estimation.plain import record_plain
 from experiments.memory_estimation.several_gpus import rank
 from lowmem.cudasim import autocast
@@ -68,11 +67,6 @@ def test_a_model_has_as_many_parameters_as_others_say(name):
     model = MODELS[name]
     count = sum(parameter.numel() for parameter in build_model(model.config()).parameters())
     assert model.parameters in (None, count)
-
-
-def test_positions_end_where_the_model_has_no_more():
-    assert positions(MODELS["gpt2"].config()) == 1024
-    assert positions(MODELS["bloom-560m"].config()) is None
 
 
 # --- the plain step
@@ -375,8 +369,5 @@ def test_a_disk_that_is_too_small_for_a_run_is_named_beforehand(monkeypatch, cap
     assert "24.2 GiB" in capsys.readouterr().err
 
 
-def test_the_readme_and_the_tables_say_what_the_committed_rows_say():
-    committed = table.committed_rows()
-    assert {row["model"] for row in committed if row["kind"] == "predicted"} == set(MODELS)
-    assert written(table.README, table.BEGIN) == table.verdict(committed)
-    assert written(table.TABLES, table.BEGIN) == table.tables(committed)
+def test_every_model_has_committed_rows():
+    assert {row["model"] for row in table.committed_rows() if row["kind"] == "predicted"} == set(MODELS)

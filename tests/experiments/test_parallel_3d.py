@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from experiments.harness.rows import read
-from experiments.harness.tables import written
 from experiments.parallel_3d import comparison, measure, run, table, worker
 from experiments.parallel_3d.comparison import too_far, whole_weights
 from experiments.parallel_3d.mesh import Mesh
@@ -25,7 +24,7 @@ def job(words: str) -> Job:
 
 def alone(job: Job) -> list:
     """Trains a mesh of one process in this one."""
-    return worker.work(job, 0, CPU)
+    return [worker.work(job, 0, CPU)]
 
 
 def report_of(job: Job, told: list) -> dict:
@@ -162,10 +161,6 @@ def test_the_command_starts_its_processes(tmp_path, capsys):
 
 
 # --- rows
-
-
-def test_the_readme_says_what_the_committed_rows_say():
-    assert written(table.README, table.BEGIN) == table.sections(read(table.ROWS))
 
 
 def test_rows_are_of_every_case():

@@ -18,7 +18,6 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import Setting, Unavailable
-from experiments.harness.tables import written
 from experiments.peers import catalogue, memory, run, table, train, update
 from experiments.peers.attempt import attempt
 from experiments.peers.case import Case
@@ -253,11 +252,6 @@ def test_the_table_shows_the_newest_row_of_each_peer_and_says_what_is_missing():
     for peer in ("hf_trainer_adamw_bnb_8bit", "deepspeed_zero2_offload", "deepspeed_zero3_offload"):
         assert first[peer] == "not measured yet"
     assert table.table([]).count("not measured yet") == 2 * len(PEERS) + 1
-
-
-def test_the_readme_says_what_the_committed_rows_say():
-    rows = table.table(table.committed_rows())
-    assert written(table.TABLES, table.BEGIN) == rows, "python -m experiments.peers.table writes it anew"
 
 
 # The update alone.

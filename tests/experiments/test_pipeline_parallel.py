@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 from experiments.harness import group
 from experiments.harness.randomness import seed_of
 from experiments.harness.rows import read
-from experiments.harness.tables import written
 from experiments.pipeline_parallel import measure, reference, run, table, worker
 from experiments.pipeline_parallel.checker import Checked, bubble_of, check, steady_bubble_of
 from experiments.pipeline_parallel.runtime import Rank
@@ -302,7 +301,7 @@ def run_in_threads(job: Job, actions: list[list[Action]]) -> dict[str, torch.Ten
 
 
 def assert_equal_to_one_process(job: Job, found: dict[str, torch.Tensor]) -> None:
-    expected = (reference.asynchronous if job.asynchronous else reference.synchronous)(job)[1]
+    expected = reference.trained(job)[1]
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
@@ -463,16 +462,11 @@ def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
     assert measured == pytest.approx(bubble["bubble_measured"], abs=1e-2) and measured > bubble["bubble_planned"]
 
 
-def test_the_tables_are_those_of_the_rows():
-    rows = read(table.ROWS)
-    assert {row["section"] for row in rows} == measure.CASES.keys()
-    assert written(table.TABLES, table.BEGIN) == table.sections(rows)
-
-
 def test_the_rows_are_what_the_issue_wants():
     """Equal bits in all; 1F1B's memory flat within 2%; bubbles within 5% of planned where a forward takes a second."""
     rows = {section: table.newest(read(table.ROWS), section) for section in measure.CASES}
     assert {row["options"] for row in rows["equal"]} == set(measure.CASES["equal"])
+    assert {row["section"] for row in read(table.ROWS)} == measure.CASES.keys()
     assert all(row["weights_bitwise_equal"] and row["max_abs_loss_difference"] == 0 for row in rows["equal"])
     flat = [row["peak_bytes_per_rank"] for row in rows["memory"] if row["schedule"] == "1f1b"]
     assert len(flat) == 4 and all(max(of_rank) <= 1.02 * min(of_rank) for of_rank in zip(*flat, strict=True))
@@ -517,14 +511,17 @@ def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, c
 
 
 def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run.worker, "saved", lambda job: json.dumps({**vars(job), "task": "no such task"}))
+    monkeypatch.setattr(
+        run, "train", lambda job, checked, real=run.train: real(replace(job, task="no such task"), checked)
+    )
     assert run.main(["--stages", "2", "--steps", "2", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("no such task") == 1
 
 
 def test_a_stage_that_fails_while_others_wait_for_it_is_the_cause(tmp_path, monkeypatch, capsys):
     """The last stage lacks its last layer, so its first loss fails while its neighbour waits for a gradient."""
-    monkeypatch.setattr(run.worker, "saved", lambda job: json.dumps({**asdict(job), "sizes": [5, 4]}))
+    train = run.train
+    monkeypatch.setattr(run, "train", lambda job, checked: train(replace(job, sizes=(5, 4)), checked))
     assert run.main(["--stages", "2", "--steps", "2", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 failed: ") and said.count("\n") == 1

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 from transformers import GPT2Config
 
-from experiments.harness import rows as row_file
-from experiments.harness.tables import written
-from experiments.memory_estimation.models import MODELS
+from experiments.harness.models import MODELS
 from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
 from lowmem.cudasim.gpus import CARDS as ALL_CARDS
@@ -49,15 +47,6 @@ def test_the_cases_are_what_the_experiment_says():
     assert {NO_CAP, TIGHT} < {case.cap for case in CASES}
     full = [one for one, case in zip(settings, CASES, strict=True) if case.script]
     assert len(full) == 30 and all((one.batch, one.seq) == (64, 1024) for one in full)
-
-
-def test_the_readme_says_what_the_committed_rows_say():
-    assert written(table.README, table.BEGIN) == table.tables(table.committed_rows())
-    ends = table.promise_table(table.committed_rows(table.PROMISE, PROMISED))
-    assert written(table.PROMISES, table.BEGIN_PROMISE) == ends
-    ram = table.promise_ram_table(table.committed_rows(table.PROMISE_RAM, PROMISED_RAM))
-    assert written(table.PROMISES, table.BEGIN_RAM) == ram
-    assert written(table.PROMISES, table.BEGIN_WHOLE_LIFE) == table.whole_life_table(row_file.read(table.WHOLE_LIFE))
 
 
 def test_the_table_counts_what_is_exact_and_lists_what_is_outside():

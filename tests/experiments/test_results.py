@@ -5,9 +5,11 @@ import re
 import pytest
 
 from experiments import results
+from experiments.bench import table as bench
 from experiments.gpu_acceptance import predicted, table
 from experiments.harness.rows import ROOT, append, made_by, read
 from experiments.harness.tables import markdown, put, written
+from experiments.host_time import table as host_time
 from lowmem.units import GIB
 
 
@@ -38,9 +40,13 @@ def denominator(name: str, eager: float | None, compiled: float | None = None) -
     return row("denominator", name, **found)
 
 
-def test_the_readmes_say_what_the_committed_rows_say():
-    assert written(results.README, results.BEGIN) == results.fits()
-    assert written(results.RESULTS_PAGE, results.BEGIN) == results.sections()
+PAGES = [results, bench, host_time, *results.TABLES]
+
+
+@pytest.mark.parametrize("made", PAGES, ids=[made.__name__.removeprefix("experiments.") for made in PAGES])
+def test_a_page_says_what_the_committed_rows_say(made):
+    for path, begin, content in made.pages():
+        assert written(path, begin) == content, path
 
 
 def test_without_rows_every_training_is_not_measured_yet():

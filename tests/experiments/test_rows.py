@@ -14,12 +14,12 @@ from experiments import rows
 from experiments.bigger_models import plans, today
 from experiments.gpu_acceptance import predicted
 from experiments.harness import rows as row_file
+from experiments.harness.models import MODELS
 from experiments.harness.options import under_runs
 from experiments.harness.planned_rows import planned
 from experiments.harness.rows import ROOT
 from experiments.memory_estimation import estimate
 from experiments.memory_estimation import run as memory_estimation
-from experiments.memory_estimation.models import MODELS
 from experiments.parallel_3d import measure as parallel_3d
 from experiments.parallel_3d.table import by_theory
 from experiments.unified_memory import measure as unified_memory
@@ -100,9 +100,9 @@ def test_will_it_fit_predicts_what_its_row_says():
     as_committed(found["predicted"], row["predicted"], *row["predicted"])
 
 
-def test_bigger_models_predicts_what_its_row_says(tmp_path):
+def test_bigger_models_predicts_what_its_row_says():
     case = next(case for case in plans.CASES if case.name.startswith("gpt2, 24GiB"))
-    found, row = plans.planned(case, tmp_path / case.shape), committed(plans.RESULTS / plans.NAME, name=case.name)
+    found, row = planned(case), committed(plans.ROWS.file, name=case.name)
     as_committed(found["predicted"], row["predicted"], *row["predicted"])
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from experiments.harness.rows import read
-from experiments.harness.tables import written
+from experiments.harness.sections import newest
 from experiments.tensor_parallel import measure, models, rounding, rules, run, sharding, table, theory, worker
 from experiments.tensor_parallel.collectives import Ranks
 from experiments.tensor_parallel.layers import PlacedDropout, vocabulary_cross_entropy
@@ -332,17 +332,12 @@ def test_a_row_that_was_measured_is_in_its_table(tmp_path, monkeypatch, capsys):
 # --- what was measured
 
 
-def test_the_tables_are_those_of_the_rows():
-    rows = read(table.ROWS)
-    assert {row["section"] for row in rows} == measure.CASES.keys()
-    assert written(table.TABLES, table.BEGIN) == table.sections(rows)
-
-
 def test_the_rows_are_what_the_issue_wants():
     """Every model on 1, 2 and 4 ranks is within rounding of one process. Parameters, bytes sent and kept are within 1%
     of what a formula says of the config; peaks fall. Nothing survives for 30 seconds."""
-    rows = {section: table.newest(read(table.ROWS), section) for section in measure.CASES}
+    rows = {section: newest(read(table.ROWS), section) for section in measure.CASES}
     assert {row["options"] for row in rows["equal"]} == set(measure.CASES["equal"])
+    assert {row["section"] for row in read(table.ROWS)} == measure.CASES.keys()
     for row in rows["equal"]:
         judged = row.get("in_roundings") or row["model"] == "resnet"  # whose older rows are not judged
         assert judged and not rounding.too_large(row) and row["steps"] >= 50, row["options"]

@@ -123,7 +123,7 @@ PROGRAMS = {  # the function, and words before those of a case
         ("unified_memory", "--num-streams 2", "give --enable-prefetch"),
         ("unified_memory", "--backward --seq 1", "give --seq 2 or more"),
         ("unified_memory", "--weights somewhere", "give one of them"),
-        ("nested_tensors", f"--out {__file__}", "cannot be made"),
+        ("nested_tensors", f"--out {__file__}", "cannot be written"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(program, words, said, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.gpu_acceptance.at_peak import tape_of_cpu
+from experiments.harness.at_peak import tape_of_cpu
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES
 from lowmem.core import optimizers
 from lowmem.core.decoder import Decoder

@@ -64,7 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int, as_json: bool) -> int:
-    """Prints the advice; returns the exit code."""
     if settings.target_tokens is not None:
         raise InputError("the advice is for decoders, and this model is an encoder-decoder")
     limit = settings.gpu_limit_bytes

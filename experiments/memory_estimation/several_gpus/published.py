@@ -1,20 +1,9 @@
-"""Predicts the peaks of runs on several GPUs that others measured, and compares.
+"""Predicts the peaks of runs on several GPUs that others measured, and compares (README.md).
 
     python -m experiments.memory_estimation.several_gpus.published [--only RUN ...] [--out DIR]
 
-All runs train with fp32 parameters, 16-bit compute, fp32 AdamW states and every block recomputed, as recipe.py does,
-without accumulation. The configs were read in the code that ran, at the commit of the run. What is known to differ
-from the recipe is data (`differs`), as is what the sources do not say (`unknown`). Nothing is fitted. `held`: bytes
-that the run's own code keeps through its peak, and the recipe does not; they are counted from shapes. An error is given
-with and without them.
-
-"active" is PyTorch's active_bytes: what is allocated, and what waits for a stream. It is compared with allocated bytes.
-
-Left out, because the recipe cannot express them: torchtitan's other tables (selective recompute, more than two
-tensor-parallel ranks, pipelines, context parallelism); github.com/tohtana/benchmark_tp (bf16 parameters and states);
-nanotron (bf16 parameters, fp32 gradients; the table of its benchmark was not found, its issues 259 and 261 do not name
-the config). Left out for want of facts: Lightning's table of FSDP1 on V100 (which of the allocator's figures it has is
-not said); LLMem on four GPUs (of it only the mean error, 3.0%, was found).
+What is known to differ from the recipe is data (`differs`), as is what the sources do not say (`unknown`). `held` are
+bytes that the run's own code keeps through its peak, and the recipe does not. Errors are given with and without them.
 """
 
 import argparse
@@ -25,14 +14,13 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from experiments.harness.options import under_runs
+from experiments.harness.models import MODELS
+from experiments.harness.options import exit_code_of, parser_of, under_runs
 from experiments.harness.rows import made_by, plan_sources
 from experiments.memory_estimation import rows as row_file
-from experiments.memory_estimation.models import MODELS
 from experiments.memory_estimation.several_gpus.rank import RankPeak, peak_of, record
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
-from lowmem.errors import LowmemError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.units import GIB, MIB
@@ -155,8 +143,7 @@ RUNS = {
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows."""
-    return plan_sources("experiments/memory_estimation/several_gpus/*.py", "experiments/memory_estimation/models.py")
+    return plan_sources("experiments/memory_estimation/several_gpus/*.py", "experiments/harness/models.py")
 
 
 def compared(run: Run) -> dict:
@@ -190,22 +177,19 @@ def _predicted(peak: RankPeak, kind: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="RUN", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="folder to write to (%(default)s)")
     options = parser.parse_args(arguments)
-    shared = {"sources": sources()} | made_by(PROGRAM, arguments)
-    try:
-        for name in options.only or RUNS:
-            row = compared(RUNS[name]) | shared
-            row_file.replace(options.out / NAME, [row])
-            errors = ", ".join(f"{kind} {error:+.1%}" for kind, error in row["errors"].items())
-            print(f"{name:<12} {errors or ('fits' if row['fits'] else 'does not fit')}", flush=True)
-    except LowmemError as error:
-        print(f"several_gpus: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: compare(options, {"sources": sources()} | made_by(PROGRAM, arguments)))
+
+
+def compare(options: argparse.Namespace, shared: dict) -> int:
+    for name in options.only or RUNS:
+        row = compared(RUNS[name]) | shared
+        row_file.replace(options.out / NAME, [row])
+        errors = ", ".join(f"{kind} {error:+.1%}" for kind, error in row["errors"].items())
+        print(f"{name:<12} {errors or ('fits' if row['fits'] else 'does not fit')}", flush=True)
     return 0
 
 

@@ -1,38 +1,7 @@
-"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder.
-
-This is plain transformers and torch.distributed, not lowmem's own step (docs/several-gpus.md). The recipe, the same for
-every method (recipe.py): fp32 parameters, bf16 compute, blocks recomputed in backward (activation
-checkpointing), the loss over all logits as transformers computes it, fused AdamW, `zero_grad()` that frees, no
-clipping. Bytes per parameter and rank, for N parameters on R ranks (parameters, two moments, gradients), and what comes
-on top for a while:
-
-    ddp      16 N               and autocast's 16-bit copies, 2 N, until forward ends; while gradients are not summed
-                                over ranks yet (`no_sync`, accumulation), they lie beside the buckets: 4 N
-    fsdp2    16 N / R           and one block's 16-bit parameters whole, with the buffer they were gathered into; those
-                                of embeddings, last norm and head (one unit) from forward to backward; one unit's
-                                gradients in 16 bit and in fp32
-    tp       16 (N - n) / R     products, heads and vocabulary are divided, activations between them are not; n small
-             + 16 n             parameters are whole on every rank (tensor_parallel.py)
-    dp+tp    tp over pairs of ranks, each rank's share divided further by fsdp2 over the pairs
+"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder (README.md).
 
 A run is recorded on rank 0 of a *fake* process group, in one process, on FakeTensors (recorder.py says what a Recorder
-sees). It consists of
-
-- PyTorch's own code: the model, activation checkpointing, autocast, AdamW, and fully_shard, which gathers and reduces
-  on streams of its own. The allocator keeps these apart, so reserved memory is simulated per stream.
-- modelled here: DistributedDataParallel, whose C++ reads its tensors' data. Its buckets (gradient_as_bucket_view=True)
-  are one per block and one for the rest, where its own are cut every 25 MiB: as many bytes, otherwise rounded.
-  Tensor parallelism is rank 0's share of the model, trained as if it were all. What CUDA does otherwise than the CPU:
-  cuda_ops.py, and autocast's list of functions that get fp32.
-- left out: NCCL's buffers (outside the allocator, 0.1 to 1 GiB); the broadcast and the second set of buckets when DDP
-  begins; the whole parameters before fully_shard divides them, because real runs divide them on meta or block by block
-  from the CPU; clipping (under fsdp2 a norm per parameter). Also layer norm's statistics under fsdp2 (4 bytes per token
-  more), and a few bytes per token of a loss over a divided vocabulary.
-
-published.py compares it with peaks that others measured on GPUs; none was measured here. Tests compare ddp and fsdp2
-with two processes that train on the CPU.
-
-Cost: one to two seconds per recording, whatever the number of blocks if they are alike (more_blocks.py).
+sees): one to two seconds per recording, whatever the number of blocks if they are alike (more_blocks.py).
 """
 
 import gc

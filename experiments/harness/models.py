@@ -1,18 +1,23 @@
-"""The models of the table: their shapes as data, because their configs must be had without a network.
+"""The shapes of models as data, because their configs must be had without a network.
 
-`overrides` are the fields of a model's config.json that differ from the defaults of its class in transformers, as far
-as they bear on memory (sizes, dropout, tying, attention). `parameters` is the count that public files state for this
-model, or None if none was found; tests/experiments/test_memory_estimation.py builds every model and compares. `source`:
-where the config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload that
+`fields` are those of a model's config.json that differ from the defaults of its class in transformers, as far as they
+bear on memory (sizes, dropout, tying, attention). `parameters` is the count that public files state for this model, or
+None if none was found; tests/experiments/test_memory_estimation.py builds every model and compares. `source`: where the
+config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload that
 names this model as its origin.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem.models.build import GPT2_SHAPES, most_positions
+from lowmem.errors import InputError
+from lowmem.models.build import GPT2_SHAPES
+
+BLOCKS = ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers")  # fields that count blocks
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,27 @@ class Model:
     name: str
     hub: str
     kind: str
-    overrides: dict[str, Any]
+    fields: Mapping[str, Any]
     parameters: int | None
     source: str
 
-    def config(self) -> PretrainedConfig:
-        return CONFIG_MAPPING[self.kind](**self.overrides)
+    def config(self, blocks: int | None = None) -> PretrainedConfig:
+        """Returns the config of the model, or of a slice with `blocks` blocks (an encoder-decoder: of each kind).
+        InputError if the model has fewer."""
+        if blocks is None:
+            return CONFIG_MAPPING[self.kind](**self.fields)
+        counts = [name for name in BLOCKS if name in self.fields]
+        most = min(self.fields[name] for name in counts)
+        if not 1 <= blocks <= most:
+            raise InputError(f"{self.name} has {most} blocks, and a slice of it 1 to {most}, not {blocks}")
+        return CONFIG_MAPPING[self.kind](**self.fields | dict.fromkeys(counts, blocks))
+
+    def write(self, folder: Path, blocks: int | None = None) -> Path:
+        """Makes `folder` with the config.json of the model or of a slice; returns it."""
+        config = self.config(blocks)
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        return folder
 
 
 def _opt(name: str, width: int, layers: int, heads: int, parameters: int, source: str, **more) -> Model:
@@ -36,28 +56,28 @@ def _opt(name: str, width: int, layers: int, heads: int, parameters: int, source
 
 
 def _bloom(name: str, width: int, parameters: int) -> Model:
-    overrides = {"hidden_size": width, "n_layer": 24, "n_head": 16, "vocab_size": 250880}
+    fields = {"hidden_size": width, "n_layer": 24, "n_head": 16, "vocab_size": 250880}
     source = "config.json of fine-tuned copies on the hub"
-    return Model(name, f"bigscience/{name}", "bloom", overrides, parameters, source)
+    return Model(name, f"bigscience/{name}", "bloom", fields, parameters, source)
 
 
 def _codegen(name: str, width: int, layers: int, heads: int, rotary: int, source: str) -> Model:
-    overrides = {"n_embd": width, "n_layer": layers, "n_head": heads, "rotary_dim": rotary, "vocab_size": 51200}
-    return Model(name, f"Salesforce/{name}", "codegen", overrides, None, source)
+    fields = {"n_embd": width, "n_layer": layers, "n_head": heads, "rotary_dim": rotary, "vocab_size": 51200}
+    return Model(name, f"Salesforce/{name}", "codegen", fields, None, source)
 
 
 def _neo(name: str, width: int, layers: int, heads: int, parameters: int) -> Model:
-    overrides = {
+    fields = {
         "hidden_size": width, "num_layers": layers, "num_heads": heads,
         "attention_types": [[["global", "local"], layers // 2]],
     }  # fmt: skip
-    return Model(name, f"EleutherAI/{name}", "gpt_neo", overrides, parameters, "config.json of fine-tuned copies")
+    return Model(name, f"EleutherAI/{name}", "gpt_neo", fields, parameters, "config.json of fine-tuned copies")
 
 
 def _gpt2(name: str, parameters: int) -> Model:
     layers, width, heads = GPT2_SHAPES[name]
-    overrides = {"n_layer": layers, "n_embd": width, "n_head": heads}
-    return Model(name, f"openai-community/{name}", "gpt2", overrides, parameters, "lowmem.models.build.GPT2_SHAPES")
+    fields = {"n_layer": layers, "n_embd": width, "n_head": heads}
+    return Model(name, f"openai-community/{name}", "gpt2", fields, parameters, "lowmem.models.build.GPT2_SHAPES")
 
 
 MODELS = {
@@ -117,8 +137,3 @@ MODELS = {
         ),
     )
 }  # fmt: skip
-
-
-def positions(config: PretrainedConfig) -> int | None:
-    """Returns the longest sequence that the model has positions for; None without a limit (BLOOM's ALiBi)."""
-    return most_positions(config)

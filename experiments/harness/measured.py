@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from experiments.gpu_acceptance.at_peak import tape_of_cpu, tape_of_history
+from experiments.harness.at_peak import tape_of_cpu, tape_of_history
 from experiments.harness.child import Setting
 from lowmem import device as devices
 from lowmem.core.batch import Batch
@@ -25,7 +25,7 @@ from lowmem.core.deferred_updates import UpdateInterrupted
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Store
-from lowmem.core.precision import LossScale
+from lowmem.core.precision import WORKING_DTYPES, LossScale, resolve_precision
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
@@ -56,6 +56,24 @@ class Ran:
 
     step_seconds: float
     updates: int
+
+
+def capped_device(setting: Setting) -> torch.device:
+    """Sets training's environment and the job's cap of GPU memory. To be called before CUDA starts."""
+    devices.set_environment()
+    device = torch.device(setting.device)
+    Budget(device, setting.gpu_limit_bytes, None).apply()
+    return device
+
+
+def sixteen_bit(device: torch.device) -> str:
+    """Returns the 16-bit precision of this device: "bf16", or "fp16" on cards below sm_80, which have no bf16."""
+    return resolve_precision("auto", device) if device.type == "cuda" else "bf16"
+
+
+def precisions(device: torch.device) -> dict[str, torch.dtype]:
+    """Returns all working precisions that the device has, by name."""
+    return {name: dtype for name, dtype in WORKING_DTYPES.items() if name != "bf16" or sixteen_bit(device) == "bf16"}
 
 
 def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
@@ -102,16 +120,8 @@ def measure(
 
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:
-    """Returns the step as training makes it, on random weights."""
     devices.take_workspaces(device)
-    store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
-    for part in store.parts:
-        part.working.normal_(0, 0.02)
-    store.page_lock()
-    step = TrainingStep(
-        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
-        loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
-    )  # fmt: skip
+    step = random_step(decoder, case, device)
     seconds = []
     for number in range(steps):
         started = time.perf_counter()
@@ -119,6 +129,18 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
         seconds.append(time.perf_counter() - started)
     step.flush()
     return Ran(statistics.median(seconds[2:] or seconds), step.updates)
+
+
+def random_step(decoder: Decoder, case: StepCase, device: torch.device) -> TrainingStep:
+    """Returns the step as training makes it, on random weights."""
+    store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
+    for part in store.parts:
+        part.working.normal_(0, 0.02)
+    store.page_lock()
+    return TrainingStep(
+        decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
+        loss_scale=LossScale(case.dtype is torch.float16, scale=1024.0),
+    )  # fmt: skip
 
 
 def error(predicted: int, measured: int) -> float:

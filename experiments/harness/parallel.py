@@ -1,0 +1,78 @@
+"""Trains a job in several processes, new ones or torchrun's, and collects what they tell.
+
+A work is named "module:function". Each process calls it as work(job, rank, device). What all of them return
+is a list by rank. group.py starts the processes and watches them.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from experiments.harness import group
+from experiments.harness.child import named
+from experiments.harness.curves import draw_curves
+from lowmem.errors import LowmemError
+from lowmem.run.log import write_json
+
+TASK, TOLD = "task.pt", "told.pt"
+
+
+def train(work: str, job: Any, ranks: int) -> list | None:
+    """Returns what all processes tell. None in torchrun's processes of other ranks than 0. ProcessFailed, with the
+    cause, if one ends early; then all are ended."""
+    if group.is_one_of_torchruns():
+        rank = int(os.environ["RANK"])
+        device = group.begin(None, rank, ranks)
+        jobs = [job]  # of each process its own; what was measured to make one differs, so rank 0's counts
+        dist.broadcast_object_list(jobs, src=0)
+        told = _told(work, jobs[0], rank, device)
+        dist.destroy_process_group()
+        return told
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_task(folder, work, job, ranks)
+        group.run(__name__, folder, ranks)
+        return read_told(folder)
+
+
+def write_task(folder: Path, work: str, job: Any, ranks: int) -> None:
+    torch.save((work, job, ranks), folder / TASK)
+
+
+def read_told(folder: Path) -> list:
+    return torch.load(folder / TOLD, weights_only=False)
+
+
+def take_part(folder: Path, rank: int) -> None:
+    work, job, ranks = torch.load(folder / TASK, weights_only=False)
+    told = _told(work, job, rank, group.begin(folder, rank, ranks))
+    if told is not None:
+        torch.save(told, folder / TOLD)
+    dist.destroy_process_group()
+
+
+def _told(work: str, job: Any, rank: int, device: torch.device) -> list | None:
+    own = named(work)(job, rank, device)
+    told = [None] * dist.get_world_size() if rank == 0 else None
+    with group.peer_errors():
+        dist.gather_object(own, told)
+    return told
+
+
+def write_report(report: dict, out: Path, said: str) -> None:
+    """Writes report.json, draws its losses and prints `said`. LowmemError if the training diverged."""
+    if report["losses"]:
+        draw_curves(report["losses"], out / "curves.png")
+    write_json(out / "report.json", report)
+    print(f"{said}\nsee {out / 'report.json'}")
+    if report["diverged"]:
+        raise LowmemError(report["diverged"])
+
+
+if __name__ == "__main__":
+    sys.exit(group.member(take_part))

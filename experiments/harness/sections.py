@@ -1,0 +1,57 @@
+"""Measurements in sections: a program measures the command lines of each section, a page has a table of each.
+
+A row has its section and its command line, `options`. Of rows that have the same the newest counts.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from experiments.harness import rows as row_file
+from experiments.harness.options import under_runs
+
+Section = tuple[tuple[str, ...], str, Callable[[list[dict]], str]]  # sections of its rows, title, table
+
+
+def measure(
+    program: str,
+    cases: Mapping[str, Sequence[str]],
+    values_of: Callable[[str, str], dict],
+    committed: Path,
+    page_of: Callable[[list[dict]], str],
+    arguments: list[str] | None,
+    sources: str | None = None,
+) -> int:
+    """Adds a row for each command line of `cases` that the `arguments` choose, and prints the page. `values_of` gets a
+    section and a command line; `committed`: the rows in the repository; `sources`: a digest, by default the program's.
+    Returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", allow_abbrev=False)
+    parser.add_argument("--only", choices=cases, action="append", help="default: all of them")
+    parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
+    parser.add_argument("--rows", type=Path, default=under_runs(committed), metavar="ROWS.jsonl")
+    options = parser.parse_args(arguments)
+    common = {"sources": sources or row_file.sources(program)} | row_file.made_by(program, arguments)
+    for section in options.only or cases:
+        for words in (words for words in cases[section] if options.matching in words):
+            print(section, words, flush=True)
+            row = common | {"section": section, "options": words} | values_of(section, words)
+            row_file.append(options.rows, row)
+    print(page_of(row_file.read(options.rows)))
+    return 0
+
+
+def newest(rows: Iterable[dict], *sections: str) -> list[dict]:
+    return list({(row["section"], row["options"]): row for row in rows if row["section"] in sections}.values())
+
+
+def page(rows: list[dict], sections: Iterable[Section], newest: Callable[..., list[dict]] = newest) -> str:
+    """Returns a title and a table for all sections that have rows, and the machine of the last row."""
+    parts = []
+    for names, title, table in sections:
+        if found := newest(rows, *names):
+            parts += [title, table(found)]
+    for last in [row for row in rows if "machine" in row][-1:]:
+        parts.append(f"On {last['machine']}; torch {last['versions']['torch']}, Python {last['versions']['python']}.")
+    return "\n\n".join(parts)
