@@ -8,7 +8,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from lowmem.cudasim.gpus import CARDS, EMULATED_SHARE, Card, Rate, card_named, card_of_name_reported
+from lowmem.cudasim.gpus import (
+    CARDS,
+    EMULATED_SHARE,
+    MULTIPROCESSORS,
+    Card,
+    Rate,
+    card_named,
+    card_of_name_reported,
+    multiprocessor,
+)
 from lowmem.cudasim.roofline import (
     ATTENTION_SHARES,
     KERNEL_SECONDS,
@@ -52,6 +61,11 @@ def test_the_table_holds_exactly_the_cards_that_are_promised():
     promised = "gtx1080ti rtx2080ti rtx3060 rtx3090 rtx4090 p100 t4 l4 a100 h100 h200"
     assert sorted(name for name, card in CARDS.items() if card.measured) == sorted(promised.split())
     assert all(card.name == name for name, card in CARDS.items())
+
+
+def test_every_card_has_the_multiprocessor_of_its_capability_and_newer_ones_the_last_before():
+    assert {card.capability for card in CARDS.values()} <= MULTIPROCESSORS.keys()
+    assert multiprocessor((12, 1)).threads == 1536 and multiprocessor((3, 7)) == multiprocessor((5, 0))
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)

@@ -19,7 +19,7 @@ from tests.cudasim.test_cuda_ops import (
 )
 
 aten = torch.ops.aten
-A100, ADA = (8, 0), (8, 9)
+A100 = (8, 0)
 
 
 def temporaries(gpu, func, *args, **kwargs):
@@ -114,3 +114,23 @@ def test_a_sum_of_another_dtype_is_one_of_a_copy_but_for_16_bit_in_fp32():
     assert temporaries(gpu, aten.sum.default, torch.empty(8, 1024, dtype=torch.bool)) == ()  # on the CPU
     for dtype in (BF16, FP16):
         assert temporaries(gpu, aten.sum.dim_IntList, meta(64, 64, dtype=dtype, grad=False), [0], dtype=FP32) == ()
+
+
+def test_the_sum_of_a_biass_gradient_by_hand():
+    """16,384 x 1,280 on 28 multiprocessors: a thread has 4 columns; blocks of 32 x 4 threads; 10 blocks for all columns
+    and, of 16,384 / 4 rows a thread, enough for 12 blocks on each multiprocessor: 336 / 10, rounded up to 34."""
+    found = temporaries(Gpu(RTX3090, 28), aten.sum.dim_IntList, meta(16384, 1280, grad=False), [0])
+    assert found == (4 * 1280 * 34 * (32 * 4), 4 * 10) == (22_282_240, 40)
+
+
+def test_a_whole_norm_leaves_one_number_per_block():
+    """4,194,304 numbers: 512 threads, 2,048 of them at once on 108 multiprocessors make 432 blocks."""
+    x = meta(4_194_304, dtype=FP32, grad=False)
+    assert temporaries(Gpu(A100, 108), aten.linalg_vector_norm.default, x) == (432 * 4, 4)
+
+
+def test_a_sum_over_more_than_two_gib_is_cut_and_handed_on():
+    """131,072 x 10,240 in 16 bit: two kernels, the first of which leaves fp32 sums to the second."""
+    gpu, x = Gpu(H100, 132), meta(131072, 10240, grad=False)
+    half = temporaries(gpu, aten.sum.dim_IntList, x[:65536], [0])
+    assert temporaries(gpu, aten.sum.dim_IntList, x, [0]) == (*half, 10240 * 4)

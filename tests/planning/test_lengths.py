@@ -62,16 +62,10 @@ def test_on_the_cpu_nobody_knows_seconds():
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize(
     "layout",
-    [
-        {},
-        {"group": 4},
-        {"group": 4, "segment_blocks": 2, "states_on_gpu": 0},
-        {"kept": 99},
-        {"kept": 5},
-        {"group": 4, "fate": "dropped"},
-    ],
+    [{}, {"group": 4}, {"group": 4, "segment_blocks": 2, "states_on_gpu": 0}, {"kept": 99}, {"kept": 5},
+     {"group": 4, "fate": "dropped"}],
     ids=lambda layout: " ".join(layout) or "plain",
-)
+)  # fmt: skip
 def test_no_lengths_take_more_memory_than_full_rows(plan, layout, kind):
     """What is allocated is never more. What is reserved may be, by a few pages of 2 MiB, for holes are other ones; the
     margin that plans leave (caps.MARGIN_BYTES) is an order wider."""
