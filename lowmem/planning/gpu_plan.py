@@ -91,9 +91,7 @@ class _Case:
             return free  # the cap changes nothing
         left_free = self.margins if layout.fate is Fate.APPLIED else 1
         caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit, left_free)
-        under_caps = (self.simulations.run(layout, cap) for cap in caps)  # holes may make the wider one fail
-        found = next(filter(None, under_caps), None)
-        return found or self.simulations.run(layout, self.simulations.smallest_cap_bytes(layout))
+        return self.simulations.memory_under(layout, *caps)
 
 
 def gpu_plan(question: Question) -> Plan:

@@ -106,6 +106,12 @@ class Simulations:
                 self._runs[key] = None
         return self._runs[key]
 
+    def memory_under(self, layout: Layout, *caps: int) -> Memory:
+        """Returns the figures under the first of `caps` that suffices. Holes may make a wider cap fail; if all fail,
+        returns those under the smallest cap that suffices."""
+        found = next(filter(None, (self.run(layout, cap) for cap in caps)), None)
+        return found or self.run(layout, self.smallest_cap_bytes(layout))
+
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
         """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
