@@ -237,10 +237,10 @@ def test_as_much_is_kept_as_fits_even_if_growth_is_expected_wrongly(simulations,
         assert kept == max(index for index, size in enumerate(sizes) if size <= limit)
 
 
-def test_memory_under_a_cap_that_holes_make_fail_is_that_under_a_smaller_one(monkeypatch):
+def test_memory_under_a_cap_that_holes_make_fail_is_that_under_a_smaller_one(simulations, monkeypatch):
     """Seen to fail: memory_estimation asked for the figures under that cap alone, and there were none."""
     suffice = {"smallest": 5, "wide": 9}
     monkeypatch.setattr(Simulations, "run", lambda self, layout, cap: cap if cap in suffice.values() else None)
     monkeypatch.setattr(Simulations, "smallest_cap_bytes", lambda self, layout: suffice["smallest"])
-    assert simulations().memory_under(Layout(1), 8) == 5
-    assert simulations().memory_under(Layout(1), 8, 9) == simulations().memory_under(Layout(1), 9) == 9
+    assert simulations.memory_under(Layout(1), 8) == 5
+    assert simulations.memory_under(Layout(1), 8, 9) == simulations.memory_under(Layout(1), 9) == 9
