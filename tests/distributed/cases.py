@@ -19,11 +19,13 @@ DROPOUT, CLIP_NORM, LEARNING_RATE = 0.1, 0.5, 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """One training of `steps`. `settings`: keywords of make_step. `sorted_rows`: rows of several lengths."""
+    """One training of `steps`. `settings`: keywords of make_step. `sorted_rows`: rows of several lengths. `packed`: two
+    documents in each row, which do not see each other."""
 
     family: str = "gpt2"
     settings: dict = field(default_factory=dict)
     sorted_rows: bool = False
+    packed: bool = False
     rows: int = ROWS
     steps: int = 4
 
@@ -42,6 +44,12 @@ class Case:
         labels = tokens[:, 1:].clone()
         for row in labels:
             row[: int(torch.randint(0, SEQ - 1, (), generator=drawn))] = -100
+        if self.packed:
+            edges = torch.randint(1, SEQ, (self.rows, 1), generator=drawn)
+            places = torch.arange(SEQ).expand(self.rows, SEQ)
+            second = places >= edges
+            labels[:, :-1][second.diff(dim=1)] = -100  # the last token of a document does not predict the next one
+            return Batch(tokens[:, :-1].contiguous(), labels, places - second * edges, second.int())
         if not self.sorted_rows:
             return Batch(tokens[:, :-1].contiguous(), labels)
         lengths = torch.randint(4, SEQ + 1, (self.rows,), generator=drawn)
@@ -67,6 +75,7 @@ CASES = {
     "fp16": Case(settings={"precision": "fp16"}, steps=20),
     "a rank has no micro-batch": Case(rows=1),
     "rows sorted": Case(rows=7, sorted_rows=True),
+    "rows packed": Case("llama", rows=7, packed=True),
     "twice, segments of 3": Case(settings={"fate": "dropped", "segment_blocks": 3, "kept": 1}),
     "8-bit states": Case(settings={"optimizer": "adamw8bit"}),
 }
