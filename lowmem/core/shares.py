@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from math import sqrt
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,21 +38,47 @@ class Among(StrEnum):
     ALL = "all ranks"
 
 
-class Unit(Protocol):
-    """Gathers one unit's matrices."""
+class Unit:
+    """Gathers one unit's matrices, `part`. A subclass says how."""
+
+    def __init__(self, part: Part):
+        self._part = part
+        self._updates: int | None = None  # of the gathered weights; None if they are not gathered
+        self._coming: object | None = None  # what `_gather` returned, until the weights have arrived
 
     @property
     def is_here(self) -> bool:
         """Returns True if the present weights are gathered."""
+        return self._updates == self._part.updates and self._coming is None
 
     def start(self) -> None:
         """Starts to gather, unless the weights are here or on their way."""
+        if self._updates != self._part.updates:
+            self.let_go()
+            self._coming, self._updates = self._gather(), self._part.updates
 
     def wait(self) -> None:
         """Makes kernels launched from now on find the weights."""
+        if self._coming is not None:
+            self._arrive(self._coming)
+            self._coming = None
 
     def let_go(self) -> None:
         """Frees the memory of the gathered weights."""
+        if self._updates is not None:
+            self.wait()
+            self._free()
+            self._updates = None
+
+    def _gather(self) -> object:
+        """Starts to gather, and returns what `_arrive` waits for."""
+        raise NotImplementedError
+
+    def _arrive(self, coming: object) -> None:
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        raise NotImplementedError
 
 
 class GatheredWeights:

@@ -8,10 +8,11 @@ that memory and fills it again; the views stay.
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lowmem.core.parameters import Part
+from lowmem.core.shares import Unit
 
 
 class _Flat(nn.Module):
@@ -26,36 +27,21 @@ class _Flat(nn.Module):
         self.flat = nn.Parameter(DTensor.from_local(part.working, mesh, [Shard(0)], run_check=False), False)
 
 
-class GatheredUnit:
-    """Gathers one unit's matrices, `part` (core/shares.py). `parameters`: those of the model, by name."""
+class GatheredUnit(Unit):
+    """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
-        self._part, self._parameters, self._module = part, parameters, _Flat(part, mesh)
-        self._bound = False
-        self._coming = None
-        self.updates: int | None = None  # of the gathered weights; None if they are not gathered
+        super().__init__(part)
+        self._parameters, self._module, self._bound = parameters, _Flat(part, mesh), False
 
-    @property
-    def is_here(self) -> bool:
-        return self.updates == self._part.updates and self._coming is None
+    def _gather(self) -> UnshardHandle:
+        return self._module.unshard(async_op=True)
 
-    def start(self) -> None:
-        if self.updates == self._part.updates:
-            return
-        self.let_go()
-        self._coming, self.updates = self._module.unshard(async_op=True), self._part.updates
-
-    def wait(self) -> None:
-        if self._coming is None:
-            return
-        self._coming.wait()
-        self._coming = None
+    def _arrive(self, coming: UnshardHandle) -> None:
+        coming.wait()
         for name, parameter in () if self._bound else self._parameters.items():
             parameter.data = self._part.view(self._module.flat.data, name)
         self._bound = True
 
-    def let_go(self) -> None:
-        if self.updates is not None:
-            self.wait()
-            self._module.reshard()
-            self.updates = None
+    def _free(self) -> None:
+        self._module.reshard()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowmem.core.parameters import Part
 from lowmem.core.ranks import Thing
-from lowmem.core.shares import Among, Shares
+from lowmem.core.shares import Among, Shares, Unit
 from lowmem.cudasim.recorder import Recorder
 
 RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
@@ -121,48 +121,38 @@ class SimulatedRanks(Shares):
         return tensor
 
 
-class _SimulatedUnit:
+class _SimulatedUnit(Unit):
     """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
-        self._part, self._ranks, self._size = part, ranks, part.working.numel() * ranks.sharing
+        super().__init__(part)
+        self._ranks, self._size = ranks, part.working.numel() * ranks.sharing
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
-        self._coming = 0.0
-        self._updates: int | None = None  # of the gathered weights; None if they are not gathered
         weights = ranks.without_memory(self._size, part.working.dtype)
         for name, parameter in parameters.items():
             parameter.data = part.view(weights, name)
 
-    @property
-    def is_here(self) -> bool:
-        return self._updates == self._part.updates and self._buffer is None
-
-    def start(self) -> None:
-        if self._updates == self._part.updates:
-            return
-        self.let_go()
+    def _gather(self) -> float:
         working = self._part.working
-        self._buffer, self._updates = working.new_empty(self._size), self._part.updates
+        self._buffer = working.new_empty(self._size)
         self._buffer[: working.numel()].copy_(working)
-        self._coming = self._ranks.send(working.nbytes * (self._ranks.sharing - 1))
+        return self._ranks.send(working.nbytes * (self._ranks.sharing - 1))
 
-    def wait(self) -> None:
-        if self._buffer is None:
-            return
-        self._ranks.wait(self._coming)
+    def _arrive(self, coming: float) -> None:
+        self._ranks.wait(coming)
         self._gathered = torch.empty_like(self._buffer).copy_(self._buffer)
         self._buffer = None
 
-    def let_go(self) -> None:
-        self._buffer = self._gathered = self._updates = None
+    def _free(self) -> None:
+        self._gathered = None
 
 
 BESIDE = "gradient_sums"  # the storages that are made beside the compute stream
 STREAMS = {BESIDE: 1}
 NAMES = {  # of what is born in these functions, or in what they call
-    _SimulatedUnit.start.__code__: "gathered_weights",
-    _SimulatedUnit.wait.__code__: "gathered_weights",
+    _SimulatedUnit._gather.__code__: "gathered_weights",
+    _SimulatedUnit._arrive.__code__: "gathered_weights",
     Shares._sum_slices.__code__: BESIDE,
     Shares.summed.__code__: "gradients",
 }
