@@ -142,6 +142,9 @@ class Settings:
         None, "a folder on a fast disk for optimizer states", "DIR", "none")
     disk_rate_bytes: int | None = _option(
         2 * GIB, "bytes per second that this disk reads and writes in all, for the predicted time", "SIZE")
+    network_rate_bytes: int | None = _option(
+        1_250_000_000, "with several machines: bytes per second that come to a machine from the others, for the "
+        "predicted time", "SIZE")
     weights: Literal["auto", "resident", "streamed"] = _option(
         "auto", "16-bit weights of the blocks on the GPU, or in RAM and copied for each pass: the same bits; auto: in "
         "RAM if that is needed or faster")
@@ -291,6 +294,8 @@ def in_words(name: str, value: Any) -> str:
         return "on" if value else "off"
     if name.endswith("_bytes"):
         return format_size(value)
+    if isinstance(value, float):
+        return f"{value:g}"
     return ", ".join(value) if isinstance(value, list | tuple) else str(value)
 
 
@@ -302,6 +307,7 @@ _CONFLICTS = (  # settings that cannot be combined, and what a refusal says afte
     ({"gradients": "streamed", "states": "resident"}, "needs streamed states: leave out --states resident"),
     ({"states": "disk", "states_folder": None}, "needs a folder on a disk: give --states-folder"),
     ({"disk_rate_bytes": None}, "must be a size, the bytes that a disk reads and writes in a second, as in 2GiB"),
+    ({"network_rate_bytes": None}, "must be a size, the bytes that come to a machine in a second, as in 1GiB"),
 )
 
 # --demo's defaults instead of a script's: a small model from random weights, minutes on two CPU cores.

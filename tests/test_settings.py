@@ -101,6 +101,7 @@ OPTION_VALUES += [
     *[("--gpu-limit 800MiB", "gpu_limit_bytes", 800 * MIB), ("--gpu-limit none", "gpu_limit_bytes", None)],
     *[("--ram-limit 16G", "ram_limit_bytes", 16 * GIB), ("--ram-limit none", "ram_limit_bytes", None)],
     ("--disk-rate 3GiB", "disk_rate_bytes", 3 * GIB),
+    ("--network-rate 3GiB", "network_rate_bytes", 3 * GIB),
     *[(f"--{name.replace('_', '-')} auto", name, None) for name in ("micro_batch", "group", "segment_blocks")],
     *[(f"--{name.replace('_', '-')}", name, True) for name in ("fixed_batch", "plan_only", "verbose", "keep_best")],
 ]
@@ -724,6 +725,7 @@ PLANNED = (
     *("seq", "batch", "optimizer", "precision", "residual", "clip_norm", "document_mask", "pack", "steps", "device"),
     *("gpu_limit_bytes", "ram_limit_bytes", "gpu", "micro_batch", "group", "segment_blocks", "recompute", "states"),
     *("states_folder", "disk_rate_bytes", "weights", "boundaries", "gradients", "keep_last", "export_dtype"),
+    "network_rate_bytes",
 )
 
 

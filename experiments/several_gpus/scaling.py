@@ -1,9 +1,9 @@
 """Plans training with torchrun on 1 to 64 cards: `python -m experiments.several_gpus.scaling`.
 
 Each plan is that of one card of so many: its step is simulated, with what it gathers, sums and waits for. The machine
-has 256 GiB of RAM and one bus through it for all cards. Several machines have eight cards each, and a batch that is as
-many times as large. Nothing of this was measured on cards. A row is written as soon
-as its plan is made, and a plan that has a row of the same sources is not made again.
+has 256 GiB of RAM, and one bus through it for all cards without NVLink. Several machines have eight cards each, and a
+batch that is as many times as large. Nothing of this was measured on cards. A row is written as soon as its plan is
+made, and a plan that has a row of the same sources is not made again.
 """
 
 import sys
@@ -46,6 +46,7 @@ class Case:
         return Settings(
             model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH * self.machines, gpu=self.card,
             gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT), plan_only=True,
+            network_rate_bytes=NETWORKS.get(self.card, 1) * 10**9 // 8,
         )  # fmt: skip
 
     def row(self) -> dict:
@@ -54,8 +55,7 @@ class Case:
         return known if self.machines == 1 else known | {"network_gbit": NETWORKS[self.card]}
 
     def plan(self) -> dict:
-        network_rate = NETWORKS.get(self.card, 0) * 1e9 / 8  # which one machine has no use for
-        content = lowmem.plan(self.settings(), self.gpus, self.machines, network_rate).to_dict()
+        content = lowmem.plan(self.settings(), self.gpus, self.machines).to_dict()
         kept = ("predicted", "choice", "breakdown", "ranks_that_share_a_model", "sent_bytes")
         return {name: content[name] for name in (*kept, "seconds_waiting_for_copies")}
 

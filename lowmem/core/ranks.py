@@ -20,7 +20,7 @@ class Ranks:
 
     count, rank = 1, 0
     sharing, place = 1, 0
-    on_each = 1  # machine; `count` if machines have different numbers
+    machines, alike = 1, True  # alike: all machines have the same number of processes
 
     def share_among(self, sharing: int) -> None:
         """Makes each `sharing` consecutive processes store a model together. Must be called before a Store is made."""

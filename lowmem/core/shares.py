@@ -34,8 +34,7 @@ class Among(StrEnum):
     """Says which ranks take part in a collective."""
 
     SHARES = "the ranks that store a model together"
-    EQUALS = "the ranks that store the same share"
-    ALL = "all ranks"
+    REPLICAS = "the ranks that store the same share"
 
 
 class Unit:
@@ -240,13 +239,13 @@ class Shares(Ranks):
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of `own` [n] over the ranks with the same share. Each of them sums a part for all."""
+        """Returns the sum of all machines' `own` [n]. Each machine adds one part of it and sends that to the others."""
         machines = self.count // self.sharing
         if machines == 1:
             return own
         padded = torch.nn.functional.pad(own, (0, -len(own) % machines)).view(machines, -1)
         total = torch.empty_like(padded)
-        self.gather(total, self._reduced(padded, Among.EQUALS), Among.EQUALS)
+        self.gather(total, self._reduced(padded, Among.REPLICAS), Among.REPLICAS)
         return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
@@ -255,9 +254,12 @@ class Shares(Ranks):
             return
         sizes = [part.working.numel() for part in self._vectors]
         own = torch.cat([_gradient(part, size) for part, size in zip(self._vectors, sizes, strict=True)])
-        came = own.new_empty(self.count, own.numel())
-        self.gather(came, own, Among.ALL)
-        for part, total in zip(self._vectors, in_order(came).split(sizes), strict=True):
+        for ranks, among in ((self.sharing, Among.SHARES), (self.count // self.sharing, Among.REPLICAS)):
+            if ranks > 1:
+                came = own.new_empty(ranks, own.numel())
+                self.gather(came, own, among)
+                own = in_order(came)
+        for part, total in zip(self._vectors, own.split(sizes), strict=True):
             part.gradient = total
 
     def norm(self, norms: Sequence[tuple[Part, Tensor]]) -> float:

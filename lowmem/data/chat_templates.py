@@ -1,10 +1,11 @@
 """Renders a conversation as text with the tokenizer's chat template, as the model is given it in inference.
 
 A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
-`tokenizer.apply_chat_template` in three points:
+`tokenizer.apply_chat_template` in four points:
 
 - A template that asks for the date always gets the same date, so every training run reads the same text.
 - The spans marked with {% generation %} are returned, too.
+- Templates of vision models get each message's content as a list of parts.
 - DeepSeek's templates get tool calls in an older form if the usual form fails.
 """
 
@@ -58,8 +59,11 @@ class ChatTemplate:
         self.note = f" (which is told that today is {TODAY})" if dated else ""
         exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         text = ""
-        with contextlib.suppress(InputError):
-            text, _ = self.render(Conversation("", exchange))
+        for self._parts in (False, True):
+            with contextlib.suppress(InputError):
+                text, _ = self.render(Conversation("", exchange))
+            if _QUESTION in text and _ANSWER in text:
+                break
         # The text after the last answer: "" for nothing, None if unknown.
         self.end_of_turn = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else None
 
@@ -102,7 +106,7 @@ class ChatTemplate:
         template = _ASKS_FOR_THE_DATE.sub(lambda match: repr(TODAY.strftime(match[2])), template)
         marks = bool(_MARKS_GENERATION.search(template))
         texts, spans = render_jinja_template(
-            [messages],
+            [list(map(_in_parts, messages)) if self._parts else messages],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=marks,
@@ -110,6 +114,12 @@ class ChatTemplate:
             **self._tokenizer.special_tokens_map,
         )
         return texts[0], spans[0] if marks else []
+
+
+def _in_parts(message: Message) -> Message:
+    if not message.get("content"):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_older_tool_calls(message: Message) -> Message:

@@ -53,7 +53,7 @@ def joined(device: str) -> Iterator:
     # gloo sends tensors in RAM, such as a loss and the shares that rank 0 saves. Builds for Windows have no NCCL.
     nccl = on_gpu and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_TIMEOUT)
-    ranks = SeveralRanks("cuda" if on_gpu else "cpu", local_ranks())
+    ranks = SeveralRanks("cuda" if on_gpu else "cpu", _variable("LOCAL_RANK", 0), local_ranks())
     try:
         yield ranks
     except Exception as error:

@@ -19,14 +19,15 @@ _END = -1
 
 class SeveralRanks(Shares):
     """Answers for one process of the default process group. `device_type`: where it trains, "cuda" or "cpu".
-    `on_machine`: the number of processes on this machine, None for all. `on_each`: that number if it is the same on all
-    machines, otherwise the number of all processes."""
+    `local_rank`, `on_machine`: its number on its machine, and how many processes that has; by default all are on
+    one."""
 
-    def __init__(self, device_type: str, on_machine: int | None = None):
+    def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
         super().__init__(dist.get_world_size(), dist.get_rank())
-        on_machine = on_machine or self.count
-        self.on_each = on_machine if self.most(on_machine) == -self.most(-on_machine) else self.count
+        first, on_machine = (self.rank if local_rank is None else local_rank) == 0, on_machine or self.count
+        self.machines = int(self.total(float(first)))
+        self.alike = self.most(on_machine) * self.machines == self.count
         self._shares: list[Tensor] = []  # in the same order on all ranks
         self._stream = torch.cuda.Stream() if device_type == "cuda" else None
 
@@ -39,7 +40,7 @@ class SeveralRanks(Shares):
         shape, names = (self.count // sharing, sharing), ("machine", "share")
         mesh = init_device_mesh(self._device_type, shape, mesh_dim_names=names)
         self._mesh = mesh["share"]
-        self._groups = {Among.SHARES: mesh.get_group("share"), Among.EQUALS: mesh.get_group("machine")}
+        self._groups = {Among.SHARES: mesh.get_group("share"), Among.REPLICAS: mesh.get_group("machine")}
 
     # --- a step
 
@@ -56,7 +57,7 @@ class SeveralRanks(Shares):
         dist.all_to_all_single(came, sent, group=self._groups.get(among))
 
     def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
-        dist.all_gather(list(came), own, group=self._groups.get(among))
+        dist.all_gather_into_tensor(came.view(-1), own, group=self._groups.get(among))
 
     def beside(self) -> AbstractContextManager:
         if self._stream is None:

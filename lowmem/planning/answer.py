@@ -75,7 +75,8 @@ def _figures(plan: "Plan", done: int) -> Iterator[str]:
 
 
 def _ranks(plan: "Plan") -> str:
-    return f"{plan.ranks} processes" if plan.card is None else f"{plan.ranks} cards"
+    machines = f"{plan.ranks // plan.sharing} x " if plan.sharing < plan.ranks else ""
+    return f"{machines}{plan.sharing} {'processes' if plan.card is None else 'cards'}"
 
 
 def _of(size_bytes: int, limit_bytes: int | None) -> str:

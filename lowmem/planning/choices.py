@@ -60,12 +60,12 @@ class Choices:
         )
 
 
-def step_case(settings: Settings, precision: str, ranks: Mesh = ALONE) -> StepCase:
+def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
     """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
-        target_tokens=settings.target_tokens, ranks=ranks,
+        target_tokens=settings.target_tokens, mesh=mesh,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     disk = (simulations.units,) if settings.states == "disk" else disk
     homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
     fates = (list(_fates(settings, choices, simulations.base)) for choices in homes)
-    if simulations.base.ranks.count > 1:
+    if simulations.base.mesh.count > 1:
         fates = ([_gathered(choices, kept) for choices in each for kept in (0, simulations.blocks)] for each in fates)
     return [choices for choices in fates if choices]
 
@@ -130,7 +130,7 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
     ranks the whole batch is always one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
-    if held and case.ranks.count == 1:
+    if held and case.mesh.count == 1:
         yield choices
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
     whole = replace(choices, segments=segments, whole_batch=True)

@@ -72,7 +72,7 @@ class Columns:
         if not layout.boundaries_in_ram:
             rows = column.group * column.micro_batch
             inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
-        gradients = 4 * simulations.parameters // simulations.base.ranks.sharing if self._held(column) else 0
+        gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if self._held(column) else 0
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:

@@ -80,7 +80,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
     else would do."""
     settings = question.settings
-    base = step_case(settings, question.precision, question.ranks)
+    base = step_case(settings, question.precision, question.mesh)
     simulations = Simulations(question.make_decoder, base, cpu_target())
     case = _Case(question, simulations)
     once = _layouts(settings, simulations)
@@ -138,7 +138,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
         base = replace(base, weights_on_gpu=1, states_on_gpu=0)
     if settings.gradients == "streamed":
         base = replace(base, fate=Fate.SENT, states_on_gpu=0)
-    whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.ranks.count > 1
+    whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.mesh.count > 1
     choices = replace(choices, whole_batch=whole_batch)
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]

@@ -104,7 +104,7 @@ def gpu_plan(question: Question) -> Plan:
         card_limit = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
         gpu_limit = min(gpu_limit or card_limit, card_limit)
     decoder = partial(question.make_decoder, fused_kernels=target.fused_kernels)
-    simulations = Simulations(decoder, step_case(settings, question.precision, question.ranks), target)
+    simulations = Simulations(decoder, step_case(settings, question.precision, question.mesh), target)
     case = _Case(question, simulations, gpu_limit)
     room = case.room(settings.ram_limit_bytes)
     found = fastest_layout(ways(settings, simulations), simulations, room)
@@ -115,7 +115,7 @@ def gpu_plan(question: Question) -> Plan:
         room = case.room(settings.ram_limit_bytes, margins=1)
         found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
     plan = case.plan(found)
-    if not settings.plan_only and question.ranks.count == 1:  # one of several ranks cannot go on with another layout
+    if not settings.plan_only and question.mesh.count == 1:  # one of several ranks cannot go on with another layout
         plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
     free_bytes = question.ram_here_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:

@@ -63,8 +63,8 @@ def make_plan(question: Question) -> Plan:
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)
-    ranks = question.ranks
-    return replace(plan, not_compared=not_compared, steps=settings.steps, ranks=ranks.count, sharing=ranks.sharing)
+    mesh = question.mesh
+    return replace(plan, not_compared=not_compared, steps=settings.steps, ranks=mesh.count, sharing=mesh.sharing)
 
 
 @contextmanager

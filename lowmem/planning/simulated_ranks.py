@@ -9,8 +9,9 @@ is written there and read again, for all cards at once. So the link is as fast a
 part of half the RAM's speed, if that is less. A second link leads to other machines; the cards of a machine share it.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,39 +23,37 @@ from lowmem.core.shares import Among, Shares, Unit
 from lowmem.cudasim.recorder import Recorder
 
 RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
-NETWORK_BYTES_PER_SECOND = 1.25e9  # 10 Gbit/s, of one direction; assumed
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Says how many ranks train together. `sharing`: how many store a model together. `copies`: how many times they do
-    so, once on each machine; 1 if the ranks of all `machines` store one model. `network`: bytes per second that come to
-    a machine."""
+    """Says how many ranks train together. Each `sharing` of them store a model, and there are as many `replicas` of it.
+    `network`: bytes per second that come to one of the `machines` from the others."""
 
     sharing: int = 1
-    copies: int = 1
+    replicas: int = 1
     machines: int = 1
-    network: float = NETWORK_BYTES_PER_SECOND
+    network: float = math.inf
 
     @property
     def count(self) -> int:
-        return self.sharing * self.copies
+        return self.sharing * self.replicas
 
-    def rates(self, copies: float, link: float | None) -> dict[Among, float]:
-        """Returns the bytes per second that come to a rank from others. `copies`: of a copy to its card. `link`: from
+    def rates(self, bus: float, link: float | None) -> dict[Among, float]:
+        """Returns the bytes per second that come to a rank from others. `bus`: of a copy to its card. `link`: from
         cards of the same machine, None if all goes through RAM."""
         on_each = self.count // self.machines
-        inside, outside = link or bytes_per_second_through_ram(copies, on_each), self.network / on_each
-        outside = min(inside, outside) if self.machines > 1 else inside
-        return {Among.SHARES: inside if self.copies == self.machines else outside, Among.EQUALS: outside}
-
-
-def bytes_per_second_through_ram(copies: float, ranks: int) -> float:
-    """Returns how fast a rank receives. `copies`: bytes per second of a copy to its card."""
-    return min(copies, RAM_BYTES_PER_SECOND / (2 * ranks))
+        inside = link or bytes_per_second_through_ram(bus, on_each)
+        outside = min(inside, self.network / on_each)
+        return {Among.SHARES: inside if self.replicas == self.machines else outside, Among.REPLICAS: outside}
 
 
 ALONE = Mesh()
+
+
+def bytes_per_second_through_ram(bus: float, ranks: int) -> float:
+    """Returns how fast a rank receives. `bus`: bytes per second of a copy to its card."""
+    return min(bus, RAM_BYTES_PER_SECOND / (2 * ranks))
 
 
 class SimulatedRanks(Shares):
@@ -66,7 +65,10 @@ class SimulatedRanks(Shares):
         super().__init__(mesh.count, 0)
         self.share_among(mesh.sharing)
         self.exposed_seconds, self.sent_bytes = 0.0, 0
-        self._recorder, self._rates, self._free = recorder, rates, dict.fromkeys(Among, 0.0)
+        self._recorder, self._rates = recorder, rates
+        self._free = dict.fromkeys(Among, 0.0)  # when a link has sent all that it was given
+        self._beside: float | None = None  # inside `beside`: when its transfers end
+        self._sums_end = 0.0
 
     def unit(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedUnit":
         return _SimulatedUnit(part, self, parameters)
@@ -88,14 +90,17 @@ class SimulatedRanks(Shares):
 
     def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
         arrived = self.send(came.nbytes - own.nbytes, among)
-        if among is Among.ALL:  # what follows is computed beside the compute stream otherwise
+        if self._beside is None:
             self.wait(arrived)
 
-    def beside(self) -> AbstractContextManager:
-        return nullcontext()
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._beside = 0.0
+        yield
+        self._sums_end, self._beside = self._beside, None
 
     def mark(self) -> float:
-        return max(self._free.values())
+        return self._sums_end
 
     def wait(self, event: float) -> None:
         clock = self._recorder.clock
@@ -103,15 +108,15 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Sends and receives that many bytes as soon as the link and the card are free. Returns when that is done."""
+        """Sends and receives that many bytes as soon as the link and the card are free; inside `beside`, one transfer
+        after the other. Returns when that is done."""
         clock = self._recorder.clock
-        link = Among.SHARES if self.sharing == self.count or among is Among.SHARES else Among.EQUALS
         self.sent_bytes += size_bytes
-        seconds = size_bytes / self._rates[link] if self._rates else 0.0
-        self._free[link] = max(self._free[link], clock.gpu, clock.host) + seconds
-        if among is Among.EQUALS:  # the machine's own sum comes first
-            self._free[link] = max(self._free[link], self._free[Among.SHARES] + seconds)
-        return self._free[link]
+        began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
+        self._free[among] = began + (size_bytes / self._rates[among] if self._rates else 0.0)
+        if self._beside is not None:
+            self._beside = self._free[among]
+        return self._free[among]
 
     def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor that is not on the tape."""

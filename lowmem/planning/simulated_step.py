@@ -118,7 +118,7 @@ class StepCase:
     document_mask: bool = False
     lengths: tuple[int, ...] | None = None  # of the second step's rows, if they are not full (Batch.lengths)
     target_tokens: int | None = None  # how many of `seq` positions are a target's, for an encoder-decoder
-    ranks: Mesh = ALONE  # that train together
+    mesh: Mesh = ALONE  # that train together
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -166,9 +166,9 @@ def record_step(
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     ranks = None
-    if case.ranks.count > 1:
-        rates = None if target.copies_in is None else case.ranks.rates(target.copies_in, target.link)
-        ranks = SimulatedRanks(case.ranks, recorder, rates)
+    if case.mesh.count > 1:
+        rates = None if target.copies_in is None else case.mesh.rates(target.copies_in, target.link)
+        ranks = SimulatedRanks(case.mesh, recorder, rates)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
     store = Store(
         decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched, ranks or Ranks()

@@ -27,7 +27,7 @@ class Simulations:
         self._make_decoder, self._decoder = make_decoder, make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
         self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM, or shared among ranks
-            base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.ranks.sharing
+            base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.mesh.sharing
             for unit in self._decoder.units
         ]
         sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
@@ -78,7 +78,7 @@ class Simulations:
 
     def rows_at_once(self, layout: Layout) -> int:
         """Returns how many rows of the batch are in a group. Several ranks have one group each."""
-        return self.base.batch if self.base.ranks.count > 1 else layout.group * layout.micro_batch
+        return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
     def ring_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Simulations:
             try:
                 self._runs[key] = under_cap(
                     self.record(layout, whole_first_step=True).tape, limit_bytes,
-                    streams=STREAMS if self.base.ranks.count > 1 else None,
+                    streams=STREAMS if self.base.mesh.count > 1 else None,
                 )  # fmt: skip
             except SimulatedOutOfMemory:
                 self._runs[key] = None

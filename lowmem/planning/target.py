@@ -25,7 +25,7 @@ class Question:
     ram_free_bytes  free RAM, another limit if the plan is for this machine
     fused_kernels   whether they run; None: as expected of the card
     process         the RAM of the process that will train; None: of one that is not here
-    ranks           the processes that train together; batch and caps are those of one
+    mesh            the processes that train together; batch and caps are those of one
     """
 
     settings: Settings
@@ -35,7 +35,7 @@ class Question:
     ram_free_bytes: int | None = None
     fused_kernels: bool | None = None
     process: Process | None = None
-    ranks: Mesh = ALONE
+    mesh: Mesh = ALONE
 
     @property
     def make_decoder(self) -> partial:

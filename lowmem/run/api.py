@@ -33,7 +33,6 @@ from lowmem.models.build import own_generation_config
 from lowmem.models.export import export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.process import process_aside
-from lowmem.planning.simulated_ranks import NETWORK_BYTES_PER_SECOND
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
@@ -52,17 +51,17 @@ def _warn(sentence: str) -> None:
 
 
 @warnings_end_nothing()
-def plan(settings: Settings, gpus: int = 1, machines: int = 1, network_rate: float = NETWORK_BYTES_PER_SECOND) -> Plan:
+def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
     """Returns the plan for the card that `settings.gpu` names; the card need not be in this machine. Without a name,
     plans for the GPU of this machine, or for its CPU. `gpus`: how many of them torchrun trains on, on each of
-    `machines`; the figures are of one. `network_rate`: bytes per second that come to a machine. Loads no weights.
+    `machines`; the figures are of one. Loads no weights.
 
     Raises PlanError if nothing fits; its message names the smallest caps that do. Raises InputError for a model that
     cannot be trained block by block.
     """
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
-    return plan_for(ask(settings), gpus, machines, network_rate)
+    return plan_for(ask(settings), gpus, machines)
 
 
 @warnings_end_nothing()
@@ -102,13 +101,14 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         checkpoints = []
         if resume is not None:
             checkpoints = ranks.on_first(lambda: _checkpoints(Path(resume).expanduser(), said.append))
-        question = with_saved_micro_batch(ask(settings), newest_state(checkpoints))
+        saved = newest_state(checkpoints)
+        question = with_saved_micro_batch(ask(settings), saved)
         settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
-        plan = plan_here(question, device, ranks, aside, said.append)
+        plan = plan_here(question, device, ranks, aside, said.append, saved)
     Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes)
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:

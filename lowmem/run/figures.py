@@ -144,7 +144,7 @@ def smoothed(rows: list[dict]) -> dict[int, float]:
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
     """Returns {path: its last part}; the whole paths if two have the same last part."""
-    short = {path: Path(path).resolve().name or path for path in paths}
+    short = {path: Path(path).name or Path(path).resolve().name or path for path in paths}  # "." has no name
     return short if len(set(short.values())) == len(short) else {path: path for path in short}
 
 

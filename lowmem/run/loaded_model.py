@@ -74,7 +74,9 @@ class LoadedModel:
 
     def state(self, done: int) -> dict:
         """Returns what a checkpoint after `done` steps says of the step's own counters."""
-        return {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
+        counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
+        ranks = self.step.store.ranks  # if there is a choice of who shares a model, the bits depend on it
+        return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
 
     def read(
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool

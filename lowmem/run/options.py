@@ -115,6 +115,7 @@ ALIASES = {  # by field, separated by spaces
     "gpu_limit_bytes": "gpu-limit-bytes gpu-memory-limit max-gpu-memory vram-limit",
     "ram_limit_bytes": "ram-limit-bytes cpu-memory-limit max-cpu-memory host-memory-limit",
     "disk_rate_bytes": "disk-rate-bytes",
+    "network_rate_bytes": "network-rate-bytes",
     "states_folder": "nvme-path",
     "plan_only": "dry-run",
     "out": "output-dir out-dir run-dir",

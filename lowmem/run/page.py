@@ -91,7 +91,7 @@ def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
     versions = {name: depends_on[name] for name in ("torch", "transformers") if name in depends_on}
-    return build_report(plan, rows, dict.fromkeys(_PEAKS), device, versions, settings["batch"], eval_first)
+    return build_report(plan, rows, dict.fromkeys(_PEAKS), device, versions, settings.get("batch", 0), eval_first)
 
 
 def _remarks(report: dict) -> list[str]:

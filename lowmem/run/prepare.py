@@ -53,7 +53,7 @@ from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import opening_remarks
-from lowmem.run.several import QuietLog, of_one_rank, plan_of_ranks, rehearsal_folder, shared_data
+from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, rehearsal_folder, shared_data
 from lowmem.settings import Settings
 from lowmem.units import counted, interval_seconds
 
@@ -108,9 +108,11 @@ def ask(settings: Settings) -> Question:
     return Question(settings_for(settings, config), config, precision, card)
 
 
-def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say) -> Plan:
+def plan_here(
+    question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
+) -> Plan:
     """Returns the plan for this machine as it is now, which rank 0 makes. `aside`: executes a function in another
-    process (process.py)."""
+    process (process.py). `saved`: the checkpoint that training goes on from, and its state."""
     no_kernels = None
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -124,7 +126,8 @@ def plan_here(question: Question, device: torch.device, ranks: Ranks, aside: Cal
         share = replace(share, **here, fused_kernels=no_kernels is None)
         return ranks.on_first(partial(aside, make_plan, share))
 
-    plan = plan_of_ranks(question, ranks.count, ranks.on_each, local_ranks(), make)
+    sharing = None if saved is None else saved[1].get("sharing")
+    plan = plan_of_ranks(question, meshes(ranks.count, ranks.machines, ranks.alike, sharing), local_ranks(), make)
     if plan.sharing < ranks.count:
         ranks.share_among(plan.sharing)
     return plan
@@ -228,7 +231,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
                 rehearsed(rehearsal_folder(folder, ranks), config, tokenizer, generation, export_dtype)
             )
             devices.release_freed_memory()  # of tokenizing: training does not hold it
-            plan = plan_here(with_saved_micro_batch(question, saved), device, ranks, aside, log.say)
+            plan = plan_here(with_saved_micro_batch(question, saved), device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
@@ -240,7 +243,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
         if saved is None:
             _say_before_the_first_step(plan, data, rehearsal, log)
         if ranks.count > 1:
-            log.say(f"{ranks.count} ranks train together; this plan is one rank's")
+            stored = "each machine stores the model" if plan.sharing < ranks.count else "they store the model together"
+            log.say(f"{ranks.count} ranks train together, and {stored}; this plan is one rank's")
         if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
         identity = run_identity(settings, config, plan, steps, data.fingerprint)

@@ -8,7 +8,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lowmem.data.dataset import Data
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
-from lowmem.planning.simulated_ranks import NETWORK_BYTES_PER_SECOND, Mesh
+from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
 
@@ -41,9 +40,10 @@ class QuietLog:
     sample = end_bar = pictures = close = say
 
 
-def of_one_rank(question: Question, ranks: Mesh, on_this_machine: int) -> Question:
-    """Returns the question for the plan of one of `ranks`. Raises InputError for what several ranks cannot do yet."""
-    if ranks.count == 1:
+def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int) -> Question:
+    """Returns the question for the plan of one rank of `mesh`. Raises InputError for what several ranks cannot do
+    yet."""
+    if mesh.count == 1:
         return question
     settings, limit = question.settings, question.settings.ram_limit_bytes
     refused = {
@@ -56,51 +56,55 @@ def of_one_rank(question: Question, ranks: Mesh, on_this_machine: int) -> Questi
         said = ", ".join(what for what, is_asked in refused.items() if is_asked)
         raise InputError(f"{said}: not with several processes of torchrun; run it in one process")
     size = settings.micro_batch or 1
-    rows = math.ceil(settings.batch / (size * ranks.count)) * size
+    rows = math.ceil(settings.batch / (size * mesh.count)) * size
     share = replace(settings, batch=rows, weights="resident", ram_limit_bytes=limit and limit // on_this_machine)
-    return replace(question, settings=share, ranks=ranks)
+    return replace(question, settings=share, mesh=mesh)
 
 
-def plan_for(question: Question, gpus: int, machines: int = 1, network_rate: float = NETWORK_BYTES_PER_SECOND) -> Plan:
-    """Returns the plan for torchrun with `gpus` processes on each of `machines`, or for one process. `network_rate`:
-    bytes per second that come to a machine from others."""
+def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
+    """Returns the plan for torchrun with `gpus` processes on each of `machines`, or for one process."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
-        if number < 1:
+        if not isinstance(number, int) or number < 1:
             raise InputError(f"{option} {number}: there has to be at least one")
-
-    def make(share: Question) -> Plan:
-        return make_plan(replace(share, ranks=replace(share.ranks, network=network_rate)))
-
-    return plan_of_ranks(question, gpus * machines, gpus, gpus, make)
+    return plan_of_ranks(question, meshes(gpus * machines, machines), gpus, make_plan)
 
 
-def plan_of_ranks(
-    question: Question, count: int, on_each: int, on_this_machine: int, make: Callable[[Question], Plan]
-) -> Plan:
-    """Returns what `make` plans for one of `count` ranks, with the settings of all of them. `on_each`: ranks on each
-    machine, `count` if machines differ. Each machine stores the model once if it fits. Otherwise all store it together,
-    which sends more over the network. Raises PlanError if nothing fits; with several ranks, says that its sizes are one
-    rank's."""
-    machines = count // on_each
-    if 1 < on_each < count:
-        with suppress(PlanError):
-            return _plan_of(question, Mesh(on_each, machines, machines), on_this_machine, make)
-    return _plan_of(question, Mesh(count, machines=machines), on_this_machine, make)
+def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
+    """Returns how `count` ranks may store a model, in the order to try: once on each machine, or once on all together,
+    which sends more over the network. `alike`: whether machines have the same number of ranks. `sharing`: what a
+    checkpoint says of the run so far; the bits depend on it."""
+    possible = [Mesh(count, machines=machines)]
+    if machines > 1 and alike and count > machines:  # with one rank each, both send as much
+        possible.insert(0, Mesh(count // machines, machines, machines))
+    return [mesh for mesh in possible if mesh.sharing == sharing] or possible
 
 
-def _plan_of(question: Question, ranks: Mesh, on_this_machine: int, make: Callable[[Question], Plan]) -> Plan:
-    share = of_one_rank(question, ranks, on_this_machine)
-    if share is question:
+def plan_of_ranks(question: Question, possible: list[Mesh], on_this_machine: int, make: Callable) -> Plan:
+    """Returns what `make`, which takes a Question, plans for one rank of the first of the `possible` meshes that fits
+    under the caps, with the settings of all ranks. Free RAM does not decide which. Raises PlanError if nothing fits;
+    with several ranks, says that its sizes are one rank's."""
+    for mesh in possible[:-1]:
+        try:
+            return _plan_of(question, mesh, on_this_machine, make)
+        except PlanError as error:
+            if not error.ways_out:  # the caps are large enough
+                raise
+    return _plan_of(question, possible[-1], on_this_machine, make)
+
+
+def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callable) -> Plan:
+    share = of_one_rank(question, replace(mesh, network=question.settings.network_rate_bytes), on_this_machine)
+    if mesh.count == 1:
         return make(question)
     try:
         plan = make(share)
     except PlanError as error:
-        said = f"These sizes are of one of {ranks.count} processes; --ram-limit is for all on a machine."
+        said = f"These sizes are of one process; --ram-limit is for all {on_this_machine} on a machine."
         error.args = (f"{error} {said}",)
         raise
     whole = {name: getattr(question.settings, name) for name in ("batch", "weights", "ram_limit_bytes")}
     return replace(
-        plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * ranks.sharing,
+        plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,
         seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit
     )  # fmt: skip
 

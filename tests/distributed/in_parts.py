@@ -1,5 +1,5 @@
-"""One process that trains as R ranks do: a sum over the micro-batches of each rank, then the sum of these sums. Sums of
-matrices are added up machine by machine."""
+"""One process that trains as R ranks do: a sum over the micro-batches of each rank, then the sum of these sums, machine
+by machine."""
 
 import math
 from functools import reduce
@@ -33,7 +33,7 @@ def _one_step(step, store, batch, number: int, ranks: int, sharing: int) -> tupl
             own = torch.zeros_like(part.working, dtype=torch.float32) if part.gradient is None else part.gradient
             parts[part].append(own)
             part.gradient = None
-    sums = {part: _in_order(each, sharing if part.is_matrices else ranks) for part, each in parts.items()}
+    sums = {part: _in_order(each, sharing) for part, each in parts.items()}
     norm = _norm(sums, sharing) / scale
     if math.isfinite(norm):
         for part, total in sums.items():

@@ -273,6 +273,7 @@ def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
 def test_page_locking_that_is_refused_is_said_and_the_new_time_is_in_the_plan(train, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
     slower = {"step_seconds": 12.5, "waiting_seconds": 2.5, "card": SimpleNamespace(name="a card")}
+    slower |= {"gpu_reserved_peak_bytes": 2**20}  # a plan with a card is one for a GPU
     monkeypatch.setattr(lowmem.run.prepare, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
     assert train(tmp_path / "out", "--steps", "1") == 0
     sentence = (

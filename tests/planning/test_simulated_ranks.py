@@ -37,7 +37,7 @@ def decoder():
 
 
 def recorded(ranks: int, **layout):
-    case = StepCase(64, 4, Layout(1, **layout), BF16, ADAMW, ranks=Mesh(ranks))
+    case = StepCase(64, 4, Layout(1, **layout), BF16, ADAMW, mesh=Mesh(ranks))
     return record_step(decoder(), case, TARGET)
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_a_rank_are_a_share_of_one_processs():
 
 
 def test_a_recording_from_replays_is_that_of_executing_everything():
-    simulations = Simulations(decoder, StepCase(64, 4, Layout(1), BF16, ADAMW, ranks=Mesh(2)), TARGET)
+    simulations = Simulations(decoder, StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2)), TARGET)
     for layout in (Layout(1), Layout(1, kept=2), Layout(2, states_on_gpu=5)):
         replayed = simulations.record(layout)
         executed = record_step(decoder(), replace(simulations.base, layout=layout), TARGET)
@@ -77,31 +77,31 @@ def test_a_machines_ram_bounds_what_many_cards_send():
 
 def test_what_leaves_a_machine_takes_the_network():
     """Between machines go the sums of a share, there and back; if they store one model, also all that is gathered."""
-    assert Mesh(2).rates(25e9, None) == {Among.SHARES: 10e9, Among.EQUALS: 10e9}
-    assert Mesh(8, 4, 4, 1e9).rates(25e9, 300e9) == {Among.SHARES: 300e9, Among.EQUALS: 1e9 / 8}
-    assert Mesh(32, 1, 4, 1e9).rates(25e9, 300e9) == {Among.SHARES: 1e9 / 8, Among.EQUALS: 1e9 / 8}
-    assert Mesh(2, 2, 2, 1e12).rates(1e9, None) == {Among.SHARES: 1e9, Among.EQUALS: 1e9}, "the bus is in the way"
+    assert Mesh(2).rates(25e9, None) == {Among.SHARES: 10e9, Among.REPLICAS: 10e9}
+    assert Mesh(8, 4, 4, 1e9).rates(25e9, 300e9) == {Among.SHARES: 300e9, Among.REPLICAS: 1e9 / 8}
+    assert Mesh(32, 1, 4, 1e9).rates(25e9, 300e9) == {Among.SHARES: 1e9 / 8, Among.REPLICAS: 1e9 / 8}
+    assert Mesh(2, 2, 2, 1e12).rates(1e9, None) == {Among.SHARES: 1e9, Among.REPLICAS: 1e9}, "the bus is in the way"
 
 
 @pytest.mark.parametrize("machines", [2, 3])
 def test_machines_send_their_sums_to_each_other_and_that_takes_time(machines):
-    case = StepCase(64, 4, Layout(1), BF16, ADAMW, ranks=Mesh(2))
+    case = StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2))
     one = record_step(decoder(), case, TARGET)
     fast, slow = (Mesh(2, machines, machines, network) for network in (1e15, 1e6))
-    several = record_step(decoder(), replace(case, ranks=fast), TARGET)
+    several = record_step(decoder(), replace(case, mesh=fast), TARGET)
     store = Store(decoder(), META, BF16, ADAMW, Layout(1), ranks=Shares(2, 0))
     sizes = {True: 0, False: 0}
     for part in store.parts:
         sizes[part.is_matrices] += 4 * part.working.numel()
-    between = 2 * (machines - 1) * sizes[True] / machines + 2 * (machines - 1) * sizes[False]  # vectors: of all ranks
+    between = (machines - 1) * (2 * sizes[True] / machines + sizes[False])
     assert several.sent_bytes - one.sent_bytes == pytest.approx(between, rel=1e-3)
     assert (several.state_bytes, several.weight_bytes) == (one.state_bytes, one.weight_bytes)
-    seconds = record_step(decoder(), replace(case, ranks=slow), TARGET).seconds
+    seconds = record_step(decoder(), replace(case, mesh=slow), TARGET).seconds
     assert seconds > between / (1e6 / 2) > several.seconds
 
 
 def test_weights_stay_gathered_if_that_saves_time():
-    case, slow = StepCase(64, 4, Layout(1), BF16, ADAMW, ranks=Mesh(2)), replace(TARGET, link=1e6)
+    case, slow = StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2)), replace(TARGET, link=1e6)
     for target, gathered in ((slow, 3), (replace(TARGET, link=math.inf), 0)):
         simulations = Simulations(decoder, case, target)
         every = ways(Settings(seq=64, batch=4, weights="resident"), simulations)
@@ -138,7 +138,7 @@ def test_an_evaluation_leaves_two_blocks_gathered_also_of_those_that_stay():
 
 
 def test_cards_with_nvlink_do_not_wait_for_ram():
-    linked, case = gpu_target(CARDS["h100"]), StepCase(64, 4, Layout(1, states_on_gpu=5), BF16, ADAMW, ranks=Mesh(8))
+    linked, case = gpu_target(CARDS["h100"]), StepCase(64, 4, Layout(1, states_on_gpu=5), BF16, ADAMW, mesh=Mesh(8))
     assert linked.link == 0.8 * 450e9 and gpu_target(CARDS["h100-pcie"]).link is None
     slow = replace(linked, copies_in=1e7)  # else a model as small as this waits for the host
     seconds = [record_step(decoder(), case, target).seconds for target in (linked, slow, replace(slow, link=None))]
@@ -164,6 +164,8 @@ def test_the_plan_for_several_cards_is_one_cards(tmp_path, capsys):
     assert plan_command.main([*options, "--gpus", "2"]) == 0
     assert capsys.readouterr().out.startswith("Fits on each of 2 cards: ")
     four = plan("--gpus", "2", "--machines", "2")
+    assert plan_command.main([*options, "--gpus", "2", "--machines", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Fits on each of 2 x 2 cards: ")
     assert (four["ranks"], four["ranks_that_share_a_model"]) == (4, 2)
     assert four["breakdown"]["resident_states"] == two["breakdown"]["resident_states"]
     assert plan_command.main([*options, "--gpus", "2", "--machines", "0"]) == 2
@@ -171,4 +173,4 @@ def test_the_plan_for_several_cards_is_one_cards(tmp_path, capsys):
     refused = partial(plan_command.main, [*options, "--gpus", "0"])
     assert refused() == 2 and "--gpus 0: there has to be at least one" in capsys.readouterr().err
     assert plan_command.main([*options, "--gpus", "2", "--gpu-limit", "1MiB"]) == 3
-    assert capsys.readouterr().err.endswith("one of 2 processes; --ram-limit is for all on a machine.\n")
+    assert capsys.readouterr().err.endswith("of one process; --ram-limit is for all 2 on a machine.\n")

@@ -83,6 +83,7 @@ CHANGED = {  # every setting, and a value that is not its default
     **{"residual": "16bit", "device": "cpu", "gpu_limit_bytes": None, "ram_limit_bytes": 2**40, "micro_batch": 2},
     **{"group": 2, "segment_blocks": 2, "recompute": "on", "states": "streamed", "states_folder": "elsewhere/states"},
     **{"target_tokens": 7, "disk_rate_bytes": 2**30, "weights": "streamed", "boundaries": "streamed"},
+    **{"network_rate_bytes": 2**30},
     **{"gradients": "streamed", "plan_only": True, "preview": 2, "verbose": True, "demo": True, "gpu": "t4"},
     **{"out": "elsewhere", "run_name": "name", "resume": "never", "save_every": 5, "keep_last": 1, "eval_every": 5},
     **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},

@@ -18,7 +18,7 @@ from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
 from lowmem.run.main import _in_a_sentence
-from lowmem.run.several import of_one_rank, plan_of_ranks
+from lowmem.run.several import meshes, of_one_rank, plan_of_ranks
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 from runs import ROOT, SMALL, assert_same_run, loss_rows, python, stored, weights
@@ -136,6 +136,8 @@ def test_two_machines_of_two_ranks_each_store_the_model_once_on_each(trained, tm
     assert [agent.returncode for agent in agents] == [0, 0], said
     plan = stored(out / "plan.json")
     assert (plan["ranks"], plan["ranks_that_share_a_model"]) == (4, 2)
+    assert sum("4 ranks train together, and each machine stores the model" in each for each in said) == 1
+    assert stored(out / "checkpoints/step-00000006/state.json")["sharing"] == 2
     for row, of_two in zip(loss_rows(out), loss_rows(trained[0]), strict=True):
         assert row["loss"] == pytest.approx(of_two["loss"], rel=1e-6)
 
@@ -146,7 +148,7 @@ def test_two_machines_of_two_ranks_each_store_the_model_once_on_each(trained, tm
         (2, 1, 2, [(2, 1)]),
         (2, 3, 2, [(2, 3)]),
         (2, 3, 6, [(2, 3), (6, 1)]),  # a machine is too small
-        (1, 3, 3, [(3, 1)]),  # as fast as three copies, and smaller
+        (1, 3, 3, [(3, 1)]),  # sends as much as three replicas, and takes less
         (2, 3, 9, [(2, 3), (6, 1)]),
     ],
 )
@@ -154,15 +156,30 @@ def test_a_machine_stores_the_model_once_if_it_fits(gpus, machines, fits, tried)
     asked = []
 
     def make(question: Question):
-        asked.append((question.ranks.sharing, question.ranks.copies))
-        if question.ranks.sharing < fits:
-            raise PlanError("It does not fit.")
+        asked.append((question.mesh.sharing, question.mesh.replicas))
+        if question.mesh.sharing < fits:
+            raise PlanError("It does not fit.", [{"options": "--ram-limit 1MiB"}])
         raise KeyboardInterrupt  # a plan, which this test has no use for
 
     question = Question(Settings(batch=12, ram_limit_bytes=GIB), GPT2Config(), "fp32", None)
     with pytest.raises(PlanError if fits > gpus * machines else KeyboardInterrupt):
-        plan_of_ranks(question, gpus * machines, gpus, gpus, make)
+        plan_of_ranks(question, meshes(gpus * machines, machines), gpus, make)
     assert asked == tried
+
+
+def test_who_shares_a_model_is_not_decided_by_what_else_runs_here_and_stays():
+    """The bits depend on it. Seen to fail: a lower --ram-limit, or other programs, changed it in a run that went on."""
+
+    def make(question: Question):
+        raise PlanError("30 GiB of RAM are needed in this plan, and 20 are free here.")
+
+    question = Question(Settings(batch=12), GPT2Config(), "fp32", None)
+    with pytest.raises(PlanError, match="free here. These sizes are of one process; --ram-limit is for all 2"):
+        plan_of_ranks(question, meshes(4, 2), 2, make)
+    assert [mesh.sharing for mesh in meshes(4, 2, sharing=4)] == [4]
+    assert [mesh.sharing for mesh in meshes(4, 2, sharing=2)] == [2]
+    assert [mesh.sharing for mesh in meshes(4, 2, sharing=8)] == [2, 4], "other machines than those before"
+    assert meshes(3, 2, alike=False) == [Mesh(3, machines=2)]
 
 
 LOOP = """
