@@ -8,6 +8,7 @@ made, and a plan that has a row of the same sources is not made again.
 
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import lowmem
@@ -21,6 +22,7 @@ README = HERE / "README.md"
 BEGIN = "<!-- made by python -m experiments.several_gpus.scaling -->"
 BEGIN_MACHINES = "<!-- made by python -m experiments.several_gpus.scaling, of several machines -->"
 SEQ, BATCH, RAM_LIMIT = 1024, 64, "256GiB"
+LARGE_BATCH = 512
 MODELS = {"GPT-2-XL": "gpt2-xl", "Llama 3.2 3B": "meta-llama/Llama-3.2-3B"}
 CARDS = ("rtx3060", "rtx3090", "rtx4090")
 COUNTS = (1, 2, 4, 8)
@@ -30,28 +32,31 @@ NETWORKS = {"rtx4090": 10, "h100": 100}  # Gbit/s of a machine, by its cards
 
 @dataclass(frozen=True)
 class Case:
-    """Holds a plan to be made: of MODELS, of CARDS or NETWORKS, how many cards a machine has, and how many machines."""
+    """Holds a plan to be made: of MODELS, of CARDS or NETWORKS, how many cards a machine has, how many machines there
+    are, and how many sequences each of them has in a step."""
 
     title: str
     card: str
     gpus: int
     machines: int = 1
+    batch: int = BATCH
 
     @property
     def name(self) -> str:
         machines = f"{self.machines} x " if self.machines > 1 else ""
-        return f"{self.title}, {machines}{self.gpus} x {self.card}"
+        batch = "" if self.batch == BATCH else f", batch {self.batch} each"
+        return f"{self.title}, {machines}{self.gpus} x {self.card}{batch}"
 
     def settings(self) -> Settings:
         return Settings(
-            model=MODELS[self.title], init="random", seq=SEQ, batch=BATCH * self.machines, gpu=self.card,
+            model=MODELS[self.title], init="random", seq=SEQ, batch=self.batch * self.machines, gpu=self.card,
             gpu_limit_bytes=None, ram_limit_bytes=parse_size(RAM_LIMIT), plan_only=True,
             network_rate_bytes=NETWORKS.get(self.card, 1) * 10**9 // 8,
         )  # fmt: skip
 
     def row(self) -> dict:
         known = {"model": MODELS[self.title], "card": self.card, "gpus": self.gpus, "seq": SEQ}
-        known |= {"machines": self.machines, "batch": BATCH * self.machines, "ram_limit": RAM_LIMIT}
+        known |= {"machines": self.machines, "batch": self.batch * self.machines, "ram_limit": RAM_LIMIT}
         return known if self.machines == 1 else known | {"network_gbit": NETWORKS[self.card]}
 
     def plan(self) -> dict:
@@ -80,11 +85,12 @@ def table(rows: list[dict]) -> str:
 def machines_table(rows: list[dict]) -> str:
     """Returns a table like `table`, of machines with eight cards each."""
     found, lines = {row["name"]: row for row in rows}, []
-    for title in MODELS:
-        for card, network in NETWORKS.items():
-            one, *_ = cells = [found.get(Case(title, card, ON_EACH, machines).name) for machines in MACHINES]
-            lines.append([title, f"{card}, {network} Gbit/s", *(_cell(row, _times_faster(row, one)) for row in cells)])
-    header = ["", "cards, network", *(f"{machines} x {ON_EACH} cards" for machines in MACHINES)]
+    for cases in ON_SEVERAL:
+        one, *_ = cells = [found.get(case.name) for case in cases]
+        network = f"{cases[0].card}, {NETWORKS[cases[0].card]} Gbit/s"
+        times = (_cell(row, _times_faster(row, one)) for row in cells)
+        lines.append([cases[0].title, f"{cases[0].batch} x {SEQ:,}", network, *times])
+    header = ["", "a machine's batch", "cards, network", *(f"{machines} x {ON_EACH} cards" for machines in MACHINES)]
     return markdown(header, lines)
 
 
@@ -114,8 +120,13 @@ def pages() -> list[Page]:
 
 
 ON_ONE = [Case(title, card, gpus) for title in MODELS for card in CARDS for gpus in COUNTS]
-ON_SEVERAL = [Case(title, card, ON_EACH, machines) for title in MODELS for card in NETWORKS for machines in MACHINES]
-CASES = tuple(dict.fromkeys([*ON_ONE, *ON_SEVERAL]))
+ON_SEVERAL = [  # by lines of the table
+    [Case(title, card, ON_EACH, machines, batch) for machines in MACHINES]
+    for title in MODELS
+    for card in NETWORKS
+    for batch in (BATCH, LARGE_BATCH)
+]
+CASES = tuple(dict.fromkeys([*ON_ONE, *chain.from_iterable(ON_SEVERAL)]))
 ROWS = PlannedRows(
     "experiments.several_gpus.scaling", __doc__.split(":")[0], HERE / "results" / "scaling.jsonl", CASES, line
 )
