@@ -51,11 +51,11 @@ def work(folder: Path, rank: int) -> None:
     parameters.PIECE, shares.SLICE = 4096, 1000  # several of each in a share
     if "stored" in asked:
         saved_again(CASES[asked["cases"][0]], folder, asked["stored"], ranks_of(asked))
-        return
-    results = {name: trained(CASES[name], ranks_of(asked)) for name in asked["cases"]}
-    if rank == 0:
-        torch.save(results, folder / "results.pt")
-    dist.barrier()
+    else:
+        results = {name: trained(CASES[name], ranks_of(asked)) for name in asked["cases"]}
+        if rank == 0:
+            torch.save(results, folder / "results.pt")
+    dist.barrier()  # a rank that ends earlier makes gloo abort the others now and then
     dist.destroy_process_group()
 
 
