@@ -131,4 +131,7 @@ class Simulations:
                 low = middle
             else:
                 high = middle
-        return -(-high // MIB) * MIB
+        cap = -(-high // MIB) * MIB
+        while self.run(layout, cap) is None:  # rounding may have come to a hole
+            cap += MIB
+        return cap

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,3 +245,14 @@ def test_memory_under_a_cap_that_holes_make_fail_is_that_under_a_smaller_one(sim
     monkeypatch.setattr(Simulations, "smallest_cap_bytes", lambda self, layout: suffice["smallest"])
     assert simulations.memory_under(Layout(1), 8) == 5
     assert simulations.memory_under(Layout(1), 8, 9) == simulations.memory_under(Layout(1), 9) == 9
+
+
+def test_the_smallest_cap_suffices_after_it_is_rounded(simulations, monkeypatch):
+    """Seen to fail: the cap rounded up to 16 GiB failed where one a little below sufficed, and planning crashed."""
+
+    def run(self, layout, cap):
+        return None if cap == 11 * MIB else SimpleNamespace(reserved_peak_bytes=10 * MIB + 100)
+
+    monkeypatch.setattr(Simulations, "run", run)
+    monkeypatch.setattr(Simulations, "allocated_bytes", lambda self, layout: 10 * MIB + 1)
+    assert simulations.smallest_cap_bytes(Layout(1)) == 12 * MIB
