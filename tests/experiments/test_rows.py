@@ -81,7 +81,6 @@ def as_committed(found: dict, row: dict, *names: str) -> None:
     assert {name: found[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=WITHIN)
 
 
-@pytest.mark.xfail(strict=True, reason="these rows are older than their sources: make rows")
 @pytest.mark.parametrize("method", ["lowmem", "fp32"])
 def test_memory_estimation_predicts_what_its_row_says(method):
     config, card = MODELS["gpt2"].config(), CARDS["a100"]
