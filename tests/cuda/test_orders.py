@@ -32,8 +32,15 @@ def test_pytorchs_sanitizer_has_nothing_to_report():
     assert [line for line in found if line["error"] or line["races"]] == []
 
 
-def test_no_order_of_streams_changes_a_bit_of_two_ranks():
+@pytest.mark.parametrize(
+    "ranks, cases, count",
+    [
+        (2, "2-None-no and clipping or 2-None-kept or 2-None-bf16 and steps", 4),
+        (4, "4-2-kept", 1),  # two machines, by name
+    ],
+)
+def test_no_order_of_streams_changes_a_bit_of_ranks(ranks, cases, count):
     """Each rank has a card. gloo's threads wait for streams, and so compute beside the thread that trains."""
-    trained = "as_many_parts and (2-no and clipping or 2-kept or 2-bf16 and steps)"
-    command = ("-m", "pytest", "tests/distributed/test_bits.py", "-k", trained)
-    assert "4 passed" in on_card.output(*command, options=("--values", "--order", FIRST, "--devices", "2"))
+    command = ("-m", "pytest", "tests/distributed/test_bits.py", "-k", f"as_many_parts and ({cases})")
+    options = ("--values", "--order", FIRST, "--devices", str(ranks))
+    assert f"{count} passed" in on_card.output(*command, options=options)
