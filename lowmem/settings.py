@@ -294,8 +294,6 @@ def in_words(name: str, value: Any) -> str:
         return "on" if value else "off"
     if name.endswith("_bytes"):
         return format_size(value)
-    if isinstance(value, float):
-        return f"{value:g}"
     return ", ".join(value) if isinstance(value, list | tuple) else str(value)
 
 

@@ -266,5 +266,6 @@ def _keywords(name: str) -> dict[str, object]:
 
 
 def _help(item: Field, defaults: Settings) -> str:
-    shown = in_words(item.name, getattr(defaults, item.name))
+    value = getattr(defaults, item.name)
+    shown = f"{value:g}" if isinstance(value, float) else in_words(item.name, value)
     return f"{item.metadata['help']} (default: {shown})".replace("%", "%%")
