@@ -22,8 +22,8 @@ SLICE_WARMUP = 0.5  # of all steps
 
 def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> int:
     """Runs what `arguments` (the command line's, if None) ask for over a recipe's `defaults`, as the main scripts do;
-    returns the exit code. With `--blocks N` it is a slice of the shape of that name, from random weights and
-    with a longer warm-up; its config.json is written beside the run folder."""
+    returns the exit code. With `--blocks N` the model is a slice with the shape of that name. It starts
+    from random weights, with a longer warm-up. Its config.json is written next to the run folder."""
     own, words = _parser(name).parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         escape_what_stdout_lacks()

@@ -150,8 +150,8 @@ def join_to_products(
 ) -> None:
     """Lets a norm of `model` write `dtype` if everything that reads its output casts it to `dtype`.
 
-    A norm is computed by the layer after it if nothing else reads its output, the layer makes no other product, and
-    both are in the same one of the `blocks`. `run`: runs the model, whose parameters are on the meta device meanwhile.
+    The layer after a norm computes it if three things hold. Nothing else reads the norm's output. The layer makes no
+    other product. Both are in the same one of the `blocks`. `run` runs the model, with parameters on the meta device.
     """
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
@@ -199,21 +199,19 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
 
 
 class _Readers(LayerMode):
-    """Notes what reads the outputs of `norms`. A copy of an output in `dtype` counts as that output.
-
-    exact:     norms with an output that something reads in more digits than `dtype` has.
-    wide:      norms with an output in another dtype.
-    layers:    for each norm, the layers that multiply its output by their own weight.
-    others:    for each norm, the module that was called last before any other operation on its output.
-    products:  how many matrix products each module makes.
-    """
+    """Notes what reads the outputs of `norms`. A copy of an output in `dtype` counts as that output."""
 
     def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
         super().__init__()
+        # Norms whose output is read in more digits than `dtype` has.
         self.exact: set[Norm] = set()
+        # Norms whose output has another dtype.
         self.wide: set[Norm] = set()
+        # The layers that multiply a norm's output by their own weight.
         self.layers: dict[Norm, list[nn.Module]] = {norm: [] for norm in norms.values()}
+        # The modules that use a norm's output in another way.
         self.others: dict[Norm, list[nn.Module | None]] = {norm: [] for norm in norms.values()}
+        # How many matrix products each module makes.
         self.products: Counter[nn.Module | None] = Counter()
         self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps

@@ -37,7 +37,7 @@ class Plan:
                            None: full rows
     steps                  optimizer steps of the whole training run; None if only the data tells
     ranks                  processes that train together; all figures are of one of them
-    sharing                how many of them store a model together; the others store it again
+    sharing                how many of them store a model together; others store it again
     sent_bytes             to other ranks, in a step
     smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
                            and change no bit. Empty if the plan is not for training

@@ -27,7 +27,7 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 
 @dataclass(frozen=True)
 class Mesh:
-    """Says how many ranks train together. Each `sharing` of them store a model, and there are as many `replicas` of it.
+    """Says how many ranks train together. `sharing` of them store a model together. All ranks store `replicas` of it.
     `network`: bytes per second that come to one of the `machines` from the others."""
 
     sharing: int = 1
