@@ -14,6 +14,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import accumulated
 from lowmem.core.parameters import Part, Store
+from lowmem.core.recordings import repeated
 
 
 class Accumulation:
@@ -23,7 +24,7 @@ class Accumulation:
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
                 part = store.part_of(name)
-                accumulated(parameter, partial(_add_product, part, name))
+                accumulated(parameter, partial(repeated, _add_product, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
         self._shared: list[tuple[str, Part, Tensor]] = []  # and not the parameters, whose hooks hold this
         for use in decoder.shared:
@@ -51,8 +52,12 @@ def _add_product(part: Part, name: str, left: Tensor, right: Tensor) -> None:
 
 def _add_gradient(part: Part, name: str, parameter: nn.Parameter) -> None:
     if parameter.grad is not None:  # a fused layer adds it by itself
-        part.gradient_of(name).add_(parameter.grad)
+        repeated(_add, part, name, parameter.grad)
         parameter.grad = None
+
+
+def _add(part: Part, name: str, gradient: Tensor) -> None:
+    part.gradient_of(name).add_(gradient)
 
 
 def _add_to_own(gradient: Tensor, parameter: nn.Parameter) -> None:

@@ -5,11 +5,12 @@ each operation once per shape.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lowmem.core import optimizers, recompute
+from lowmem.core import optimizers, recompute, recordings
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
@@ -17,7 +18,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
-from lowmem.core.recompute import Dropout, SavedSegment, Segment, SkippableProducts
+from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment, SkippableProducts
 
 
 class Operations:
@@ -34,6 +35,7 @@ class Operations:
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self.rule = rule or (fused.update if decoder.fused_kernels else eager)
         self.skippable_products: SkippableProducts = {}
+        self.recordings: recordings.Recordings | None = recordings.Recordings()
         self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
@@ -63,7 +65,11 @@ class Operations:
         """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. Returns the
         output [B, T, D], and what `segment_backward` needs."""
         last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
-        return recompute.forward(self.decoder, segment, hidden, extras, dropout, last_is_needed)
+        run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout, last_is_needed)
+        if segment.keep != INPUT:
+            return run()
+        output = self._repeated("forward", lambda: run()[0], segment, extras, (hidden, dropout))
+        return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """Computes the loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that loss for
@@ -82,9 +88,12 @@ class Operations:
         """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B,
         T, D]. Adds the gradients of the segment's parameters to their accumulators."""
         kind = self.kind(segment, extras)
-        return recompute.backward(
-            self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
+        run = partial(
+            recompute.backward, self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
         )
+        if segment.keep != INPUT:
+            return run()
+        return self._repeated("backward", run, segment, extras, (gradient, saved.boundary, dropout))
 
     def join(self, accumulation: Accumulation) -> None:
         """Adds the gradients of parameters that several blocks share. Must be called after all blocks have run
@@ -119,6 +128,19 @@ class Operations:
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
         moments = {name: tensor for name, tensor in state.items() if name not in (WORKING, GRADIENT)}
         self.rule(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
+
+    def _repeated(
+        self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
+    ) -> Tensor:
+        """Returns `run()`, which is recorded and repeated (recordings.py) if the segment's arguments allow it."""
+        of_segment = [extras[index] for index in segment.blocks]
+        key = self.recordings and recordings.key_of(arguments[0], of_segment)
+        if key is None:
+            return run()
+        blocks = [self.decoder.blocks[index] for index in segment.blocks]
+        tensors = recordings.tensors_of(of_segment)
+        learnt = partial(self.skippable_products.get, self.kind(segment, extras))
+        return self.recordings.run((key, (name, segment)), run, blocks, (*arguments, *tensors), learnt)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Computes the chunked cross-entropy of the head on `final` [B, T, D]. With `scale`, computes gradients too."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.products import Kept, ProductRecorder, ProductReplayer, product_skipped
+from lowmem.core.recordings import repeated
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
 
@@ -54,7 +55,7 @@ class Dropout:
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
-            torch.cuda.manual_seed(number)
+            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(number)
         else:
             torch.default_generator.manual_seed(number)
 
@@ -155,6 +156,6 @@ def _last_product(replayer: ProductReplayer, block: nn.Module) -> LastProduct | 
 
 def _run(decoder: Decoder, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> Tensor:
     for index in segment:
-        dropout.begin(index, hidden.device)
+        repeated(Dropout.begin, dropout, index, hidden.device)
         hidden = decoder.block(index, hidden, extras[index])
     return hidden

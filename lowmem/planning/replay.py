@@ -85,6 +85,7 @@ class ReplayedOperations:
                 kept["kinds"] = [kinds.index(kind) for kind in kinds]
             self._kinds = kept["kinds"]
         operations.kind = self._kind
+        operations.recordings = None  # it is this class that repeats
 
     def group(
         self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],

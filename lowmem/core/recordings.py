@@ -1,0 +1,323 @@
+"""Records the operations of a segment once, and repeats them without the model's own code (docs/recompute.md).
+
+A small micro-batch keeps a GPU busy for less time than Python takes to launch its operations. A recording is a flat
+list of these operations. Repeating it calls no module and builds no graph. It calls the same operations in the same
+order, and frees each result where the recorded run freed it. So bits and memory are those of the recorded run.
+
+Some calls are repeated as calls, by `repeated`: they decide anew each time where numbers are. A segment cannot be
+recorded if its operations may depend on values, or if they use a tensor that is neither an argument, a parameter nor a
+buffer. Then it runs as before.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+RUNS_BEFORE = 2  # with the same key, before one is recorded: they learn which products can be skipped
+MOST_SHAPES = 4  # of micro-batches whose recordings are kept
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_SHARED = (int, type(None), torch.dtype)  # types of values that are kept once
+_COMPARABLE = (int, float, str, type(None), torch.dtype)
+_aten = torch.ops.aten
+_FASTER = {  # the same operators by Python's own names, which take half the time
+    _aten.view.default: Tensor.view,
+    _aten.transpose.int: Tensor.transpose,
+    _aten.permute.default: Tensor.permute,
+    _aten.new_empty.default: Tensor.new_empty,
+    _aten.empty_like.default: torch.empty_like,
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.add.Tensor: torch.add,
+    _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.cat.default: torch.cat,
+    _aten.gelu.default: functional.gelu,
+    _aten.native_dropout.default: torch.native_dropout,
+}
+_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten.equal.default, _aten.set_.source_Tensor}
+_active: "Recorder | None" = None
+
+
+def repeated(function: Callable[..., None], *arguments) -> None:
+    """Calls `function`. A recording repeats the call, and not the operations inside of it."""
+    if _active is None:
+        function(*arguments)
+    else:
+        _active.call(function, arguments)
+
+
+@dataclass
+class _Call:
+    """Describes a call of `function`. Numbers are places in the list of values.
+
+    take:     gets the positional arguments from that list, as a tuple.
+    results:  the place of the result, or one place or None for each of several; None if no result is used.
+    dead:     the places that are not used afterwards, whose memory the recorded run freed here.
+    """
+
+    function: Callable
+    take: Callable[[list], tuple]
+    keywords: dict[str, Any]
+    results: int | tuple[int | None, ...] | None
+    dead: list[int] = field(default_factory=list)
+
+
+class Recording:
+    """Repeats the calls that a Recorder has noted."""
+
+    def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
+        self._values, self._arguments, self._result = values, arguments, result
+        self._calls = [(_FASTER.get(c.function, c.function), c.take, c.keywords, c.results, tuple(c.dead)) for c in calls]
+
+    def __call__(self, arguments: Sequence) -> Tensor:
+        """Returns the result for `arguments`, which come in the order of those that were recorded."""
+        values = self._values.copy()
+        for place, number in self._arguments:
+            values[place] = arguments[number]
+        with torch._C._AutoDispatchBelowAutograd():
+            for function, take, keywords, results, dead in self._calls:
+                result = function(*take(values), **keywords)
+                if type(results) is int:
+                    values[results] = result
+                elif results is not None:
+                    for place, one in zip(results, result, strict=True):
+                        if place is not None:
+                            values[place] = one
+                result = one = None  # noqa: F841  a reference would keep memory
+                for place in dead:
+                    values[place] = None
+        return values[self._result]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operations that run inside it. `arguments`: what these use and get anew each time, a tensor first.
+    `constants`: modules whose parameters and buffers they may use, too."""
+
+    def __init__(self, arguments: Sequence, constants: Iterable[nn.Module]):
+        super().__init__()
+        self._device = arguments[0].device
+        self.refusal: str | None = None  # why what runs cannot be repeated
+        self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
+        self._values: list = []
+        self._plain: dict[tuple[type, Hashable], int] = {}  # places of numbers, dtypes and so on
+        self._calls: list[_Call] = []
+        # Places of tensors, by storage and geometry: of those that are always there, and of results.
+        self._given: dict[int, dict[tuple, int]] = {}
+        self._born: dict[int, tuple[StorageWeakRef, dict[tuple, int]]] = {}
+        self._lists: list[int] = []  # places of lists of tensors, which only the next call uses
+        self._paused = False
+        self._arguments: list[tuple[int, int]] = []
+        self._objects: dict[int, int] = {}  # places of arguments that are no tensors, by id
+        for number, argument in enumerate(arguments):
+            is_tensor = isinstance(argument, Tensor)
+            known = self._given.setdefault(_storage(argument), {}) if is_tensor else self._objects
+            key = _geometry(argument) if is_tensor else id(argument)
+            if key not in known:
+                known[key] = self._new(None)
+                self._arguments.append((known[key], number))
+
+    def __enter__(self):
+        global _active
+        _active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        global _active
+        _active = None
+        return super().__exit__(*exception)
+
+    def recording(self, result: Tensor) -> Recording | None:
+        """Returns what was noted, ending with `result`; None if it cannot be repeated."""
+        self._note_the_dead()
+        place = self._place(result)
+        return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
+
+    def call(self, function: Callable, arguments: Sequence) -> None:
+        """Notes a call of `function` as one, and makes it."""
+        self._note_the_dead()
+        take = self._take(arguments)
+        self._paused = True
+        try:
+            function(*arguments)
+        finally:
+            self._paused = False
+        self._note(function, take, {}, None)
+
+    def _note(self, function: Callable, take: Callable, keywords: dict, results) -> None:
+        self._calls.append(_Call(function, take, keywords, results, self._lists))
+        self._lists = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._paused or self.refusal:
+            return function(*args, **kwargs)
+        self._note_the_dead()
+        self._check(function, args, kwargs)
+        take = self._take(args)
+        keywords = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
+        if len(keywords) < len(kwargs):
+            self.refusal = f"{function} has a tensor as a keyword argument"
+        result = function(*args, **kwargs)
+        several = isinstance(result, tuple | list)
+        results = result if several else (result,)
+        if any(isinstance(one, Tensor) and one.device != self._device for one in results):
+            self.refusal = f"{function} copies to another device"
+        places = [self._result(one) for one in results]
+        if function.is_view and all(place is None for place in places):
+            return result  # the same elements of the same memory have a place
+        self._note(function, take, keywords, tuple(places) if several else places[0])
+        return result
+
+    def _check(self, function, args, kwargs) -> None:
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if function in _VALUES or _TAGS.intersection(function.tags):
+            self.refusal = f"{function} depends on values"
+        elif function.namespace == "aten" and "index" in str(function) and any(t.dtype is torch.bool for t in tensors):
+            self.refusal = f"{function} with a mask depends on values"
+        elif any(tensor.is_complex() for tensor in tensors):
+            self.refusal = f"{function} has complex numbers"
+
+    def _new(self, value) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _take(self, arguments: Sequence) -> Callable[[list], tuple]:
+        places = [self._place(argument) for argument in arguments]
+        if len(places) > 1:
+            return itemgetter(*places)
+        return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
+
+    def _place(self, value) -> int:
+        """Returns the place of an argument of a call."""
+        if isinstance(value, Tensor):
+            return self._place_of_tensor(value)
+        if id(value) in self._objects:
+            return self._objects[id(value)]
+        if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+            made = self._new(None)
+            self._calls.append(_Call(_listed, self._take(value), {}, made, []))
+            self._lists.append(made)
+            return made
+        if not isinstance(value, _SHARED):
+            return self._new(value)
+        if (type(value), value) not in self._plain:
+            self._plain[type(value), value] = self._new(value)
+        return self._plain[type(value), value]
+
+    def _place_of_tensor(self, tensor: Tensor) -> int:
+        storage, geometry = _storage(tensor), _geometry(tensor)
+        _, known = self._born.get(storage) or (None, self._given.setdefault(storage, {}))
+        if geometry not in known:
+            constant = next((c for c in self._constants if _storage(c) == storage and _geometry(c) == geometry), None)
+            if constant is None:
+                self.refusal = "it uses a tensor that is neither an argument nor a parameter"
+            known[geometry] = self._new(constant)
+        return known[geometry]
+
+    def _result(self, result) -> int | None:
+        """Returns a new place for a result of an operation; None if it needs none."""
+        if not isinstance(result, Tensor):
+            return None
+        storage, geometry = _storage(result), _geometry(result)
+        if storage in self._given:
+            known = self._given[storage]
+        else:
+            _, known = self._born.setdefault(storage, (StorageWeakRef(result.untyped_storage()), {}))
+        if geometry in known:
+            return None
+        known[geometry] = self._new(None)
+        return known[geometry]
+
+    def _note_the_dead(self) -> None:
+        """Notes, as freed by the last call, what has been freed since."""
+        for storage, (reference, places) in list(self._born.items()):
+            if reference.expired():
+                self._calls[-1].dead.extend(places.values())
+                del self._born[storage]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _geometry(tensor: Tensor) -> tuple:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _listed(*values) -> list:
+    return list(values)
+
+
+def key_of(hidden: Tensor, extras: Iterable[tuple[tuple, dict]]) -> Hashable | None:
+    """Returns what the operations of blocks depend on: the shapes of `hidden` and of the blocks' other arguments, and
+    the values of those that are no tensors. None if one of these has no value that can be compared."""
+    key = [_shape(hidden)]
+    for arguments, keywords in extras:
+        key.append((len(arguments), *keywords))
+        for value in _leaves(arguments, keywords):
+            if isinstance(value, Tensor):
+                key.append(_shape(value))
+            elif isinstance(value, _COMPARABLE):
+                key.append((type(value), value))
+            else:
+                return None
+    return tuple(key)
+
+
+def tensors_of(extras: Iterable[tuple[tuple, dict]]) -> list[Tensor]:
+    """Returns the tensors among the blocks' other arguments."""
+    return [value for each in extras for value in _leaves(*each) if isinstance(value, Tensor)]
+
+
+def _leaves(arguments: tuple, keywords: dict) -> Iterator:
+    for value in (*arguments, *keywords.values()):
+        if type(value) is tuple:
+            yield len(value)
+            yield from value
+        else:
+            yield value
+
+
+def _shape(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Recordings:
+    """Records what has run often enough with the same key, and repeats it. Keeps the recordings of MOST_SHAPES shapes of
+    micro-batches, those that ran last."""
+
+    def __init__(self):
+        self._shapes: dict[Hashable, dict[Hashable, int | Recording | None]] = {}
+
+    def run(
+        self, key: tuple, run: Callable[[], Tensor], segment: Sequence[nn.Module], arguments: Sequence,
+        learnt: Callable[[], object],
+    ) -> Tensor:  # fmt: skip
+        """Returns `run()`, or repeats it for these `arguments`, a tensor first. `key`: equal ones run the same
+        operations; its first entry tells shapes apart. `learnt()`: if it changes while `run` runs, the next run may
+        be another one."""
+        shape, key = key
+        known = self._shapes.pop(shape, {})
+        self._shapes[shape] = known  # the last one now
+        while len(self._shapes) > MOST_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
+        found = known.get(key, 0)
+        if isinstance(found, Recording):
+            return found(arguments)
+        if found is None or found < RUNS_BEFORE:
+            known[key] = None if found is None else found + 1
+            return run()
+        before = learnt()
+        with Recorder(arguments, segment) as recorder:
+            result = run()
+        if learnt() == before:
+            known[key] = recorder.recording(result)
+        return result
