@@ -55,7 +55,7 @@ class Dropout:
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(number)
+            torch.cuda.manual_seed(number)
         else:
             torch.default_generator.manual_seed(number)
 

@@ -75,7 +75,9 @@ class Recording:
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
         self._values, self._arguments, self._result = values, arguments, result
-        self._calls = [(_FASTER.get(c.function, c.function), c.take, c.keywords, c.results, tuple(c.dead)) for c in calls]
+        self._calls = [
+            (_FASTER.get(c.function, c.function), c.take, c.keywords, c.results, tuple(c.dead)) for c in calls
+        ]
 
     def __call__(self, arguments: Sequence) -> Tensor:
         """Returns the result for `arguments`, which come in the order of those that were recorded."""
