@@ -3,6 +3,7 @@
     norms          one kernel each way, inside the product that follows, and an output in 16 bit (core/norms.py)
     last product   a block that runs again skips it without a mode that watches every operation (core/recompute.py)
     head           its products take a multiple of 8 words, and the rest apart (core/loss.py)
+    recordings     a segment's operations are repeated without the model's Python (core/recordings.py)
 
 Everything is on the card, and blocks run again in backward; nothing is copied. The first step of each way is not
 timed. One more step with all changes, and one without any, is recorded: seconds in which a kernel ran, and the longest
@@ -31,11 +32,12 @@ from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.recordings import Recordings
 from lowmem.core.step import TrainingStep
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
-LEVERS = ("norms", "last product", "head")
+LEVERS = ("norms", "last product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
 LEARNING_RATE = 1e-5
@@ -78,7 +80,7 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
     runs = {name: _run(no_norms if "norms" in left_out else norms, left_out, shape) for name, left_out in ways.items()}
     for run in runs.values():
         run()
-        run()  # what the first one has learnt is put to the test
+        run()  # what the first one has learnt is put to the test, and then recorded
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 if setting.dry_run else ROUNDS):
         for name, run in runs.items():
@@ -109,9 +111,10 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
     words = step.operations.decoder.head_weight.shape[0]
     tokens = torch.randint(0, words, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     batch, numbers, learnt = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count(), {}
+    recordings = None if "recordings" in left_out else Recordings()
 
     def run() -> None:
-        step.operations.skippable_products = learnt
+        step.operations.skippable_products, step.operations.recordings = learnt, recordings
         with _left_out(left_out):
             step(batch, next(numbers), LEARNING_RATE)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -293,8 +293,8 @@ def _shape(tensor: Tensor) -> tuple:
 
 
 class Recordings:
-    """Records what has run often enough with the same key, and repeats it. Keeps the recordings of MOST_SHAPES shapes of
-    micro-batches, those that ran last."""
+    """Records what has run often enough with the same key, and repeats it. Keeps the recordings of the MOST_SHAPES
+    shapes of micro-batches that ran last."""
 
     def __init__(self):
         self._shapes: dict[Hashable, dict[Hashable, int | Recording | None]] = {}
