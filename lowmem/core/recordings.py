@@ -9,14 +9,16 @@ recorded if its operations may depend on values, or if they use a tensor that is
 buffer. Then it runs as before.
 """
 
+import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -101,11 +103,16 @@ class Recording:
 
 class Recorder(TorchDispatchMode):
     """Notes the operations that run inside it. `arguments`: what these use and get anew each time, a tensor first.
-    `constants`: modules whose parameters and buffers they may use, too."""
+    `constants`: modules whose parameters and buffers they may use, too.
 
-    def __init__(self, arguments: Sequence, constants: Iterable[nn.Module]):
+    Autograd adds a second gradient to the first in its place if nothing else holds that, but never under a dispatch
+    mode (accumulate in input_buffer.cpp). So this does it. `alone`: the _holders of a gradient that nothing else holds.
+    """
+
+    def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
-        self._device = arguments[0].device
+        self._device, self._alone = arguments[0].device, alone
+        self.holders: tuple | None = None  # those of the last gradient to which another was added
         self.refusal: str | None = None  # why what runs cannot be repeated
         self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
         self._values: list = []
@@ -113,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self._calls: list[_Call] = []
         # Places of tensors, by storage and geometry: of those that are always there, and of results.
         self._given: dict[int, dict[tuple, int]] = {}
-        self._born: dict[int, tuple[StorageWeakRef, dict[tuple, int]]] = {}
+        self._born: dict[int, tuple[weakref.ref, dict[tuple, int]]] = {}
         self._lists: list[int] = []  # places of lists of tensors, which only the next call uses
         self._paused = False
         self._arguments: list[tuple[int, int]] = []
@@ -136,15 +143,17 @@ class Recorder(TorchDispatchMode):
         _active = None
         return super().__exit__(*exception)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that hides operations from torch.compile would be the caller of each
+
     def recording(self, result: Tensor) -> Recording | None:
         """Returns what was noted, ending with `result`; None if it cannot be repeated."""
-        self._note_the_dead()
         place = self._place(result)
         return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
 
     def call(self, function: Callable, arguments: Sequence) -> None:
         """Notes a call of `function` as one, and makes it."""
-        self._note_the_dead()
         take = self._take(arguments)
         self._paused = True
         try:
@@ -159,9 +168,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is _aten.add.Tensor and _called_by_the_engine():
+            self.holders = _holders(args)
+            if self.holders == self._alone and _is_dense(args[0]):
+                function = _aten.add_.Tensor
         if self._paused or self.refusal:
             return function(*args, **kwargs)
-        self._note_the_dead()
         self._check(function, args, kwargs)
         take = self._take(args)
         keywords = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
@@ -232,18 +244,45 @@ class Recorder(TorchDispatchMode):
         if storage in self._given:
             known = self._given[storage]
         else:
-            _, known = self._born.setdefault(storage, (StorageWeakRef(result.untyped_storage()), {}))
+            if storage not in self._born:
+                reference = weakref.ref(result.untyped_storage(), lambda _: self._died(storage))
+                self._born[storage] = reference, {}
+            _, known = self._born[storage]
         if geometry in known:
             return None
         known[geometry] = self._new(None)
         return known[geometry]
 
-    def _note_the_dead(self) -> None:
-        """Notes, as freed by the last call, what has been freed since."""
-        for storage, (reference, places) in list(self._born.items()):
-            if reference.expired():
-                self._calls[-1].dead.extend(places.values())
-                del self._born[storage]
+    def _died(self, storage: int) -> None:
+        """Notes that the memory of a result was freed, after the last call."""
+        _, places = self._born.pop(storage)
+        self._calls[-1].dead.extend(places.values())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns True if the elements of `tensor` fill a range of memory, in any order of the dimensions."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
+
+
+def _holders(arguments: tuple) -> tuple[int, int, int]:
+    """Counts what holds the first of `arguments`: in C++, its memory, and in Python."""
+    first = arguments[0]
+    return first._use_count(), torch._C._storage_Use_Count(_storage(first)), sys.getrefcount(first)
+
+
+@cache
+def _holders_of_one_alone(device: torch.device) -> tuple | None:
+    """Returns the _holders of a gradient that nothing but autograd holds, as a Recorder counts them."""
+    with Recorder([x := torch.ones(1, device=device, requires_grad=True)], []) as recorder:
+        y = 2 * x
+        (3 * y - 4 * y).backward()
+    return recorder.holders
+
+
+def _called_by_the_engine() -> bool:
+    """Returns True if autograd's engine called the current operation, and no backward written in Python."""
+    frame = sys._getframe(1).f_back  # of what called the dispatch mode; None in a thread of autograd's own
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _storage(tensor: Tensor) -> int:
@@ -318,7 +357,7 @@ class Recordings:
             known[key] = None if found is None else found + 1
             return run()
         before = learnt()
-        with Recorder(arguments, segment) as recorder:
+        with Recorder(arguments, segment, _holders_of_one_alone(arguments[0].device)) as recorder:
             result = run()
         if learnt() == before:
             known[key] = recorder.recording(result)
