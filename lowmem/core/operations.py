@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lowmem.core import optimizers, recompute, recordings
+from lowmem.core import optimizers, recompute
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
@@ -19,6 +19,7 @@ from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment, SkippableProducts
+from lowmem.core.recordings import Recordings
 
 
 class Operations:
@@ -35,7 +36,7 @@ class Operations:
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self.rule = rule or (fused.update if decoder.fused_kernels else eager)
         self.skippable_products: SkippableProducts = {}
-        self.recordings: recordings.Recordings | None = recordings.Recordings()
+        self.recordings: Recordings | None = Recordings()
         self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
@@ -132,15 +133,12 @@ class Operations:
     def _repeated(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, which is recorded and repeated (recordings.py) if the segment's arguments allow it."""
-        of_segment = [extras[index] for index in segment.blocks]
-        key = self.recordings and recordings.key_of(arguments[0], of_segment)
-        if key is None:
+        """Returns `run()`, which `recordings` may repeat."""
+        if self.recordings is None:
             return run()
-        blocks = [self.decoder.blocks[index] for index in segment.blocks]
-        tensors = recordings.tensors_of(of_segment)
+        of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
         learnt = partial(self.skippable_products.get, self.kind(segment, extras))
-        return self.recordings.run((key, (name, segment)), run, blocks, (*arguments, *tensors), learnt)
+        return self.recordings.run((name, segment), run, arguments, of_segment, blocks, learnt)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Computes the chunked cross-entropy of the head on `final` [B, T, D]. With `scale`, computes gradients too."""

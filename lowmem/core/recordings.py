@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 RUNS_BEFORE = 2  # with the same key, before one is recorded: they learn which products can be skipped
 MOST_SHAPES = 4  # of micro-batches whose recordings are kept
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_MASKS = (torch.bool, torch.uint8)
+_COUNTS = (torch.int32, torch.int64)
 _SHARED = (int, type(None), torch.dtype)  # types of values that are kept once
-_COMPARABLE = (int, float, str, type(None), torch.dtype)
+_COMPARABLE = (int, float, str, tuple, type(None), torch.dtype)
 _aten = torch.ops.aten
 _FASTER = {  # the same operators by Python's own names, which take half the time
     _aten.view.default: Tensor.view,
@@ -44,7 +46,6 @@ _FASTER = {  # the same operators by Python's own names, which take half the tim
     _aten.gelu.default: functional.gelu,
     _aten.native_dropout.default: torch.native_dropout,
 }
-_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten.equal.default, _aten.set_.source_Tensor}
 _active: "Recorder | None" = None
 
 
@@ -174,30 +175,38 @@ class Recorder(TorchDispatchMode):
                 function = _aten.add_.Tensor
         if self._paused or self.refusal:
             return function(*args, **kwargs)
-        self._check(function, args, kwargs)
-        take = self._take(args)
-        keywords = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
-        if len(keywords) < len(kwargs):
-            self.refusal = f"{function} has a tensor as a keyword argument"
         result = function(*args, **kwargs)
-        several = isinstance(result, tuple | list)
+        if function is _aten.lift_fresh.default:  # torch.tensor(...): numbers of Python are part of the code
+            constant = self._new(result.clone())
+            self._note(torch.clone, lambda values: (values[constant],), {}, self._result(result))
+            return result
+        several, is_view = isinstance(result, tuple | list), function.is_view
         results = result if several else (result,)
-        if any(isinstance(one, Tensor) and one.device != self._device for one in results):
-            self.refusal = f"{function} copies to another device"
+        self._refuse_values(function, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], results)
+        take, keywords = self._take(args), kwargs
+        if any(isinstance(value, Tensor) for value in kwargs.values()):
+            take, keywords = self._take((*args, *kwargs.values())), {}
+            function = partial(_with_keywords, function, tuple(kwargs))
         places = [self._result(one) for one in results]
-        if function.is_view and all(place is None for place in places):
+        if is_view and all(place is None for place in places):
             return result  # the same elements of the same memory have a place
         self._note(function, take, keywords, tuple(places) if several else places[0])
         return result
 
-    def _check(self, function, args, kwargs) -> None:
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        if function in _VALUES or _TAGS.intersection(function.tags):
-            self.refusal = f"{function} depends on values"
-        elif function.namespace == "aten" and "index" in str(function) and any(t.dtype is torch.bool for t in tensors):
-            self.refusal = f"{function} with a mask depends on values"
-        elif any(tensor.is_complex() for tensor in tensors):
-            self.refusal = f"{function} has complex numbers"
+    def _refuse_values(self, function, given: list[Tensor], results: Sequence) -> None:
+        """Refuses an operation if Python code may have seen values, or if the operation changes what a tensor is."""
+        whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
+        if _TAGS.intersection(function.tags) and not whole:
+            self.refusal = f"{function} depends on values, or changes a tensor's shape"
+        for result in results:
+            if not isinstance(result, Tensor):
+                continue
+            if result.device != self._device:
+                self.refusal = f"{function} copies to another device"
+            elif result.device.type == "cpu" and result.dtype in _COUNTS and any(map(Tensor.is_floating_point, given)):
+                self.refusal = f"{function} makes integers, which Python may read in the CPU's memory"
+            elif result.is_complex():
+                self.refusal = f"{function} makes complex numbers, of which views may be conjugates"
 
     def _new(self, value) -> int:
         self._values.append(value)
@@ -293,72 +302,72 @@ def _geometry(tensor: Tensor) -> tuple:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def _with_keywords(function: Callable, names: tuple[str, ...], *values):
+    positional = len(values) - len(names)
+    return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
 def _listed(*values) -> list:
     return list(values)
 
 
-def key_of(hidden: Tensor, extras: Iterable[tuple[tuple, dict]]) -> Hashable | None:
-    """Returns what the operations of blocks depend on: the shapes of `hidden` and of the blocks' other arguments, and
-    the values of those that are no tensors. None if one of these has no value that can be compared."""
-    key = [_shape(hidden)]
-    for arguments, keywords in extras:
-        key.append((len(arguments), *keywords))
-        for value in _leaves(arguments, keywords):
-            if isinstance(value, Tensor):
-                key.append(_shape(value))
-            elif isinstance(value, _COMPARABLE):
-                key.append((type(value), value))
-            else:
-                return None
-    return tuple(key)
-
-
-def tensors_of(extras: Iterable[tuple[tuple, dict]]) -> list[Tensor]:
-    """Returns the tensors among the blocks' other arguments."""
-    return [value for each in extras for value in _leaves(*each) if isinstance(value, Tensor)]
-
-
-def _leaves(arguments: tuple, keywords: dict) -> Iterator:
-    for value in (*arguments, *keywords.values()):
-        if type(value) is tuple:
-            yield len(value)
-            yield from value
-        else:
-            yield value
-
-
-def _shape(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
 class Recordings:
-    """Records what has run often enough with the same key, and repeats it. Keeps the recordings of the MOST_SHAPES
-    shapes of micro-batches that ran last."""
+    """Records what has run often enough, and repeats it. Keeps recordings of the MOST_SHAPES shapes of micro-batches
+    that ran last."""
 
     def __init__(self):
-        self._shapes: dict[Hashable, dict[Hashable, int | Recording | None]] = {}
+        self._shapes: dict[tuple, dict[Hashable, int | Recording | None]] = {}
 
     def run(
-        self, key: tuple, run: Callable[[], Tensor], segment: Sequence[nn.Module], arguments: Sequence,
-        learnt: Callable[[], object],
+        self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
+        modules: Iterable[nn.Module], learnt: Callable[[], object],
     ) -> Tensor:  # fmt: skip
-        """Returns `run()`, or repeats it for these `arguments`, a tensor first. `key`: equal ones run the same
-        operations; its first entry tells shapes apart. `learnt()`: if it changes while `run` runs, the next run may
-        be another one."""
-        shape, key = key
+        """Returns `run()`, or repeats it for these `arguments`, a tensor first, and `extras`, the blocks' others.
+
+        `name`: equal ones run the same code. `modules`: whose parameters and buffers that uses. `learnt()`: if it
+        changes while `run` runs, the next run may be another one.
+        """
+        others = list(_leaves(extras))
+        shape = _shape_of([*(argument for argument in arguments if isinstance(argument, Tensor)), *others])
+        arguments = [*arguments, *others]
+        if shape is None:
+            return run()
         known = self._shapes.pop(shape, {})
         self._shapes[shape] = known  # the last one now
-        while len(self._shapes) > MOST_SHAPES:
+        if len(self._shapes) > MOST_SHAPES:
             del self._shapes[next(iter(self._shapes))]
-        found = known.get(key, 0)
+        found = known.get(name, 0)
         if isinstance(found, Recording):
             return found(arguments)
         if found is None or found < RUNS_BEFORE:
-            known[key] = None if found is None else found + 1
+            known[name] = None if found is None else found + 1
             return run()
         before = learnt()
-        with Recorder(arguments, segment, _holders_of_one_alone(arguments[0].device)) as recorder:
+        with Recorder(arguments, modules, _holders_of_one_alone(arguments[0].device)) as recorder:
             result = run()
         if learnt() == before:
-            known[key] = recorder.recording(result)
+            known[name] = recorder.recording(result)
         return result
+
+
+def _leaves(extras: Iterable[tuple[tuple, dict]]) -> Iterator:
+    for arguments, keywords in extras:
+        yield tuple(keywords)
+        for value in (*arguments, *keywords.values()):
+            yield from value if type(value) is tuple else (value,)
+            yield type(value) is tuple and len(value)
+
+
+def _shape_of(arguments: Iterable) -> tuple | None:
+    """Returns all that operations on `arguments` depend on but the values of tensors: which of these share memory,
+    their shapes, and the arguments that are no tensors. None if one of these cannot be compared."""
+    storages: dict[int, int] = {}
+    shape = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            shape.append((storages.setdefault(_storage(value), len(storages)), *_geometry(value)))
+        elif isinstance(value, _COMPARABLE):
+            shape.append((type(value), value))
+        else:
+            return None
+    return tuple(shape)

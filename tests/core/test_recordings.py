@@ -1,0 +1,252 @@
+"""Recordings: what is repeated has the bits and the memory of what was recorded, and what cannot be is not."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from experiments.harness import trainings
+from experiments.harness.trainings import PLAIN, STREAMED, WEIGHTS_STREAMED, make_step
+from families import FAMILIES, MORE_FAMILIES
+from lowmem.core import recordings
+from lowmem.core.recordings import MOST_SHAPES, RUNS_BEFORE, Recording, Recordings, repeated
+from lowmem.models.build import build_model
+from lowmem.models.load import random_weights
+from reference import tiny_model
+from steps import make_batch
+
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES
+NOTHING_LEARNT = lambda: None  # noqa: E731
+VALUES_DECIDE = {"mixtral", "olmoe", "deepseek_v2"}  # which rows an expert gets
+
+
+def recorded(step) -> list[object]:
+    return [found for known in step.operations.recordings._shapes.values() for found in known.values()]
+
+
+def train(family: str, repeats: bool, **kind):
+    config = ALL_FAMILIES[family]()
+    step, store = make_step(build_model(config), random_weights(config, seed=0), **PLAIN | kind)
+    if not repeats:
+        step.operations.recordings = None
+    outcome = trainings.train(step, store, [make_batch(seed, 8, 24) for seed in range(3)])
+    return outcome, step
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "mixtral", *sorted({*FAMILIES, *MORE_FAMILIES} - {"llama", "gpt2", "mixtral"})]
+)
+def test_repeating_a_segment_changes_no_bit(family):
+    """Twelve micro-batches, so that most are repeated; with dropout where the family has it."""
+    plain, _ = train(family, repeats=False, segment_blocks=2)
+    outcome, step = train(family, repeats=True, segment_blocks=2)
+    assert outcome.differences(plain) == []
+    found = recorded(step)
+    assert found and all((type(one) is Recording) == (family not in VALUES_DECIDE) for one in found)
+
+
+@pytest.mark.parametrize("layout", [STREAMED, WEIGHTS_STREAMED, {"kept": 1 / 3, "group": 2}, {"kept": 4 / 3}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_repeating_changes_no_bit_wherever_numbers_are(precision, layout):
+    plain, _ = train("gpt2", repeats=False, precision=precision)
+    outcome, step = train("gpt2", repeats=True, precision=precision, **layout)
+    assert outcome.differences(plain) == []
+    assert any(type(one) is Recording for one in recorded(step)) == (layout != {"kept": 4 / 3})
+
+
+def test_a_repeated_segment_calls_no_module_of_the_model():
+    step, store = make_step(tiny_model("gpt2"), **PLAIN)
+    calls = []
+    for block in step._decoder.blocks:
+        block.register_forward_pre_hook(lambda *_: calls.append(None))
+    trainings.train(step, store, [make_batch(seed, 8, 24) for seed in range(5)])
+    assert len(calls) == 4 * 2 * (RUNS_BEFORE + 1)  # of twenty micro-batches: blocks, forward and again
+
+
+# --- what can be recorded
+
+
+def table(rows: int = 5) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
+    module.register_buffer("shift", torch.tensor([0.5, -0.5, 1.0]))
+    module.register_buffer("places", torch.tensor([2, 0]))
+    return module
+
+
+FOREIGN = torch.tensor(3.0)
+RECORDED = {
+    "products and views": lambda m, x: (x @ m.weight.T @ m.weight).T.contiguous().T + m.shift,
+    "changes in place": lambda m, x: x.clone().mul_(2).add_(m.shift),
+    "a list of tensors": lambda m, x: torch.cat([x, m.shift.expand_as(x), x[:, :1]], 1),
+    "several results": lambda m, x: torch.add(*torch.split(torch.cat([x, 3 * x], 1), 3, 1)),
+    "places of numbers": lambda m, x: x[:, m.places],
+    "random numbers": lambda m, x: torch.dropout(x, 0.5, True) if repeated(torch.manual_seed, 1) is None else x,
+    "numbers of Python": lambda m, x: x * torch.tensor(2.0).add_(x.sum()) + x[:, [0]],
+    "a tensor as a keyword argument": lambda m, x: torch.ops.aten.add.Tensor(x, other=m.shift),
+    "its argument": lambda m, x: x.view(-1).view(x.shape),
+}
+REFUSED = {
+    "a value that Python reads": lambda m, x: x * (2 if x.sum().item() > 0 else 3),
+    "a mask": lambda m, x: x[x > 0].sum() + x,
+    "a choice of rows": lambda m, x: m.weight[x.argmax(0)] * (1 + x.argmax(0).tolist()[0]),
+    "another tensor": lambda m, x: x * FOREIGN,
+    "a shape that is changed in place": lambda m, x: x.clone().t_().contiguous(),
+    "complex numbers": lambda m, x: torch.view_as_real(torch.complex(x, x) * 2j).sum(-1),
+    "another device": lambda m, x: x + x.to("meta").shape[0],
+}
+
+
+def runs(recorder: Recordings, function, module: nn.Module, count: int = RUNS_BEFORE + 3, rows: int = 2) -> None:
+    for seed in range(count):
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            expected = function(module, x.clone())
+            found = recorder.run("it", lambda x=x: function(module, x), (x,), [], [module], NOTHING_LEARNT)
+        assert torch.equal(found, expected), seed
+
+
+def found_in(recorder: Recordings) -> object:
+    (known,) = recorder._shapes.values()
+    return known["it"]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_recorded_is_repeated(name):
+    runs(recorder := Recordings(), RECORDED[name], table())
+    assert type(found_in(recorder)) is Recording
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_values_may_decide_runs_as_it_is(name):
+    runs(recorder := Recordings(), REFUSED[name], table())
+    assert found_in(recorder) is None
+
+
+def test_parameters_are_those_of_the_moment_and_calls_are_made_anew():
+    module, x, calls = table(), torch.ones(2, 3), []
+
+    def run():
+        repeated(calls.append, x)
+        return x @ module.weight.T
+
+    recorder = Recordings()
+    for number in range(6):
+        with torch.no_grad():
+            module.weight.data = torch.full((5, 3), float(number))  # as when weights arrive in another buffer
+            assert recorder.run("it", run, (x,), [], [module], NOTHING_LEARNT)[0, 0] == 3 * number
+    assert len(calls) == 6 and all(call is x for call in calls)
+
+
+def test_what_differs_in_shape_in_other_arguments_or_in_shared_memory_is_recorded_apart():
+    recorder, x, y = Recordings(), torch.ones(2, 3), torch.full((2, 3), 2.0)
+    cases = [
+        ([((y,), {"scale": 2})], 4.0), ([((y,), {"scale": 3})], 6.0), ([((x,), {"scale": 3})], 3.0),
+    ]  # fmt: skip
+    for _ in range(5):
+        for extras, expected in cases:
+            ((other,), keywords) = extras[0]
+            run = lambda other=other, keywords=keywords: x * other * keywords["scale"]  # noqa: E731
+            assert recorder.run("it", run, (x,), extras, [], NOTHING_LEARNT).eq(expected).all()
+    assert len(recorder._shapes) == 3
+    recorder.run("it", lambda: x + 1, (x,), [((object(),), {})], [], NOTHING_LEARNT)
+    assert len(recorder._shapes) == 3, "what cannot be compared is never recorded"
+
+
+def test_only_the_last_shapes_are_kept():
+    recorder = Recordings()
+    for rows in range(1, 4 + MOST_SHAPES):
+        runs(recorder, RECORDED["products and views"], table(), rows=rows)
+    assert len(recorder._shapes) == MOST_SHAPES
+
+
+def test_nothing_is_recorded_while_something_is_learnt():
+    recorder, x, learnt = Recordings(), torch.ones(2, 3), iter(range(100))
+    for _ in range(6):
+        recorder.run("it", lambda: x + 1, (x,), [], [], lambda: next(learnt))
+    assert found_in(recorder) == RUNS_BEFORE
+
+
+def test_an_error_while_it_is_recorded_leaves_nothing_behind():
+    recorder, x, fails = Recordings(), torch.ones(2, 3), iter([False] * RUNS_BEFORE + [True] + [False] * 3)
+
+    def run():
+        if next(fails):
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    for number in range(RUNS_BEFORE + 3):
+        if number == RUNS_BEFORE:
+            with pytest.raises(torch.OutOfMemoryError):
+                recorder.run("it", run, (x,), [], [], NOTHING_LEARNT)
+            assert recordings._active is None
+        else:
+            assert recorder.run("it", run, (x,), [], [], NOTHING_LEARNT).eq(2).all()
+    assert type(found_in(recorder)) is Recording
+
+
+# --- memory
+
+
+def test_a_result_is_freed_where_it_was_freed():
+    alive = []
+
+    def note(tensor):
+        alive.append(weakref.ref(tensor.untyped_storage()))
+
+    def run():
+        first = x * 2
+        repeated(note, first)
+        second = first + 1
+        repeated(note, second)
+        del first
+        repeated(dead.append, second)
+        return second * 3
+
+    class Dead(list):
+        def append(self, _):
+            super().append([reference() is None for reference in alive])
+            alive.clear()
+
+    recorder, x, dead = Recordings(), torch.ones(2, 3), Dead()
+    for _ in range(RUNS_BEFORE + 3):
+        recorder.run("it", run, (x,), [], [], NOTHING_LEARNT)
+    assert type(found_in(recorder)) is Recording
+    assert dead == [[True, False]] * (RUNS_BEFORE + 3)
+
+
+class Kept(torch.autograd.Function):
+    """Triples, and keeps the gradient that it returns."""
+
+    gradients: list = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Kept.gradients.append(3 * gradient)
+        return Kept.gradients[-1]
+
+
+def test_a_gradient_that_something_else_holds_is_not_added_to_in_place():
+    """Autograd sums in place what only it holds. The other product comes last, so its gradient is the first one."""
+    x = torch.ones(2, 3)
+
+    def run(product):
+        leaf = x.clone().requires_grad_()
+        with torch.enable_grad():
+            doubled = 2 * leaf
+            (4 * doubled - product(doubled)).sum().backward()
+        return leaf.grad
+
+    for product, in_place in ((Kept.apply, 0), (lambda y: 3 * y, 1)):
+        Kept.gradients.clear()
+        alone = recordings._holders_of_one_alone(x.device)
+        with recordings.Recorder((x,), [], alone) as recorder:
+            assert run(product).eq(2).all()
+        functions = [call.function for call in recorder._calls]
+        assert functions.count(torch.ops.aten.add_.Tensor) == in_place
+        assert all(gradient.eq(-3).all() for gradient in Kept.gradients)
