@@ -163,14 +163,15 @@ def levers_table(rows: list[dict]) -> str:
     found = [row for row in cases.values() if "of_all" in row["values"]]
     if not found:
         return f"A step without single changes: {NOT_MEASURED}."
-    ways = [way for way in found[0]["values"]["of_all"] if way != "all"]
+    ways = dict.fromkeys(way for row in found for way in row["values"]["of_all"] if way != "all")
     busy = [f"{way}: busy seconds" for way in ("all", "without any")]
     lines = []
     for row in found:
         values = row["values"]
         lines.append(
             [row["device"], row["name"].partition(": ")[2], f"{values['micro_batches']} x {values['micro_batch']}",
-             f"{values['step_seconds']['all']:.3f} s", *(f"{values['of_all'][way]:.2f}" for way in ways),
+             f"{values['step_seconds']['all']:.3f} s", 
+             *(f"{values['of_all'][way]:.2f}" if way in values["of_all"] else NOT_MEASURED for way in ways),
              ", ".join(f"{values[name]:.3f} s" for name in busy)]
         )  # fmt: skip
     header = ("card", "model", "micro-batches", "a step", *ways, "kernels run: with all, without any")
