@@ -37,7 +37,7 @@ class Accumulation:
     def join(self) -> None:
         """Adds the blocks' own gradients for shared parameters to the accumulators of these parameters."""
         for name, part, gradient in self._shared:
-            part.gradient_of(name).add_(gradient)
+            _add(part, name, gradient)
         self.clear()
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.p
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
 NORMS = "core/test_norms.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
+RECORDINGS = "core/test_recordings.py"
 UNCUT_MLP = """\
         "transformer.h.*.mlp": s.enters,
         "transformer.h.*.mlp.c_fc": s.column(inner),
@@ -211,16 +212,16 @@ MUTATIONS = (
     Mutation(
         "core/accumulation.py",
         "a micro-batch's gradient takes the place of those before",
-        "part.gradient_of(name).add_(parameter.grad)",
-        "part.gradient_of(name).copy_(parameter.grad)",
+        "part.gradient_of(name).add_(gradient)",
+        "part.gradient_of(name).copy_(gradient)",
         tests=(LIKE_TRANSFORMERS,),
     ),
     Mutation(
         "core/accumulation.py",
         "gradients are summed in 16 bit",
-        "part.gradient_of(name).add_(parameter.grad)",
+        "part.gradient_of(name).add_(gradient)",
         "part.gradient_of(name).copy_((part.gradient_of(name).to(part.working.dtype) + "
-        "parameter.grad.to(part.working.dtype)))",
+        "gradient.to(part.working.dtype)))",
         tests=(SUMMED,),
     ),
     Mutation(
@@ -465,6 +466,34 @@ MUTATIONS = (
         "replayer.skipped is block.get_submodule(last.layer)",
         "not replayer.missed",
         tests=(PRODUCTS,),
+    ),
+    Mutation(
+        "core/recompute.py",
+        "a repeated block has the dropout masks of the recorded one",
+        "repeated(Dropout.begin, dropout, index, hidden.device)",
+        "dropout.begin(index, hidden.device)",
+        tests=(RECORDINGS,),
+    ),
+    Mutation(
+        "core/recordings.py",
+        "a block is repeated for arguments with other values",
+        "shape.append((type(value), value))",
+        "shape.append(type(value))",
+        tests=(RECORDINGS,),
+    ),
+    Mutation(
+        "core/recordings.py",
+        "a sum takes the place of a gradient that something else holds",
+        "if self.holders == self._alone and _is_dense",
+        "if _is_dense",
+        tests=(RECORDINGS,),
+    ),
+    Mutation(
+        "core/recordings.py",
+        "numbers that Python may have read in the CPU's memory are taken for constants",
+        'result.device.type == "cpu" and result.dtype in _COUNTS',
+        "False",
+        tests=(RECORDINGS,),
     ),
     Mutation(
         "core/norms.py",
