@@ -170,7 +170,7 @@ def levers_table(rows: list[dict]) -> str:
         values = row["values"]
         lines.append(
             [row["device"], row["name"].partition(": ")[2], f"{values['micro_batches']} x {values['micro_batch']}",
-             f"{values['step_seconds']['all']:.3f} s", 
+             f"{values['step_seconds']['all']:.3f} s",
              *(f"{values['of_all'][way]:.2f}" if way in values["of_all"] else NOT_MEASURED for way in ways),
              ", ".join(f"{values[name]:.3f} s" for name in busy)]
         )  # fmt: skip

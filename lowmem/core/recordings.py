@@ -280,9 +280,9 @@ def _holders(arguments: tuple) -> tuple[int, int, int]:
 
 
 @cache
-def _holders_of_one_alone(device: torch.device) -> tuple | None:
+def _holders_of_one_alone() -> tuple | None:
     """Returns the _holders of a gradient that nothing but autograd holds, as a Recorder counts them."""
-    with Recorder([x := torch.ones(1, device=device, requires_grad=True)], []) as recorder:
+    with Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()
     return recorder.holders
@@ -343,7 +343,7 @@ class Recordings:
             known[name] = None if found is None else found + 1
             return run()
         before = learnt()
-        with Recorder(arguments, modules, _holders_of_one_alone(arguments[0].device)) as recorder:
+        with Recorder(arguments, modules, _holders_of_one_alone()) as recorder:
             result = run()
         if learnt() == before:
             known[name] = recorder.recording(result)

@@ -242,7 +242,7 @@ def test_a_gradient_that_something_else_holds_is_not_added_to_in_place():
 
     for product, in_place in ((Kept.apply, 0), (lambda y: 3 * y, 1)):
         Kept.gradients.clear()
-        alone = recordings._holders_of_one_alone(x.device)
+        alone = recordings._holders_of_one_alone()
         with recordings.Recorder((x,), [], alone) as recorder:
             assert run(product).eq(2).all()
         functions = [call.function for call in recorder._calls]
