@@ -14,7 +14,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import accumulated
 from lowmem.core.parameters import Part, Store
-from lowmem.core.recordings import repeated
+from lowmem.core.recorder import repeated
 
 
 class Accumulation:

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import masking_utils
 
 from lowmem.core.logits import Followed, LogitFunction
-from lowmem.core.recordings import repeated
 from lowmem.errors import InputError
 
 Extra = tuple[tuple, dict[str, Any]]  # a block's positional and keyword arguments after the hidden state
@@ -124,8 +123,7 @@ class Decoder:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            self.blocks[index].register_forward_pre_hook(lambda *_, index=index: repeated(call, index))
-            for index in indices
+            self.blocks[index].register_forward_pre_hook(lambda *_, index=index: call(index)) for index in indices
         ]
 
     def final(self, hidden: Tensor) -> Tensor:

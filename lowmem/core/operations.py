@@ -40,6 +40,11 @@ class Operations:
         self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
+    def begin(self) -> None:
+        """Must be called when a step begins."""
+        if self.recordings is not None:
+            self.recordings.forget_if_changed(self.decoder.model)
+
     def group(
         self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
         self_contained: bool,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.products import Kept, ProductRecorder, ProductReplayer, product_skipped
-from lowmem.core.recordings import repeated
+from lowmem.core.recorder import repeated
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
 

@@ -119,6 +119,7 @@ class TrainingStep:
         tokens = batch.trained_tokens
         work = self._prepare(batch, step, self.loss_scale.scale / tokens)
         self._decoder.model.train()
+        self.operations.begin()
 
         gradients = self._final_gradients(self.layout.fate, 1.0, learning_rate)
         loss, norm = self._forward_and_backward(work, gradients)

@@ -87,6 +87,9 @@ class ReplayedOperations:
         operations.kind = self._kind
         operations.recordings = None  # it is this class that repeats
 
+    def begin(self) -> None:
+        """Does nothing: the simulation has no recordings."""
+
     def group(
         self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
         self_contained: bool,

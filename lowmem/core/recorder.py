@@ -1,0 +1,313 @@
+"""Notes the operations of a run, so that they can be repeated without the code that called them (recordings.py)."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_FASTER = {  # the same operators by Python's own names, which take half the time
+    _aten.view.default: Tensor.view,
+    _aten.transpose.int: Tensor.transpose,
+    _aten.permute.default: Tensor.permute,
+    _aten.new_empty.default: Tensor.new_empty,
+    _aten.empty_like.default: torch.empty_like,
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.add.Tensor: torch.add,
+    _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.cat.default: torch.cat,
+    _aten.gelu.default: functional.gelu,
+    _aten.native_dropout.default: torch.native_dropout,
+}
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_MASKS = (torch.bool, torch.uint8)
+_COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Not new_empty: a product that is skipped leaves one without values (products.py).
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default)
+_active: "Recorder | None" = None
+
+
+def repeated(function: Callable[..., None], *arguments) -> None:
+    """Calls `function`. A recording repeats the call, and not the operations inside of it."""
+    if _active is None:
+        function(*arguments)
+    else:
+        _active.call(function, arguments)
+
+
+@dataclass
+class _Call:
+    """Describes a call of `function`. Numbers are places in the list of values.
+
+    take:     gets the positional arguments from that list, as a tuple.
+    results:  the place of the result, or one place or None for each of several; None if no result is used.
+    dead:     the places that are not used afterwards, whose memory the recorded run freed here.
+    """
+
+    function: Callable
+    take: Callable[[list], tuple]
+    keywords: dict[str, Any]
+    results: int | tuple[int | None, ...] | None
+    dead: list[int] = field(default_factory=list)
+
+
+class Recording:
+    """Repeats the calls that a Recorder has noted."""
+
+    def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
+        self._values, self._arguments, self._result = values, arguments, result
+        self._calls = [
+            (_FASTER.get(call.function, call.function), call.take, call.keywords, call.results, tuple(call.dead))
+            for call in calls
+        ]
+
+    def __call__(self, arguments: Sequence) -> Tensor:
+        """Returns the result for `arguments`, which come in the order of those that were recorded."""
+        values = self._values.copy()
+        for place, number in self._arguments:
+            values[place] = arguments[number]
+        with torch._C._AutoDispatchBelowAutograd():
+            for function, take, keywords, results, dead in self._calls:
+                result = function(*take(values), **keywords)
+                if type(results) is int:
+                    values[results] = result
+                elif results is not None:
+                    for place, one in zip(results, result, strict=True):
+                        if place is not None:
+                            values[place] = one
+                result = one = None  # noqa: F841  a reference would keep memory
+                for place in dead:
+                    values[place] = None
+        return values[self._result]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operations that run inside it. `arguments`: the tensors and objects that each repeat gets anew, a
+    tensor first. `constants`: modules whose parameters and buffers may be used, too.
+
+    Autograd adds a second gradient to the first in its place if nothing else holds that, but never under a dispatch
+    mode (accumulate in input_buffer.cpp). So this does it. `alone`: the _holders of a gradient that nothing else holds.
+    """
+
+    def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
+        super().__init__()
+        self._device, self._alone = arguments[0].device, alone
+        self.holders: tuple | None = None  # those of the last gradient to which another was added
+        self.refusal: str | None = None  # why the run cannot be repeated
+        self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
+        self._values: list = []
+        self._calls: list[_Call] = []
+        # Places of tensors, by storage and geometry: of those that are always there, and of results.
+        self._given: dict[int, dict[tuple, int]] = {}
+        self._born: dict[int, tuple[weakref.ref, dict[tuple, int]]] = {}
+        self._unwritten: set[int] = set()  # storages into which no operation has written
+        self._lists: list[int] = []  # places of lists of tensors, which only the next call uses
+        self._paused = False
+        self._arguments: list[tuple[int, int]] = []
+        self._objects: dict[int, int] = {}  # places of arguments that are no tensors, by id
+        for number, argument in enumerate(arguments):
+            is_tensor = isinstance(argument, Tensor)
+            known = self._given.setdefault(address_of(argument), {}) if is_tensor else self._objects
+            key = geometry_of(argument) if is_tensor else id(argument)
+            if key not in known:
+                known[key] = self._new(None)
+                self._arguments.append((known[key], number))
+
+    def __enter__(self):
+        global _active
+        _active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        global _active
+        _active = None
+        return super().__exit__(*exception)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that hides operations from torch.compile would be the caller of each
+
+    def recording(self, result: Tensor) -> Recording | None:
+        """Returns the Recording of all calls so far, whose result is `result`; None if they cannot be repeated."""
+        place = self._place(result)
+        return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
+
+    def call(self, function: Callable, arguments: Sequence) -> None:
+        """Notes a call of `function` as one, and makes it."""
+        take = self._take(arguments)
+        self._paused = True
+        try:
+            function(*arguments)
+        finally:
+            self._paused = False
+        self._note(function, take, {}, None)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is _aten.add.Tensor and _called_by_the_engine() and args[0].shape == args[1].shape:
+            self.holders = _holders(args)
+            if self.holders == self._alone and _is_dense(args[0]):
+                function = _aten.add_.Tensor
+        result = function(*args, **kwargs)
+        if not (self._paused or self.refusal):
+            self._note_operation(function, args, kwargs, result)
+        return result
+
+    def _note_operation(self, function, args: tuple, kwargs: dict, result) -> None:
+        several, is_view = isinstance(result, tuple | list), function.is_view
+        results = result if several else (result,)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if function is _aten.lift_fresh.default:  # torch.tensor(...): numbers of Python are part of the code
+            constant = self._new(result.clone())
+            self._note(torch.clone, lambda values: (values[constant],), {}, self._result(result))
+            return
+        self._refuse(function, given, [one for one in results if isinstance(one, Tensor)])
+        if self.refusal:
+            return
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(kwargs)):
+            function = partial(_with_keywords, function, tuple(kwargs))
+            args, kwargs = (*args, *kwargs.values()), {}
+        take = self._take(args)
+        places = [self._result(one) for one in results]
+        if is_view and all(place is None for place in places):
+            return  # the same elements of the same memory have a place
+        self._note(function, take, kwargs, tuple(places) if several else places[0])
+
+    def _note(self, function: Callable, take: Callable, keywords: dict, results) -> None:
+        self._calls.append(_Call(function, take, keywords, results, self._lists))
+        self._lists = []
+
+    def _refuse(self, function, given: list[Tensor], results: list[Tensor]) -> None:
+        """Refuses an operation if Python code may have seen values or written them, or if a tensor is of a kind that
+        storage and geometry do not describe."""
+        whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
+        if _TAGS.intersection(function.tags) and not whole:
+            self.refusal = f"{function} depends on values, or changes a tensor's shape"
+        if any(tensor.layout is not torch.strided or tensor.is_complex() for tensor in results):
+            self.refusal = f"{function} makes a tensor that is sparse or complex"
+            return
+        if any(tensor.device != self._device for tensor in results):
+            self.refusal = f"{function} copies to another device"
+        elif self._device.type == "cpu" and any(map(Tensor.is_floating_point, given)):
+            if any(tensor.dtype in _COUNTS for tensor in results):
+                self.refusal = f"{function} makes integers, which Python may read in the CPU's memory"
+        addresses = {address_of(tensor) for tensor in given}
+        if function in _EMPTY:
+            self._unwritten.update(map(address_of, results))
+        elif function._schema.is_mutable:
+            self._unwritten -= addresses
+        elif not function.is_view and self._unwritten & addresses:
+            self.refusal = f"{function} reads memory that no operation has written: a kernel that is no operator has"
+
+    def _new(self, value) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _take(self, arguments: Sequence) -> Callable[[list], tuple]:
+        places = [self._place(argument) for argument in arguments]
+        if len(places) > 1:
+            return itemgetter(*places)
+        return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
+
+    def _place(self, value) -> int:
+        """Returns the place of an argument of a call."""
+        if isinstance(value, Tensor):
+            return self._place_of_tensor(value)
+        if id(value) in self._objects:
+            return self._objects[id(value)]
+        if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+            made = self._new(None)
+            self._calls.append(_Call(_listed, self._take(value), {}, made, []))
+            self._lists.append(made)
+            return made
+        return self._new(value)
+
+    def _place_of_tensor(self, tensor: Tensor) -> int:
+        address, geometry = address_of(tensor), geometry_of(tensor)
+        _, known = self._born.get(address) or (None, self._given.setdefault(address, {}))
+        if geometry not in known:
+            same = (c for c in self._constants if address_of(c) == address and geometry_of(c) == geometry)
+            constant = next(same, None)
+            if constant is None:
+                self.refusal = "it uses a tensor that is neither an argument nor a parameter"
+            known[geometry] = self._new(constant)
+        return known[geometry]
+
+    def _result(self, result) -> int | None:
+        """Returns a new place for a result of an operation; None if it needs none."""
+        if not isinstance(result, Tensor):
+            return None
+        address, geometry = address_of(result), geometry_of(result)
+        if address in self._given:
+            known = self._given[address]
+        else:
+            if address not in self._born:
+                reference = weakref.ref(result.untyped_storage(), lambda _: self._died(address))
+                self._born[address] = reference, {}
+            _, known = self._born[address]
+        if geometry in known:
+            return None
+        known[geometry] = self._new(None)
+        return known[geometry]
+
+    def _died(self, address: int) -> None:
+        """Notes that the memory of a result was freed, after the last call."""
+        _, places = self._born.pop(address)
+        self._unwritten.discard(address)
+        self._calls[-1].dead.extend(places.values())
+
+
+@cache
+def holders_if_alone() -> tuple | None:
+    """Returns the _holders of a gradient that nothing but autograd holds, as a Recorder counts them."""
+    with torch.enable_grad(), Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
+        y = 2 * x
+        (3 * y - 4 * y).backward()
+    return recorder.holders
+
+
+def _holders(arguments: tuple) -> tuple[int, int, int]:
+    """Counts the holders of the first of `arguments`: in C++, of its memory, and in Python."""
+    first = arguments[0]
+    return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns True if the elements of `tensor` fill a range of memory, in any order of the dimensions."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
+
+
+def _called_by_the_engine() -> bool:
+    """Returns True if autograd's engine called the current operation, and no backward written in Python."""
+    frame = sys._getframe(1).f_back  # of what called the dispatch mode; None in a thread of autograd's own
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of the tensor's storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def geometry_of(tensor: Tensor) -> tuple:
+    """Returns all that tells two tensors of one storage apart."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _with_keywords(function: Callable, names: tuple[str, ...], *values):
+    positional = len(values) - len(names)
+    return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
+def _listed(*values) -> list:
+    return list(values)
