@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.products import MATRIX_PRODUCTS, LayerMode
+from lowmem.core.recorder import address_of
 
 PROGRAMS = 512  # that share the rows in backward, at most: four for each multiprocessor of the largest cards
 LEAST_ROWS = 4  # of a program in backward, whose sums take as much traffic as a row or two
@@ -220,27 +221,23 @@ class _Readers(LayerMode):
         result = operation(*args, **(kwargs or {}))
         if operation is torch.ops.lowmem.normalize.default:
             output, norm = args[3], self._of_weight[id(args[1])]
-            self._outputs[_address(output)] = output, norm
+            self._outputs[address_of(output)] = output, norm
             if output.dtype is not self._dtype:
                 self.wide.add(norm)
         elif not operation.is_view:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.products[self.called] += operation in MATRIX_PRODUCTS
             for tensor in tensors:
-                if found := self._outputs.get(_address(tensor)):
+                if found := self._outputs.get(address_of(tensor)):
                     self._note(operation, tensors, result, tensor.dtype, found[1])
         return result
 
     def _note(self, operation, tensors: list[Tensor], result, dtype: torch.dtype, norm: Norm) -> None:
         if dtype is self._dtype:
-            own = [_address(weight) for weight in self.called._parameters.values() if weight is not None]
-            its_product = operation in MATRIX_PRODUCTS and any(_address(tensor) in own for tensor in tensors)
+            own = [address_of(weight) for weight in self.called._parameters.values() if weight is not None]
+            its_product = operation in MATRIX_PRODUCTS and any(address_of(tensor) in own for tensor in tensors)
             (self.layers if its_product else self.others)[norm].append(self.called)
         elif operation is _aten._to_copy.default and result.dtype is self._dtype:
-            self._outputs[_address(result)] = result, norm
+            self._outputs[address_of(result)] = result, norm
         else:
             self.exact.add(norm)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
