@@ -157,9 +157,9 @@ def update_case(rule: UpdateRule, name: str) -> Case:
     return _case(f"update of a piece, {name}", make)
 
 
-def step_case(model: str, blocks: int, fused: bool) -> Case:
+def step_case(model: str, blocks: int, fused: bool, recorded: bool = False) -> Case:
     """Returns a step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a
-    time."""
+    time. `recorded`: blocks are repeated from recordings, which the simulator's clock does not know."""
     _, width, heads = GPT2_SHAPES[model]
     config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
     layout = Layout(micro_batch=1, group=SEQUENCES, states_on_gpu=blocks + 2)
@@ -168,6 +168,8 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
     def make(device: torch.device) -> Callable[[], Run]:
         decoder = make_decoder(config, "bf16", "16bit", fused)
         step = random_step(decoder, case, device)
+        if not recorded:
+            step.operations.recordings = None
         ids = torch.zeros(SEQUENCES, SEQ, dtype=torch.int64)
         batch, number = Batch(ids, ids), numbers()
         step(batch, next(number), LEARNING_RATE)  # the first step has no update to apply
@@ -176,4 +178,5 @@ def step_case(model: str, blocks: int, fused: bool) -> Case:
     def count(target: Target) -> float:
         return record_step(make_decoder(config, "bf16", "16bit", fused), case, target).seconds
 
-    return Case(f"step, {model}, {blocks} blocks" + (", fused" if fused else ""), 1, make, count)
+    name = f"step, {model}, {blocks} blocks" + (", fused" if fused else "") + (", recorded" if recorded else "")
+    return Case(name, 1, make, count)

@@ -77,7 +77,7 @@ def cases_of(kernels: bool) -> list[Case]:
     """Returns the cases with or without the project's own kernels; operators are PyTorch's own."""
     rule, name = (fused.update, "one kernel") if kernels else (optimizers.update, "eager")
     parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
-    return parts if kernels else operator_cases() + parts
+    return parts + [step_case(*which, True, recorded=True) for which in STEPS] if kernels else operator_cases() + parts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
 RESULTS = FOLDER / "results" / "rows.jsonl"
 COUNTED = ("operations", "us each", "clock, us", "processor / clock")
-_STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused)")
+_STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused|, fused, recorded)")
 
 
 def table(rows: list[dict]) -> str:
