@@ -88,7 +88,7 @@ class Part:
         self.weights_elsewhere = self.weights_streamed or self.ranks.sharing > 1
         # One number for all: the value of each parameter while its weights are not on the device.
         self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
-        self.gradient = None
+        self.gradient: Tensor | None = None
         self.gradient_left = False
         self._places: dict[str, tuple[int, torch.Size]] = {}
         size = 0
@@ -139,18 +139,7 @@ class Part:
         part."""
         if self.gradient is None:
             self.gradient = self._device(self.working.numel() * self.ranks.sharing, torch.float32)
-        if name not in self._accumulators:
-            self._accumulators[name] = self.view(self.gradient, name)
-        return self._accumulators[name]
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self._gradient
-
-    @gradient.setter
-    def gradient(self, gradient: Tensor | None) -> None:
-        self._gradient: Tensor | None = gradient
-        self._accumulators: dict[str, Tensor] = {}  # views of it, which cost the host time to make
+        return self.view(self.gradient, name)
 
     @property
     def has_gradient(self) -> bool:
