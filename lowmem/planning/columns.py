@@ -5,12 +5,17 @@ units are on the GPU. Here both are indices into the lists of these names in Cho
 Kept bytes and saved seconds are expected to grow per block as they do for the smallest micro-batch.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Fate, Layout
 from lowmem.planning.choices import Choices
 from lowmem.planning.simulated_step import Recording
 from lowmem.planning.simulations import Simulations
+
+
+def within(size_bytes: int, limit_bytes: int | None) -> bool:
+    return limit_bytes is None or size_bytes <= limit_bytes
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,35 @@ class Columns:
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
         """False if RAM is too small for the states and for gradients that are sent there."""
         base, simulations = column.layout(0, on_gpu), self.simulations
-        if base.states_on_disk:
+        if base.states_on_disk or column.choices.disk:
             return True
         needed = sum(simulations.state_bytes[base.states_on_gpu :])
         if base.fate is Fate.SENT:  # in fp32; those of the first unit stay
             sent = sum(simulations.weight_bytes[max(base.states_on_gpu, 1) :])
             needed += 4 * sent // simulations.base.dtype.itemsize
         return needed <= limit_bytes
+
+    def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
+        """Returns how many units at least have their states on a disk, so that RAM has room for the rest. None if RAM
+        is too small even then."""
+        layout, disk = column.layout(0, on_gpu), column.choices.disk
+        streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
+        if not disk:
+            return layout.states_on_disk if within(streamed, limit_bytes) else None
+
+        def enough(units: int) -> bool:
+            on_disk = self.simulations.bytes_on_disk(replace(layout, states_on_disk=units))
+            return within(streamed - on_disk, limit_bytes)
+
+        counts = range(disk, self.simulations.units + 1)
+        place = bisect_left(counts, True, key=enough)
+        return counts[place] if place < len(counts) else None
+
+    def disk_seconds(self, column: Column, on_gpu: int, limit_bytes: int | None) -> float:
+        """Returns how long a disk reads and writes, if it has as few units as RAM allows."""
+        units = self.least_on_disk(column, on_gpu, limit_bytes)
+        on_disk = self.simulations.bytes_on_disk(replace(column.layout(0, on_gpu), states_on_disk=units))
+        return 2 * on_disk / self.simulations.target.disk
 
     def _held(self, column: Column) -> bool:
         return column.choices.base.fate is Fate.HELD
@@ -111,18 +138,19 @@ class Columns:
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns how long the bus is busy with the units between two `on_gpu`. Weights in RAM are copied in the
+        """Returns how long bus and disk are busy with the units between two `on_gpu`. Weights in RAM are copied in the
         forward and the backward pass of each group."""
         target = self.simulations.target
         if target.copies_in is None:
             return 0.0
         places, base = column.choices.on_gpu, column.choices.base
         moved = self._bytes_on_gpu(column, places[more]) - self._bytes_on_gpu(column, places[fewer])
+        disk = 2 * moved / target.disk if column.choices.disk else 0.0  # RAM that they free takes states of the disk
         if base.weights_on_gpu is None:
-            return moved / min(target.copies_in, target.copies_out)
+            return disk + moved / min(target.copies_in, target.copies_out)
         groups = self.simulations.base.batch // (column.group * column.micro_batch)
         passes = 4 if base.fate is Fate.DROPPED else 2
-        return passes * groups * moved / target.copies_in
+        return disk + passes * groups * moved / target.copies_in
 
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` under the limit, extrapolated from the simulated bytes at `known`."""

@@ -18,9 +18,9 @@ from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.caps import refusal, wants
 from lowmem.planning.choices import open_choices, step_case
+from lowmem.planning.columns import within
 from lowmem.planning.plan import Plan
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, on_the_cpu
-from lowmem.planning.search import within
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import Question

@@ -6,14 +6,13 @@ that take least are tried. The smallest caps are computed from the same layouts,
 planned when it is given.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lowmem.core.layout import Fate, Layout
 from lowmem.planning.choices import Choices
-from lowmem.planning.columns import Columns
-from lowmem.planning.search import Found, Room, Search, faster, within
+from lowmem.planning.columns import Columns, within
+from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
 Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the other
@@ -55,50 +54,16 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
-        without_disk, with_disk = best, None
-        for choices in fates:
-            if choices.base.gathered and (without_disk is None or not without_disk.waits):
+        for choices in reversed(fates) if fates[0].disk else fates:  # those that need the least RAM first
+            if choices.base.gathered and (best is None or not best.waits):
                 continue  # weights that stay would not fit, or save no time
-            if not choices.disk:
-                without_disk = search.fastest(choices, without_disk)
-            elif found := _fastest_with_disk(choices, search, without_disk):
-                without_disk, with_disk = found
-        best = faster(best, with_disk) if fates[0].disk else without_disk
+            if choices.base.weights_on_gpu is not None and best is not None and best.layout.states_on_disk:
+                continue  # RAM is short, and weights there would take more of it
+            best = search.fastest(choices, best)
         on_gpu = best is not None and best.layout.weights_on_gpu is None
         if on_gpu and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
-
-
-def _fastest_with_disk(choices: Choices, search: Search, best: Found | None) -> tuple[Found, Found] | None:
-    """Returns the fastest layout of the choices, and the same with states on a disk, if the first is faster than
-    `best`, which has none there. The disk's speed is not considered: layouts that copy equally much wait for the disk
-    equally long. If RAM has no room for the inputs of segments, longer segments, which save fewer inputs, are tried."""
-    while choices.segments:
-        found = replace(search, room=replace(search.room, ram=None)).fastest(choices, best)
-        if found is None or found is best:
-            return None
-        on_disk = _with_states_on_disk(search.columns.simulations, found, search.room)
-        if on_disk is not None:
-            return found, on_disk
-        longer = tuple(each for each in choices.segments if each > found.layout.segment_blocks)
-        choices = replace(choices, segments=longer)
-    return None
-
-
-def _with_states_on_disk(simulations: Simulations, found: Found, room: Room) -> Found | None:
-    """Returns `found` with states of as few units as possible on a disk, None if RAM has no room for the others."""
-
-    def enough(units: int) -> bool:
-        layout = replace(found.layout, states_on_disk=units)
-        return within(found.recording.streamed_bytes - simulations.bytes_on_disk(layout), room.ram)
-
-    units = range(found.column.choices.disk, simulations.units + 1)
-    place = bisect_left(units, True, key=enough)
-    if place == len(units):
-        return None
-    layout = replace(found.layout, states_on_disk=units[place])
-    return replace(found, layout=layout, recording=simulations.record(layout))
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
@@ -163,7 +128,7 @@ def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: 
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)
-    fixed = replace(choices, base=base, micro_batches=(found.layout.micro_batch,))
+    fixed = replace(choices, base=base, disk=0, micro_batches=(found.layout.micro_batch,))
     fixed = replace(fixed, on_gpu=tuple(each for each in choices.on_gpu if each <= units))
     columns, allocated = Columns(simulations), simulations.allocated_bytes(found.layout)
     smaller = (Search(columns, Room(int(share * allocated), room.ram)).fastest(fixed) for share in shares)

@@ -122,15 +122,15 @@ def gpu_plan(question: Question) -> Plan:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         less = fastest_layout(ways(same, simulations), simulations, case.room(free_bytes))
         return plan if less is None else _next_to(case.plan(less), plan)
+    if found.layout.states_on_disk and settings.states != "disk":
+        without = replace(found.layout, states_on_disk=0)
+        if simulations.fits(without, room.gpu):
+            return _next_to(plan, case.plan(replace(found, layout=without, recording=simulations.record(without))))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
         sent = [[which for which in fates if which.base.fate is Fate.SENT] for fates in ways(settings, simulations)]
         faster = fastest_layout(list(filter(None, sent)), simulations, replace(room, ram=None))
         if faster is not None and faster.seconds < _WORTH_SAYING * found.seconds:
             return _next_to(plan, case.plan(faster))
-    if found.layout.states_on_disk and settings.states != "disk":
-        without = replace(found.layout, states_on_disk=0)
-        if simulations.fits(without, room.gpu):
-            return _next_to(plan, case.plan(replace(found, layout=without, recording=simulations.record(without))))
     return replace(
         plan, seconds_with_more_ram=_seconds_with_more_ram(simulations, room, found, plan.gpu_reserved_peak_bytes)
     )

@@ -13,12 +13,12 @@ everything (docs/planning.md).
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lowmem.core.layout import Layout
 from lowmem.planning.choices import Choices
-from lowmem.planning.columns import Column, Columns
+from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.simulated_step import Recording
 
 _NEGLIGIBLE = 0.002  # share of a step's time that is not worth a recording
@@ -57,10 +57,6 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
     return min((found for found in (one, other) if found is not None), key=lambda found: found.seconds, default=None)
 
 
-def within(size_bytes: int, limit_bytes: int | None) -> bool:
-    return limit_bytes is None or size_bytes <= limit_bytes
-
-
 @dataclass(frozen=True)
 class Search:
     """Searches for the fastest layout that fits into `room` by allocated bytes. `failed`: layouts that fit by this
@@ -73,6 +69,8 @@ class Search:
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
+        if best is not None and self._least_disk_seconds(self.columns.frugal(choices)) >= best.seconds:
+            return best
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -114,15 +112,18 @@ class Search:
             return None
         if best is not None:
             most = columns.expected_kept(column, places[0], columns.first_kept(column), self.room.gpu)
-            if columns.expected_seconds(column, column.choices.kept[most]) >= best.seconds:
+            computing = columns.expected_seconds(column, column.choices.kept[most])
+            if self._least_disk_seconds(column) >= best.seconds:
+                return self._found(column, 0, places[0])
+            if computing >= best.seconds:
                 return Found(column.layout(0, places[0]), columns.recording(column), column, 0, places[0])
-        fastest: Found | None = None
+        fastest, some = None, places
         if column.choices.on_gpu[places[-1]] == columns.simulations.units:  # no copies, and no slots for them
-            fastest = self._with_most_kept(column, places.pop())
-        if places:
-            fastest = faster(fastest, self._bisected(column, places[0], places[-1], best))
+            fastest, some = self._with_most_kept(column, places[-1]), places[:-1]
+        if some:
+            fastest = faster(fastest, self._bisected(column, some[0], some[-1], best))
         if columns.recording(column).computing_seconds < faster(best, fastest).seconds:  # keeping may cost more
-            for place in dict.fromkeys((*places[:1], *places[-1:])):
+            for place in {places[0], *some[-1:], places[-1]}:
                 fastest = faster(fastest, self._found(column, 0, place))
         return fastest
 
@@ -159,12 +160,17 @@ class Search:
         """Returns each `on_gpu` with which the layout fits if blocks keep nothing."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
+    def _least_disk_seconds(self, column: Column) -> float:
+        """Returns a lower bound for the seconds of a step whose states do not all fit into RAM."""
+        places = self.places(column) if column.choices.disk else ()
+        return self.columns.disk_seconds(column, places[-1], self.room.ram) if places else 0.0
+
     def _enough_in_ram(self, column: Column) -> list[int]:
         places, limit = range(len(column.choices.on_gpu)), self.room.ram
         if limit is None or not self.columns.may_fit(column, 0, 0, self.room.gpu):
             return list(places)
         places = [place for place in places if self.columns.may_stream(column, place, limit)]
-        return [place for place in places if self.columns.streamed_bytes(column, place) <= limit]
+        return [place for place in places if self.columns.least_on_disk(column, place, limit) is not None]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
         """Returns the layout in which blocks keep the most, with more units than `on_gpu` if they fit as well."""
@@ -174,7 +180,8 @@ class Search:
         return self._found(column, kept, more)
 
     def _found(self, column: Column, kept: int, on_gpu: int) -> Found:
-        layout = column.layout(kept, on_gpu)
+        on_disk = self.columns.least_on_disk(column, on_gpu, self.room.ram)
+        layout = replace(column.layout(kept, on_gpu), states_on_disk=on_disk)
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.planning.choices import ways
+from lowmem.planning.columns import within
 from lowmem.planning.fastest import frugal_layouts, least_ram
-from lowmem.planning.search import Room, within
+from lowmem.planning.search import Room
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 from lowmem.units import format_option, format_size

@@ -38,8 +38,8 @@ CHOICES = Choices(Layout(1), (1, 2, 4), None, (1, 2), (0, 1, 3, 4, 6), (0, 2, 5)
 TOLERANCE = 1.01  # of the fastest layout's seconds
 
 
-def decoder():
-    return make_decoder(CONFIG, "bf16", "fp32", fused_kernels=True)
+def decoder(config=CONFIG):
+    return make_decoder(config, "bf16", "fp32", fused_kernels=True)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,46 @@ def test_the_choice_is_nearly_the_best_of_an_exhaustive_run(everything, simulati
         best = min(seconds for seconds, _ in fitting)
         assert best * (1 - 1e-9) <= found.seconds <= best * TOLERANCE, min(fitting, key=lambda f: f[0])
         assert found.layout in [layout for _, layout in fitting]
+
+
+@pytest.mark.parametrize("rate", [2**26, 2**28, 2**32])
+def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
+    """The fastest layout without a disk may be slow with one, because others need less of it."""
+    deep = GPT2Config(n_layer=8, n_embd=128, n_head=4, vocab_size=1_000, n_positions=SEQ)  # three visit host buffers
+    target = gpu_target(SLOW_BUS, disk_bytes_per_second=rate)
+    simulations = Simulations(partial(decoder, deep), CASE, target)
+    dropped = replace(CHOICES, base=Layout(1, fate=Fate.DROPPED), whole_batch=True, kept=(0, 8), on_gpu=(0, 3, 6))
+    sent = replace(dropped, base=Layout(1, fate=Fate.SENT), on_gpu=(0,))
+    layouts = [
+        replace(choices.layout(size, BATCH // size, segment, kept, units), states_on_disk=disk)
+        for choices, size, disk in product((sent, dropped), (1, 2, 4), range(simulations.units + 1))
+        for segment, kept, units in product((1, 2), choices.kept, choices.on_gpu)
+        if (kept < 8 or segment == 1) and disk <= simulations.units - units
+    ]
+    recordings = {layout: simulations.record(layout) for layout in layouts}
+    in_ram = {}  # with every host buffer of a disk
+    for layout in layouts:
+        on_disk = simulations.bytes_on_disk(layout) if layout.states_on_disk else 0
+        in_ram[layout] = recordings[replace(layout, states_on_disk=0)].streamed_bytes - on_disk
+    peaks = sorted(recording.tape.peak_bytes(512) for recording in recordings.values())
+    disks, chosen = [[replace(choices, disk=disk) for choices in (sent, dropped)] for disk in (0, 1)], set()
+    for gpu, ram in product((0.3, 0.6, 1), (0, 0.05, 0.1, 0.2, 0.4)):
+        room = Room(
+            *(sorted(each)[round(share * (len(each) - 1))] for each, share in ((peaks, gpu), (in_ram.values(), ram)))
+        )
+        room = Room(room.gpu + 3 * MIB, room.ram)
+        fitting = {
+            layout: each.seconds
+            for layout, each in recordings.items()
+            if in_ram[layout] <= room.ram and completes(each, room.gpu)
+        }
+        found = fastest_layout(disks, simulations, room)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            best = min(fitting.values())
+            assert best * (1 - 1e-9) <= found.seconds <= best * TOLERANCE, min(fitting, key=fitting.get)
+            chosen.add((found.layout.fate, found.layout.states_on_disk > 0))
+    assert len(chosen) > 1, f"the rooms differ in what matters: {chosen}"
 
 
 def test_the_grid_has_layouts_that_differ_in_what_matters(everything):
