@@ -40,7 +40,12 @@ ECC_SHARE = 1 / 16
 # By capability: FLOP per clock of a multiprocessor's fp32 units, and of a GeForce card's tensor cores with sums in
 # fp32; and the measured card whose shares are assumed. Nobody measured Blackwell yet.
 BY_CAPABILITY = {
-    **{(6, 1): (256, 256, "gtx1080ti"), (7, 0): (128, 512, "p100"), (7, 5): (128, 512, "rtx2080ti")},
+    **{
+        (6, 0): (128, 256, "p100"),
+        (6, 1): (256, 256, "gtx1080ti"),
+        (7, 0): (128, 512, "p100"),
+        (7, 5): (128, 512, "rtx2080ti"),
+    },
     **{(8, 0): (128, 512, "a100"), (8, 6): (256, 512, "rtx3060"), (8, 9): (256, 512, "rtx4090")},
     **{(9, 0): (256, 512, "h100"), (12, 0): (256, 512, "rtx4090")},
 }
@@ -105,6 +110,13 @@ class Card:
     memory_share: float = MEMORY_SHARE
     measured: bool = True  # the shares were measured on this card
     nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
+    cache_bytes: int = 0  # of the last-level cache, where it is large enough to matter
+
+    @property
+    def clocks_per_second(self) -> float:
+        """Returns the clock of the multiprocessors that the data sheet's fp32 rate stands for."""
+        per_clock = BY_CAPABILITY.get(self.capability, BY_CAPABILITY[9, 0])[0]
+        return self.rates["fp32"].peak / (self.multiprocessors * per_clock)
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -134,6 +146,10 @@ def _capability(text: str) -> Capability:
     return int(major), int(minor)
 
 
+def _cache_bytes(row: dict[str, str]) -> int:
+    return int(row["cache_mib"] or 0) * MIB
+
+
 def _measured(row: dict[str, str]) -> Card:
     rates = {
         precision: Rate(float(row[f"{precision}_teraflops"]) * 1e12, float(row[f"{precision}_share"]))
@@ -146,6 +162,7 @@ def _measured(row: dict[str, str]) -> Card:
         tuple(row["reported_names"].split("; ")), row["source"],
         nvlink_bytes_per_second=float(row["nvlink_gigabytes_per_second"]) * 1e9
         if row["nvlink_gigabytes_per_second"] else None,
+        cache_bytes=_cache_bytes(row),
     )  # fmt: skip
 
 
@@ -163,7 +180,7 @@ def _from_data_sheet(row: dict[str, str], measured: dict[str, Card]) -> Card:
         row["name"], memory_bytes - max(UNREPORTED_BYTES, int(memory_bytes * UNREPORTED_SHARE)), capability,
         int(row["multiprocessors"]), rates, float(row["memory_gigabytes_per_second"]) * 1e9,
         PCIE_BYTES_PER_SECOND[int(row["pcie"])] * int(row["lanes"]) / 16, tuple(row["reported_names"].split("; ")),
-        "techpowerup.com/gpu-specs; shares: docs/cuda-memory.md", measured=False,
+        "techpowerup.com/gpu-specs; shares: docs/cuda-memory.md", measured=False, cache_bytes=_cache_bytes(row),
     )  # fmt: skip
 
 

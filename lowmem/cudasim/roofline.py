@@ -1,10 +1,12 @@
 """Estimates how long a GPU works on an operation, with a roofline model:
 
-    seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share))
+    seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share),
+                                   elements / elements per second)
 
 Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
-sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Seconds are
-good enough to order plans; they may be off by a third. Constants without a source are assumed.
+sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Some
+kernels are slower than memory on cards with fast memory. Seconds are good enough to order plans; they may be off by a
+third. Constants without a source are assumed.
 """
 
 import math
@@ -25,15 +27,28 @@ KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 # tile on the diagonal of causal attention counts whole. For heads of 64, from 2,048 tokens on:
 # flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
 #   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
+#   Short rows are slower: 0.25, 0.20 on an H200 for 1,024 tokens (measured; see _ELEMENTS_PER_CLOCK).
 # efficient: 0.6 to 0.8, 0.3 to 0.5 of flash's speed (Dao-AILab/flash-attention#416). On Hopper fitted to the slowdown
 #   of steps of 16,384 tokens on an H200 (NVIDIA/cudnn-frontend, benchmark/Llama-3.2-1B-Training).
 ATTENTION_SHARES = {
-    ("flash", False): (0.9, 0.7),
-    ("flash", True): (0.4, 0.37),
+    ("flash", False): (1.0, 0.78),
+    ("flash", True): (0.42, 0.39),
     ("efficient", False): (0.6, 0.4),
     ("efficient", True): (0.25, 0.15),
 }
+HALF_SPEED_TOKENS = {False: 250, True: 700}  # by Hopper: rows of this length have half of flash's share
 _ATTENTION_TILE = 128  # tokens
+# Elements per clock of a multiprocessor, of kernels for which that may be slower than memory. Measured on an H200, in a
+# step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). Those without vector instructions:
+# arguments of two dtypes (measured), or strides that differ from the result's (fitted to an A100 and an H200,
+# tests/published).
+_ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
+_SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
+MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.5
+# New results come from the last-level cache in part: none of those of an operation that moves CACHE_REACH times its
+# size, and more of smaller ones. Both are fitted to steps of an RTX 5090 (tests/published). The caches of an A100 and
+# an H200 are two halves, and were no faster than memory in what was measured.
+CACHE_SPEED, CACHE_REACH = 2.5, 1.5  # as a multiple of memory's speed
 # Speed of 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718. Hopper then runs
 # Turing's kernels: the head's three products of 50,257 words took an H200 177 ms a step of Large, those of 50,256 41.
 UNALIGNED_SHARE, UNALIGNED_SHARE_ON_HOPPER = 0.7, 0.19
@@ -59,6 +74,7 @@ _ATTENTION = {
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
 _OVERWRITES |= {"normalize", "normalize_backward"}  # of lowmem
+_COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
@@ -70,7 +86,12 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
-    seconds = _bytes_moved(traffic, args, kwargs, result) / (card.memory_bytes_per_second * card.memory_share)
+    moved = _bytes_moved(traffic, args, kwargs, result)
+    seconds = moved / (card.memory_bytes_per_second * card.memory_share)
+    if card.cache_bytes and traffic.results:
+        cached = max(0.0, 1 - moved / (CACHE_REACH * card.cache_bytes))
+        seconds *= 1 - cached * (1 - 1 / CACHE_SPEED)
+    seconds = max(seconds, _issue_seconds(card, func, args, result))
     packet = func._overloadpacket
     first = 0 if packet is _aten._grouped_mm else MATRIX_PRODUCTS.get(packet)
     if first is not None:
@@ -128,6 +149,27 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
     return sum(_bytes_of(one, seen) for one in value) if isinstance(value, list | tuple) else 0
 
 
+def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
+    """Estimates the time of a kernel that takes few elements per clock, 0 for others."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
+    if not tensors:
+        return 0.0
+    name, new = func._overloadpacket.__name__, result if isinstance(result, Tensor) else tensors[0]
+    per_clock = _ELEMENTS_PER_CLOCK.get(name)
+    if name == "sum" and tensors[0].dtype.itemsize == 2:
+        per_clock = _SUMS_PER_CLOCK
+    elif torch.Tag.pointwise in func.tags or name in _COPIES:
+        dtypes = {each.dtype for each in tensors if each.dtype is not torch.bool}
+        if len(dtypes) > 1 and name not in _COPIES:
+            per_clock = MIXED_PER_CLOCK
+        elif any(each.shape != new.shape or each.stride() != new.stride() for each in tensors):
+            per_clock = STRIDED_PER_CLOCK
+    if per_clock is None:
+        return 0.0
+    elements = max(each.numel() for each in (*tensors, new))
+    return elements / (per_clock * card.multiprocessors * card.clocks_per_second)
+
+
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
     """Estimates the time of the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
     dimension B, the product is grouped: M, K or N is cut into B groups."""
@@ -169,7 +211,10 @@ def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwa
     position = _position_of_causal(func)
     if args[position] if position < len(args) else kwargs.get("is_causal", False):
         flops *= 0.5 * (1 + min(1.0, _ATTENTION_TILE / key.shape[2]))
-    share = ATTENTION_SHARES[kernel, card.capability[0] == 9 and query.dtype.itemsize == 2][backward]
+    hopper = card.capability[0] == 9 and query.dtype.itemsize == 2
+    share = ATTENTION_SHARES[kernel, hopper][backward]
+    if kernel == "flash":
+        share *= key.shape[2] / (key.shape[2] + HALF_SPEED_TOKENS[hopper])
     return flops / (card.sustained_flops(query.dtype) * share)
 
 

@@ -20,7 +20,12 @@ from lowmem.cudasim.gpus import (
 )
 from lowmem.cudasim.roofline import (
     ATTENTION_SHARES,
+    CACHE_REACH,
+    CACHE_SPEED,
+    HALF_SPEED_TOKENS,
     KERNEL_SECONDS,
+    MIXED_PER_CLOCK,
+    STRIDED_PER_CLOCK,
     UNALIGNED_SHARE,
     UNALIGNED_SHARE_ON_HOPPER,
     operation_seconds,
@@ -369,6 +374,43 @@ def test_smaller_products_are_about_as_fast_as_others_measured_them(card, dtype,
     assert 2 * side**3 / (seconds + KERNEL_SECONDS) / 1e12 == pytest.approx(seen, rel=0.2)
 
 
+# --- kernels that take few elements per clock ---
+
+
+CLOCKS = 4 * 1e11 / (4 * 128)  # of PLAIN's four multiprocessors, in a second: 128 FLOP each
+
+
+def test_a_kernel_without_vector_instructions_takes_its_elements_one_by_one():
+    a, b = meta(100, 100), meta(100, 100)
+    for other in (b, torch.empty((), device="meta")):  # a number is no second row
+        seconds = operation_seconds(FAST_MEMORY, aten.add.Tensor, (a, other), {}, meta(100, 100))
+        assert seconds == pytest.approx(KERNEL_SECONDS)
+    mixed = work(FAST_MEMORY, aten.add.Tensor, a, b.bfloat16())
+    assert mixed == pytest.approx(10_000 / (MIXED_PER_CLOCK * CLOCKS))
+    strided = 10_000 / (STRIDED_PER_CLOCK * CLOCKS)
+    for arguments in ((a, b.T), (a, b[:1]), (a, b[:, :1])):
+        assert work(FAST_MEMORY, aten.mul.Tensor, *arguments) == pytest.approx(strided)
+    assert work(FAST_MEMORY, aten.clone.default, b.T, memory_format=torch.contiguous_format) == pytest.approx(strided)
+
+
+def test_such_kernels_are_no_slower_than_memory_on_a_card_with_slow_memory():
+    a, b = meta(100, 100), meta(100, 100, dtype=BF16)
+    assert nanoseconds(aten.add.Tensor, a, b) == 4 * 20_000 + 20_000
+
+
+def test_half_as_many_terms_of_a_16_bit_sum_take_half_as_long():
+    one, two = (work(FAST_MEMORY, aten.sum.dim_IntList, meta(rows, 64, dtype=BF16), [0]) for rows in (512, 1024))
+    assert two == pytest.approx(2 * one) and one > 0
+
+
+def test_small_new_results_move_at_the_last_level_caches_speed_and_large_ones_at_memorys():
+    x = meta(1000)  # reads and writes 8,000 bytes
+    for size, speed in ((10**12, CACHE_SPEED), (8_000 / CACHE_REACH, 1.0), (1, 1.0)):
+        card = replace(PLAIN, cache_bytes=size)
+        assert 1e9 * work(card, aten.neg.default, x) == pytest.approx(8_000 / speed)
+    assert 1e9 * work(replace(PLAIN, cache_bytes=10**12), aten.neg_.default, x) == pytest.approx(8_000), "in place"
+
+
 # --- attention ---
 
 
@@ -377,7 +419,9 @@ def test_smaller_products_are_about_as_fast_as_others_measured_them(card, dtype,
 @pytest.mark.parametrize("hopper", [False, True])
 def test_attention_counts_what_torch_counts_and_the_tiles_below_the_diagonal_where_it_is_causal(kind, causal, hopper):
     card = replace(FAST_MEMORY, capability=(9, 0)) if hopper else FAST_MEMORY
-    forward_share, backward_share = ATTENTION_SHARES["efficient" if "efficient" in kind else "flash", hopper]
+    kernel = "efficient" if "efficient" in kind else "flash"
+    reached = 512 / (512 + HALF_SPEED_TOKENS[hopper]) if kernel == "flash" else 1.0  # keys of a row
+    forward_share, backward_share = (share * reached for share in ATTENTION_SHARES[kernel, hopper])
     query, key = meta(2, 3, 400, 16, dtype=BF16), meta(2, 3, 512, 16, dtype=BF16)
     value = meta(2, 3, 512, 24, dtype=BF16)
     counted = 5 / 8 if causal else 1  # of four tiles of 128 in a row, 1, 2, 3, 4: 10 of 16

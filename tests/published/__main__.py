@@ -28,7 +28,7 @@ def main() -> int:
     if only != "peak_bytes":
         found["step_seconds"] = []
         for point in step_times():
-            found["step_seconds"].append(seconds := simulate(point.card, *build(point)))
+            found["step_seconds"].append(seconds := simulate(point.card, *build(point), point.host_share))
             print(f"{seconds / point.seconds:5.2f}  {point.group['name']}  {point.shape}", flush=True)
     if only != "step_seconds":
         found["peak_bytes"] = []

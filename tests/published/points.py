@@ -35,6 +35,11 @@ class Point:
         card = OTHER_CARDS.get(name) or CARDS[name]
         return at_clock(card, self.group["clock_share"]) if "clock_share" in self.group else card
 
+    @property
+    def host_share(self) -> float:
+        """Returns the time that the measuring machine takes to launch an operation, as a multiple of the clock's."""
+        return self.group.get("host_share", 1.0)
+
 
 def at_clock(card: Card, share: float) -> Card:
     """`card` with the clock of its multiprocessors locked at `share` of its data sheet's; memory has another clock."""

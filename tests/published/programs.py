@@ -1,7 +1,7 @@
 """The programs whose step times others published, written again as far as a simulation needs them.
 
 Each is a model and a step on tensors without data; what counts is which operations run on which shapes. CS336's program
-is tests/cuda/recorded_model.py, GPT-2 as nanoGPT had it is here, the rest is today's transformers.
+is tests/cuda/recorded_model.py, GPT-2 as nanoGPT and as a book have it is here, the rest is today's transformers.
 
 Shape suffixes: B sequences, T tokens of each, D width, H heads.
 """
@@ -48,12 +48,13 @@ def _cs336(point: Point) -> tuple[nn.Module, Step]:
     def step() -> None:
         if kind == "forward":
             model(tokens).mean()
-        elif kind == "forward and backward":
+        elif kind == "forward and backward" and point.group.get("loss") == "mean":
             model(tokens).mean().backward()
         else:
             optimizer.zero_grad()
             _autocast(point, lambda: cross_entropy(model(tokens), tokens)).backward()
-            optimizer.step()
+            if kind == "whole step":
+                optimizer.step()
 
     return model, step
 
@@ -80,9 +81,9 @@ LLAMA_3_2_1B = LlamaConfig(
 )  # fmt: skip
 
 
-def _nano_gpt(point: Point) -> tuple[nn.Module, Step]:
+def _gpt(kind: type[nn.Module], point: Point) -> tuple[nn.Module, Step]:
     with META:
-        model = NanoGPT(point.shape["tokens"])
+        model = kind(point.shape["tokens"])
     tokens = _tokens(point)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
@@ -115,10 +116,16 @@ def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
     return model, step
 
 
-_PROGRAMS = {"cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": _nano_gpt, "gpt2-medium": _gpt2_medium}
+_PROGRAMS = {
+    "cs336": _cs336,
+    "llama-3.2-1b": _llama,
+    "nanogpt": lambda point: _gpt(NanoGPT, point),
+    "book": lambda point: _gpt(BookGPT, point),
+    "gpt2-medium": _gpt2_medium,
+}
 
 
-GPT2_VOCABULARY = 50257
+GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1
 
 
 class NanoGPT(nn.Module):
@@ -157,3 +164,50 @@ class _Block(nn.Module):
         scores_BHTT = scores_BHTT.masked_fill(self.mask == 0, float("-inf"))
         y = F.softmax(scores_BHTT, dim=-1) @ v
         return self.projection(y.transpose(1, 2).contiguous().view(x_BTD.shape))
+
+
+class BookGPT(nn.Module):
+    """GPT-2 small as the book of rasbt/LLMs-from-scratch builds it: norms and GELU from single operations, attention
+    with T x T matrices, dropout, a head of its own."""
+
+    def __init__(self, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(GPT2_VOCABULARY, width), nn.Embedding(tokens, width)
+        self.blocks = nn.Sequential(*(_BookBlock(tokens, width, heads) for _ in range(layers)))
+        self.norm, self.head = _SingleOperationsNorm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(ids_BT) + self.positions(torch.arange(ids_BT.size(1), device=ids_BT.device))
+        return self.head(self.norm(self.blocks(F.dropout(x_BTD, BOOK_DROPOUT))))
+
+
+class _SingleOperationsNorm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        mean, variance = x_BTD.mean(-1, keepdim=True), x_BTD.var(-1, keepdim=True, unbiased=False)
+        return self.scale * ((x_BTD - mean) / torch.sqrt(variance + 1e-5)) + self.shift
+
+
+class _BookBlock(nn.Module):
+    def __init__(self, tokens: int, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = _SingleOperationsNorm(width), _SingleOperationsNorm(width)
+        self.projections = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.ones(tokens, tokens).triu(1))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = F.dropout(self.attend(self.norm_1(x_BTD)), BOOK_DROPOUT) + x_BTD
+        y = self.up(self.norm_2(x_BTD))
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3))))
+        return F.dropout(self.down(y), BOOK_DROPOUT) + x_BTD
+
+    def attend(self, x_BTD: Tensor) -> Tensor:
+        k, q, v = (made(x_BTD).unflatten(2, (self.heads, -1)).transpose(1, 2) for made in self.projections)
+        scores_BHTT = (q @ k.transpose(2, 3)).masked_fill_(self.mask.bool(), float("-inf"))
+        weights_BHTT = F.dropout(torch.softmax(scores_BHTT / k.size(-1) ** 0.5, dim=-1), BOOK_DROPOUT)
+        return self.out((weights_BHTT @ v).transpose(1, 2).contiguous().view(x_BTD.shape))

@@ -4,6 +4,7 @@ The step runs on tensors without data, as in lowmem/planning/simulated_step.py, 
 host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -16,10 +17,12 @@ from lowmem.planning.simulated_step import Target
 STEPS = 2  # the first one has no gradients and no optimizer states to begin with
 
 
-def simulate(card: Card, model: nn.Module, step: Callable[[], None]) -> float:
-    """Seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device, the GPU waited for
-    before and after it."""
-    return record(plain_target(card), model, step)[0]
+def simulate(card: Card, model: nn.Module, step: Callable[[], None], host_share: float = 1.0) -> float:
+    """Returns the seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device. The GPU is
+    waited for before and after it. An operation takes the host `host_share` of the clock's time."""
+    target = plain_target(card)
+    host_seconds = tuple(host_share * seconds for seconds in target.machine.host_seconds)
+    return record(replace(target, machine=replace(target.machine, host_seconds=host_seconds)), model, step)[0]
 
 
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
