@@ -9,8 +9,8 @@ The interpreter changes Triton's language while a kernel runs and does not undo 
 maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
 Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
-any size. The loss keeps its block size, because the order of its sums depends on it. Norms are plain PyTorch
-(plain_norms.py).
+any size. The loss keeps its block size, because the order of its sums depends on it. Norms and gated MLPs
+are plain PyTorch (plain_layers.py).
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from stand_in import plain_norms
+from stand_in import plain_layers
 
 _LARGEST_BLOCK = 2**20  # the most entries that Triton lets a tensor have
 _lock = threading.RLock()
@@ -101,6 +101,6 @@ COUNTERPARTS: dict[OpOverload, Callable] = {
     getattr(torch.ops.lowmem, name).default: _kernel(name)
     for name in ("adamw", "sgd", "join", "split", "cross_entropy")
 } | {
-    torch.ops.lowmem.normalize.default: plain_norms.normalize,
-    torch.ops.lowmem.normalize_backward.default: plain_norms.normalize_backward,
+    getattr(torch.ops.lowmem, name).default: getattr(plain_layers, name)
+    for name in ("normalize", "normalize_backward", "gated", "gated_backward")
 }

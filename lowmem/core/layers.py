@@ -17,6 +17,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from lowmem.core.gates import GatedMLP, activation_of
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.norms import Norm, Rule, normalize, normalize_backward, rule_of
 
@@ -43,6 +44,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
         elif "Norm" in type(module).__name__ and module._parameters:
             in_fp32, rule = partial(_norm_in_fp32, module), rule_of(module) if fused else None
             module.forward = in_fp32 if rule is None else Norm(module, rule, in_fp32)
+        elif fused and (activation := activation_of(module)) is not None:
+            module.forward = GatedMLP(module, activation, partial(type(module).forward, module))
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block

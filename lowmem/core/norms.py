@@ -1,4 +1,4 @@
-"""Computes a model's norms with one kernel forward and one backward (kernels/triton_kernels.py), if a GPU runs them.
+"""Computes a model's norms with one kernel forward and one backward (kernels/layer_kernels.py), if a GPU runs them.
 
 Any module with Norm in its class's name may be one. Its values decide which: `rule_of` compares it on a few rows with
 LayerNorm and with RMSNorm. A module that computes neither keeps its own forward.

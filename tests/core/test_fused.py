@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -72,34 +72,47 @@ def language_interpreted():
                 setattr(thing, name, value)
 
 
+KERNELS = ("triton_kernels", "layer_kernels")
+
+
 @contextmanager
 def imported_anew(interpret: str):
-    """lowmem.core.kernels.triton_kernels; what Triton does with a kernel is decided when that is defined."""
+    """The modules of KERNELS in lowmem.core.kernels; what Triton does with a kernel is decided when it is defined."""
 
     def forget():
-        sys.modules.pop("lowmem.core.kernels.triton_kernels", None)
-        vars(lowmem.core.kernels).pop("triton_kernels", None)
+        for name in KERNELS:
+            sys.modules.pop(f"lowmem.core.kernels.{name}", None)
+            vars(lowmem.core.kernels).pop(name, None)
 
     forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", interpret)
-        if interpret == "1":
-            with language_interpreted():
-                yield importlib.import_module("lowmem.core.kernels.triton_kernels")
-        else:
-            yield importlib.import_module("lowmem.core.kernels.triton_kernels")
+        with language_interpreted() if interpret == "1" else nullcontext():
+            yield [importlib.import_module(f"lowmem.core.kernels.{name}") for name in KERNELS]
     forget()
 
 
 @pytest.fixture
 def interpreted():
-    with imported_anew("1") as kernels:
+    with imported_anew("1") as (kernels, _):
+        yield kernels
+
+
+@pytest.fixture
+def interpreted_layers():
+    with imported_anew("1") as (_, kernels):
         yield kernels
 
 
 @pytest.fixture
 def compiled():
-    with imported_anew("0") as kernels:
+    with imported_anew("0") as (kernels, _):
+        yield kernels
+
+
+@pytest.fixture
+def compiled_layers():
+    with imported_anew("0") as (_, kernels):
         yield kernels
 
 
@@ -449,14 +462,24 @@ def test_a_loss_that_is_computed_otherwise_is_found(interpreted, one_size, monke
     assert fused.why_not.__wrapped__(CPU).startswith("the loss or a gradient of it is 0.1")
 
 
-def test_a_norm_that_is_computed_otherwise_is_found(interpreted, one_size, monkeypatch):
-    real = interpreted.normalize_backward
+def test_a_norm_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch):
+    real = interpreted_layers.normalize_backward
 
     def wrong(gradient, x, weight, statistics, x_gradient, sums, offset):
         real(gradient, x, weight, statistics, x_gradient, sums, offset + 0.1)
 
-    monkeypatch.setattr(interpreted, "normalize_backward", wrong)
+    monkeypatch.setattr(interpreted_layers, "normalize_backward", wrong)
     assert fused.why_not.__wrapped__(CPU).startswith("a norm or a gradient of it is 0.")
+
+
+def test_a_gated_mlp_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch):
+    real = interpreted_layers.gated_backward
+
+    def wrong(gradient, gate, up, of_gate, of_up, linear, cubic):
+        real(gradient, gate, up, of_gate, of_up, linear, cubic + 0.1)
+
+    monkeypatch.setattr(interpreted_layers, "gated_backward", wrong)
+    assert fused.why_not.__wrapped__(CPU).startswith("a gated MLP's activation or a gradient of it is 0.")
 
 
 def test_8_bit_updates_stay_on_the_stream_that_computes():
@@ -470,18 +493,20 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
     monkeypatch.setattr(fused, "loss_error", lambda *_: 0.0)
     monkeypatch.setattr(fused, "norm_error", lambda *_: 0.0)
+    monkeypatch.setattr(fused, "gate_error", lambda *_: 0.0)
     monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 100.0})
     assert fused.why_not.__wrapped__(CPU) == "a kernel is 100 units of the last place off"
 
 
-@pytest.mark.parametrize("of", ["an update", "the loss", "a norm"])
+@pytest.mark.parametrize("of", ["an update", "the loss", "a norm", "a gate"])
 def test_a_kernel_that_writes_nan_is_not_used(of, monkeypatch):
     """Seen to fail: max() passes over a NaN that is not the first number."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
-    errors = {kind: iter([0.0, math.nan] if kind == of else []) for kind in ("the loss", "a norm")}
+    errors = {kind: iter([0.0, math.nan] if kind == of else []) for kind in ("the loss", "a norm", "a gate")}
     monkeypatch.setattr(fused, "loss_error", lambda *_: next(errors["the loss"], 0.0))
     monkeypatch.setattr(fused, "norm_error", lambda *_: next(errors["a norm"], 0.0))
+    monkeypatch.setattr(fused, "gate_error", lambda *_: next(errors["a gate"], 0.0))
     ulps = {"weight": 0.0, "m": math.nan if of == "an update" else 0.0}
     monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: ulps)
     assert "nan" in fused.why_not.__wrapped__(CPU)

@@ -17,7 +17,8 @@ from lowmem.models.build import make_decoder
 from tests.core import test_fused
 
 pytest.importorskip("triton")
-interpreted, compiled, accesses_of = test_fused.interpreted, test_fused.compiled, test_fused.accesses_of
+interpreted, compiled = test_fused.interpreted_layers, test_fused.compiled_layers
+accesses_of = test_fused.accesses_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORMS = {

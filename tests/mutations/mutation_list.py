@@ -524,7 +524,7 @@ MUTATIONS = (
         tests=("core/test_fused.py",),
     ),
     Mutation(
-        "core/kernels/triton_kernels.py",
+        "core/kernels/layer_kernels.py",
         "the gradient of a norm's input lacks the mean's part",
         "        if CENTERED:\n            result -=",
         "        if not CENTERED:\n            result -=",

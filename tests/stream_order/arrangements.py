@@ -206,13 +206,14 @@ def computed_by_plain_kernels() -> Iterator[None]:
 @contextmanager
 def with_plain_kernels() -> Iterator[None]:
     """The project's operators compute with kernels.py of this folder on the CPU."""
-    name = f"{kernels.__name__}.triton_kernels"
-    before = sys.modules.get(name)  # patch.dict would also forget what is imported meanwhile
-    sys.modules[name] = plain_kernels
+    plain = {name: plain_kernels for name in ("triton_kernels", "layer_kernels")}
+    before = {name: sys.modules.get(f"{kernels.__name__}.{name}") for name in plain}  # patch.dict would forget imports
+    sys.modules.update({f"{kernels.__name__}.{name}": module for name, module in plain.items()})
     try:
-        with patch.object(kernels, "triton_kernels", plain_kernels, create=True):
+        with patch.multiple(kernels, create=True, **plain):
             yield
     finally:
-        del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
+        for name, module in before.items():
+            del sys.modules[f"{kernels.__name__}.{name}"]
+            if module is not None:
+                sys.modules[f"{kernels.__name__}.{name}"] = module

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lowmem.core import precision
 from lowmem.core.loss import IGNORED
-from stand_in.plain_norms import normalize as normalize
-from stand_in.plain_norms import normalize_backward as normalize_backward
+from stand_in.plain_layers import gated as gated
+from stand_in.plain_layers import gated_backward as gated_backward
+from stand_in.plain_layers import normalize as normalize
+from stand_in.plain_layers import normalize_backward as normalize_backward
 
 
 def adamw(

@@ -1,5 +1,6 @@
-"""Defines operators that read and write memory once instead of several times: updates, the loss, gradients of matrices.
+"""Defines operators that read and write memory once instead of several times: updates, the loss, layers, gradients.
 
-operators.py registers them (`torch.ops.lowmem`), and triton_kernels.py has the Triton code. When training begins,
-fused.py compiles them and compares them with the plain PyTorch code. If that fails, the plain code runs.
+operators.py registers them (`torch.ops.lowmem`). triton_kernels.py and layer_kernels.py have the Triton code. When
+training begins, fused.py compiles them and compares them with the plain PyTorch code. If that fails, the plain code
+runs.
 """

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core import optimizers
+from lowmem.core.gates import GELU_TANH, SILU, Activation, gated
 from lowmem.core.logits import LogitFunction
 from lowmem.core.loss import IGNORED, linear_cross_entropy
 from lowmem.core.norms import Rule, normalize, normalize_backward
@@ -28,6 +29,7 @@ KINDS_OF_NORMS = (Rule(1e-5, 0.0, True), Rule(1e-5, 0.0, False))
 SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
+MOST_GATE_ERROR = 5e-3  # the same
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
 
@@ -85,6 +87,7 @@ def why_not(device: torch.device) -> str | None:
             for ulps in largest_ulps(device, name, dtype, size=size).values()
         )
         norm = _largest(norm_error(device, dtype, rule) for dtype, rule in product(in_16_bit, KINDS_OF_NORMS))
+        gate = _largest(gate_error(device, dtype, kind) for dtype, kind in product(in_16_bit, (SILU, GELU_TANH)))
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
         loss = _largest(
             loss_error(device, dtype, size, with_bias, differentiate, function)
@@ -101,6 +104,8 @@ def why_not(device: torch.device) -> str | None:
         return f"the loss or a gradient of it is {loss:.3g} off"
     if not norm <= MOST_NORM_ERROR:
         return f"a norm or a gradient of it is {norm:.3g} off"
+    if not gate <= MOST_GATE_ERROR:
+        return f"a gated MLP's activation or a gradient of it is {gate:.3g} off"
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
 
 
@@ -143,6 +148,20 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int =
     truth = rule(*leaves, *[None] * (bias is None))
     truth.backward(gradient.double())
     pairs = zip(found, (truth, *(leaf.grad for leaf in leaves)), strict=False)
+    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation, size: int = 5000) -> float:
+    """Returns the largest relative error (by norm) on `device` of a gated MLP's activation in `dtype`, and of its
+    gradients. The truth is the activation in fp64 on the CPU."""
+    generator = torch.Generator().manual_seed(5)
+    gate, up, gradient = (torch.randn(size, generator=generator).to(dtype) for _ in range(3))
+    there = [tensor.to(device, copy=True).requires_grad_() for tensor in (gate, up)]
+    leaves = [tensor.double().requires_grad_() for tensor in (gate, up)]
+    found, truth = gated(*there, activation), activation(leaves[0]) * leaves[1]
+    found.backward(gradient.to(device))
+    truth.backward(gradient.double())
+    pairs = zip((found, *(each.grad for each in there)), (truth, *(each.grad for each in leaves)), strict=True)
     return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 

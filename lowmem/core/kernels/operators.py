@@ -2,7 +2,8 @@
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
-    normalize, ..._backward     the norm of each row (norms.py), and its gradients      (triton_kernels.py)
+    normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
+    gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
@@ -26,6 +27,9 @@ _SCHEMAS = {
     "float offset, bool centered) -> ()",
     "normalize_backward": "(Tensor gradient, Tensor x, Tensor weight, Tensor statistics, Tensor(a!) x_gradient, "
     "Tensor(b!) partial_sums, float offset) -> ()",
+    "gated": "(Tensor gate, Tensor up, Tensor(a!) y, float linear, float cubic) -> ()",
+    "gated_backward": "(Tensor gradient, Tensor gate, Tensor up, Tensor(a!) of_gate, Tensor(b!) of_up, float linear, "
+    "float cubic) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
 }
 
@@ -45,11 +49,14 @@ def row_stride(entries: int) -> int:
     return -(-entries // 16) * 16
 
 
+_OF_LAYERS = {"normalize", "normalize_backward", "gated", "gated_backward"}
+
+
 def _kernel(name: str):
     def launch(*arguments) -> None:
-        from lowmem.core.kernels import triton_kernels  # needs Triton
+        from lowmem.core.kernels import layer_kernels, triton_kernels  # need Triton
 
-        getattr(triton_kernels, name)(*arguments)
+        getattr(layer_kernels if name in _OF_LAYERS else triton_kernels, name)(*arguments)
 
     return launch
 

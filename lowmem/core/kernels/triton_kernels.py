@@ -1,4 +1,4 @@
-"""Defines the Triton kernels: updates, the loss and norms, each in one pass over memory.
+"""Defines the Triton kernels of updates and of the loss, each in one pass over memory.
 
 The plain PyTorch code of AdamW moves about 140 bytes per parameter, and holds three temporary tensors. Here every
 number is read once and written once, 28 bytes per parameter with a 16-bit working weight:
@@ -13,16 +13,9 @@ exactly, in integers.
 The loss reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867), and once
 more to write the gradient over them: 6 bytes a logit. The plain code moves about 50, in fp32.
 
-Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
-PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
-sums over rows, for the gradients of weight and bias, are made in two steps: each program adds up its rows, and PyTorch
-adds the programs' sums. Their order depends on the number of rows alone, so the bits do, too.
-
 Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
 sm_90.
 """
-
-from functools import cache
 
 import torch
 import triton
@@ -31,7 +24,6 @@ from torch import Tensor
 
 WORDS = 4096  # of the vocabulary, at a time: 16 for each of 256 threads
 BLOCK = 1024  # parameters per program: 8 for each of 128 threads, so that 16-bit numbers come 16 bytes at a time
-TILE = 2048  # fewest numbers that a norm's program holds at a time: narrow rows share a tile
 FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off again, it leaves the nearest integer
@@ -221,109 +213,3 @@ def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
         steps = (master - working.to(tl.float32)) * one_over_unit.to(tl.float32, bitcast=True)
         tl.store(working_at + place, bits, there)
         tl.store(low_at + place, ((steps + _ROUND) - _ROUND).to(tl.int16), there)
-
-
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
-    centered: bool,
-) -> None:  # fmt: skip
-    """Writes the norm of each row of `x` [N, D] into `y` [N, D]: (x - mean) / sqrt(variance + epsilon) * (weight +
-    offset) + bias; with a mean of 0 unless `centered`. `statistics` [1 or 2, N] fp32: written, the factor 1 / sqrt(...)
-    of each row and, if centered, its mean; or None. All are contiguous, weight and bias [D] fp32."""
-    rows, columns = x.shape
-    if not rows:
-        return
-    block, tile_rows, warps = _tile(rows, columns)
-    _normalize[(triton.cdiv(rows, tile_rows),)](
-        x, weight, weight if bias is None else bias, y, y if statistics is None else statistics, rows, columns,
-        epsilon, offset, CENTERED=centered, HAS_BIAS=bias is not None, KEPT=statistics is not None, ROWS=tile_rows,
-        COLUMNS=block, num_warps=warps,
-    )  # fmt: skip
-
-
-def normalize_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
-    offset: float,
-) -> None:  # fmt: skip
-    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D], from `gradient` [N, D], that of `normalize`'s y.
-    Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32, each added up
-    over N / P rows."""
-    rows, columns = x.shape
-    if not rows:
-        return
-    programs = partial_sums.shape[1]
-    rows_each = triton.cdiv(rows, programs)
-    block, tile_rows, warps = _tile(rows_each, columns)
-    _normalize_backward[(programs,)](
-        gradient, x, weight, statistics, x_gradient, partial_sums, rows, columns, rows_each, offset,
-        CENTERED=statistics.shape[0] == 2, HAS_BIAS=partial_sums.shape[0] == 2, ROWS=tile_rows, COLUMNS=block,
-        num_warps=warps,
-    )  # fmt: skip
-
-
-@cache
-def _tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns the width of a tile, a power of two, its rows, and the warps that hold it."""
-    block = triton.next_power_of_2(columns)
-    tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
-    return block, tile_rows, min(16, max(4, block * tile_rows // 512))
-
-
-@triton.jit
-def _normalize(
-    x_at, weight_at, bias_at, y_at, statistics_at, rows, columns, epsilon, offset,
-    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    there = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
-    if CENTERED:
-        mean = tl.sum(x, axis=1) / columns
-        x = tl.where(there, x - mean[:, None], 0.0)
-        if KEPT:
-            tl.store(statistics_at + rows + row, mean, row < rows)
-    factor = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / columns + epsilon))
-    if KEPT:
-        tl.store(statistics_at + row, factor, row < rows)
-    y = x * factor[:, None] * (tl.load(weight_at + column, column < columns, other=0.0) + offset)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_at + column, column < columns, other=0.0)[None, :]
-    tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
-
-
-@triton.jit
-def _normalize_backward(
-    gradient_at, x_at, weight_at, statistics_at, x_gradient_at, sums_at, rows, columns, rows_each, offset,
-    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    weight = tl.load(weight_at + column, column < columns, other=0.0) + offset
-    of_weight = tl.zeros([COLUMNS], tl.float32)
-    of_bias = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, rows_each, ROWS):
-        own = start + tl.arange(0, ROWS)
-        row = program * rows_each + own
-        its = (own < rows_each) & (row < rows)
-        there = its[:, None] & (column < columns)[None, :]
-        place = row[:, None] * columns + column[None, :]
-        x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
-        gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
-        factor = tl.load(statistics_at + row, its, other=0.0)[:, None]
-        if CENTERED:
-            x = tl.where(there, x - tl.load(statistics_at + rows + row, its, other=0.0)[:, None], 0.0)
-        x = x * factor
-        of_weight += tl.sum(gradient * x, axis=0)
-        if HAS_BIAS:
-            of_bias += tl.sum(gradient, axis=0)
-        gradient = gradient * weight[None, :]
-        result = gradient - x * (tl.sum(gradient * x, axis=1) / columns)[:, None]
-        if CENTERED:
-            result -= (tl.sum(gradient, axis=1) / columns)[:, None]
-        tl.store(x_gradient_at + place, (result * factor).to(x_gradient_at.dtype.element_ty), there)
-    tl.store(sums_at + program * columns + column, of_weight, column < columns)
-    if HAS_BIAS:
-        sums_at += tl.num_programs(0).to(tl.int64) * columns
-        tl.store(sums_at + program * columns + column, of_bias, column < columns)

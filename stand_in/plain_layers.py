@@ -1,5 +1,5 @@
-"""The kernels of norms in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds of
-norms. tests/core/test_norms.py runs the kernels themselves in the interpreter."""
+"""The kernels of norms and gated MLPs in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step
+has hundreds of them. tests/core/test_norms.py and test_gates.py run the kernels themselves in the interpreter."""
 
 import torch
 from torch import Tensor
@@ -30,3 +30,17 @@ def normalize_backward(
     gradient = gradient * (weight + offset)
     result = gradient - x * (gradient * x).mean(1, keepdim=True)
     x_gradient.copy_((result - gradient.mean(1, keepdim=True) if centered else result) * factor)
+
+
+def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:
+    gate = gate.float()
+    y.copy_(gate * torch.sigmoid(gate * (linear + cubic * gate * gate)) * up)
+
+
+def gated_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
+) -> None:
+    gradient, gate = gradient.float(), gate.float()
+    share = torch.sigmoid(gate * (linear + cubic * gate * gate))
+    of_gate.copy_(gradient * up * (share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)))
+    of_up.copy_(gradient * gate * share)

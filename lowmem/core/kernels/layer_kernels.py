@@ -1,0 +1,163 @@
+"""Defines the Triton kernels of layers: norms and gated MLPs, each in one pass over memory each way.
+
+Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
+PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
+sums over rows, for the gradients of weight and bias, are made in two steps: each program adds up its rows, and PyTorch
+adds the programs' sums. Their order depends on the number of rows alone, so the bits do, too.
+
+Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and compiled for sm_75 to sm_90.
+"""
+
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # numbers per program: 8 for each of 128 threads, so that 16-bit numbers come 16 bytes at a time
+TILE = 2048  # fewest numbers that a norm's program holds at a time: narrow rows share a tile
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
+    centered: bool,
+) -> None:  # fmt: skip
+    """Writes the norm of each row of `x` [N, D] into `y` [N, D]: (x - mean) / sqrt(variance + epsilon) * (weight +
+    offset) + bias; with a mean of 0 unless `centered`. `statistics` [1 or 2, N] fp32: written, the factor 1 / sqrt(...)
+    of each row and, if centered, its mean; or None. All are contiguous, weight and bias [D] fp32."""
+    rows, columns = x.shape
+    if not rows:
+        return
+    block, tile_rows, warps = _tile(rows, columns)
+    _normalize[(triton.cdiv(rows, tile_rows),)](
+        x, weight, weight if bias is None else bias, y, y if statistics is None else statistics, rows, columns,
+        epsilon, offset, CENTERED=centered, HAS_BIAS=bias is not None, KEPT=statistics is not None, ROWS=tile_rows,
+        COLUMNS=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def normalize_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
+    offset: float,
+) -> None:  # fmt: skip
+    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D], from `gradient` [N, D], that of `normalize`'s y.
+    Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32, each added up
+    over N / P rows."""
+    rows, columns = x.shape
+    if not rows:
+        return
+    programs = partial_sums.shape[1]
+    rows_each = triton.cdiv(rows, programs)
+    block, tile_rows, warps = _tile(rows_each, columns)
+    _normalize_backward[(programs,)](
+        gradient, x, weight, statistics, x_gradient, partial_sums, rows, columns, rows_each, offset,
+        CENTERED=statistics.shape[0] == 2, HAS_BIAS=partial_sums.shape[0] == 2, ROWS=tile_rows, COLUMNS=block,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+@cache
+def _tile(rows: int, columns: int) -> tuple[int, int, int]:
+    """Returns the width of a tile, a power of two, its rows, and the warps that hold it."""
+    block = triton.next_power_of_2(columns)
+    tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
+    return block, tile_rows, min(16, max(4, block * tile_rows // 512))
+
+
+@triton.jit
+def _normalize(
+    x_at, weight_at, bias_at, y_at, statistics_at, rows, columns, epsilon, offset,
+    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, axis=1) / columns
+        x = tl.where(there, x - mean[:, None], 0.0)
+        if KEPT:
+            tl.store(statistics_at + rows + row, mean, row < rows)
+    factor = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / columns + epsilon))
+    if KEPT:
+        tl.store(statistics_at + row, factor, row < rows)
+    y = x * factor[:, None] * (tl.load(weight_at + column, column < columns, other=0.0) + offset)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_at + column, column < columns, other=0.0)[None, :]
+    tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
+
+
+@triton.jit
+def _normalize_backward(
+    gradient_at, x_at, weight_at, statistics_at, x_gradient_at, sums_at, rows, columns, rows_each, offset,
+    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    weight = tl.load(weight_at + column, column < columns, other=0.0) + offset
+    of_weight = tl.zeros([COLUMNS], tl.float32)
+    of_bias = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, rows_each, ROWS):
+        own = start + tl.arange(0, ROWS)
+        row = program * rows_each + own
+        its = (own < rows_each) & (row < rows)
+        there = its[:, None] & (column < columns)[None, :]
+        place = row[:, None] * columns + column[None, :]
+        x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
+        gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
+        factor = tl.load(statistics_at + row, its, other=0.0)[:, None]
+        if CENTERED:
+            x = tl.where(there, x - tl.load(statistics_at + rows + row, its, other=0.0)[:, None], 0.0)
+        x = x * factor
+        of_weight += tl.sum(gradient * x, axis=0)
+        if HAS_BIAS:
+            of_bias += tl.sum(gradient, axis=0)
+        gradient = gradient * weight[None, :]
+        result = gradient - x * (tl.sum(gradient * x, axis=1) / columns)[:, None]
+        if CENTERED:
+            result -= (tl.sum(gradient, axis=1) / columns)[:, None]
+        tl.store(x_gradient_at + place, (result * factor).to(x_gradient_at.dtype.element_ty), there)
+    tl.store(sums_at + program * columns + column, of_weight, column < columns)
+    if HAS_BIAS:
+        sums_at += tl.num_programs(0).to(tl.int64) * columns
+        tl.store(sums_at + program * columns + column, of_bias, column < columns)
+
+
+def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:
+    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`. All are contiguous, with one shape."""
+    n = gate.numel()
+    _gated[(triton.cdiv(n, BLOCK),)](gate, up, y, n, linear, cubic, BLOCK=BLOCK, num_warps=4)
+
+
+def gated_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
+) -> None:
+    """Writes the gradients for gate and up into `of_gate` and `of_up`, from `gradient`, that of `gated`'s y."""
+    n = gate.numel()
+    _gated_backward[(triton.cdiv(n, BLOCK),)](
+        gradient, gate, up, of_gate, of_up, n, linear, cubic, BLOCK=BLOCK, num_warps=4
+    )
+
+
+@triton.jit
+def _gated(gate_at, up_at, y_at, n, linear, cubic, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
+    up = tl.load(up_at + place, there, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
+    tl.store(y_at + place, (gate * share * up).to(y_at.dtype.element_ty), there)
+
+
+@triton.jit
+def _gated_backward(gradient_at, gate_at, up_at, of_gate_at, of_up_at, n, linear, cubic, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < n
+    gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
+    up = tl.load(up_at + place, there, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
+    slope = share + gate * share * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
+    tl.store(of_gate_at + place, (gradient * up * slope).to(of_gate_at.dtype.element_ty), there)
+    tl.store(of_up_at + place, (gradient * gate * share).to(of_up_at.dtype.element_ty), there)
