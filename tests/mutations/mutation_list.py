@@ -22,7 +22,7 @@ class Mutation(mutation_list.Mutation):
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
-NORMS = "core/test_norms.py"
+GATES, NORMS = "core/test_gates.py", "core/test_norms.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 RECORDINGS = "core/test_recordings.py"
 UNCUT_MLP = """\
@@ -529,6 +529,27 @@ MUTATIONS = (
         "        if CENTERED:\n            result -=",
         "        if not CENTERED:\n            result -=",
         tests=(NORMS,),
+    ),
+    Mutation(
+        "core/kernels/layer_kernels.py",
+        "the gradient of a gated MLP's gate lacks the slope of GELU's cubic term",
+        "(linear + 3.0 * cubic * gate * gate)",
+        "(linear + cubic * gate * gate)",
+        tests=(GATES,),
+    ),
+    Mutation(
+        "core/gates.py",
+        "an MLP that computes anything else is taken to be a gated one",
+        "<= _MOST_ERROR * found",
+        "<= found",
+        tests=(GATES,),
+    ),
+    Mutation(
+        "planning/columns.py",
+        "a plan leaves states of one unit more in RAM than fit there",
+        "place = bisect_left(counts, True, key=enough)",
+        "place = max(0, bisect_left(counts, True, key=enough) - 1)",
+        tests=("planning/test_plan.py", "planning/test_search.py"),
     ),
     Mutation(
         "core/loss.py",
