@@ -141,7 +141,7 @@ class Settings:
     states_folder: str | None = _option(
         None, "a folder on a fast disk for optimizer states", "DIR", "none")
     disk_rate_bytes: int | None = _option(
-        2 * GIB, "bytes per second that this disk reads and writes in all, for the plan: the same bits", "SIZE")
+        2 * GIB, "bytes per second that this disk reads and writes in all, for the plan", "SIZE")
     network_rate_bytes: int | None = _option(
         1_250_000_000, "with several machines: bytes per second that come to a machine from the others, for the "
         "predicted time", "SIZE")

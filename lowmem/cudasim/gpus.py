@@ -38,7 +38,7 @@ UNREPORTED_BYTES, UNREPORTED_SHARE = 245 * MIB, 0.02
 # and 44.4 of an L40S's 48, but 47.5 of an RTX A6000's 48.
 ECC_SHARE = 1 / 16
 # By capability: FLOP per clock of a multiprocessor's fp32 units, and of a GeForce card's tensor cores with sums in
-# fp32; and the measured card whose shares are assumed. Nobody measured Blackwell yet.
+# fp32; and the measured card whose shares are assumed. Nobody measured Blackwell's products yet.
 BY_CAPABILITY = {
     **{
         (6, 0): (128, 256, "p100"),
@@ -110,7 +110,7 @@ class Card:
     memory_share: float = MEMORY_SHARE
     measured: bool = True  # the shares were measured on this card
     nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
-    cache_bytes: int = 0  # of the last-level cache, where it is large enough to matter
+    cache_bytes: int = 0  # of the last-level cache; 0 if it is no faster than memory in what was measured
 
     @property
     def clocks_per_second(self) -> float:

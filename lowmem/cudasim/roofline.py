@@ -1,7 +1,7 @@
 """Estimates how long a GPU works on an operation, with a roofline model:
 
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share),
-                                   elements / elements per second)
+                                   elements / elements per second)    (less for bytes in a large last-level cache)
 
 Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
 sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Some
@@ -24,7 +24,7 @@ HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager 
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 # Speed of fused attention, relative to a large product on the same card: (kernel, on Hopper): (forward, backward). A
-# tile on the diagonal of causal attention counts whole. For heads of 64, from 2,048 tokens on:
+# tile on the diagonal of causal attention counts whole. Those of flash are for infinitely long rows. For heads of 64:
 # flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
 #   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
 #   Short rows are slower: 0.25, 0.20 on an H200 for 1,024 tokens (measured; see _ELEMENTS_PER_CLOCK).
@@ -211,6 +211,8 @@ def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwa
     position = _position_of_causal(func)
     if args[position] if position < len(args) else kwargs.get("is_causal", False):
         flops *= 0.5 * (1 + min(1.0, _ATTENTION_TILE / key.shape[2]))
+    if not flops:
+        return 0.0
     hopper = card.capability[0] == 9 and query.dtype.itemsize == 2
     share = ATTENTION_SHARES[kernel, hopper][backward]
     if kernel == "flash":

@@ -28,7 +28,8 @@ class Choices:
 
     `base` has the places and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
     units with optimizer states on the GPU or, if working weights are in RAM, with weights there. `groups` None allows
-    any size. `whole_batch`: the whole batch must be one group. `disk`: the least units with states on a disk.
+    any size. `whole_batch`: the whole batch must be one group. `disk`: the least units with states on a disk; 1 for
+    as many as RAM has no room for, 0 for none.
     """
 
     base: Layout

@@ -92,12 +92,14 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns how many units at least have their states on a disk, so that RAM has room for the rest. None if RAM
-        is too small even then."""
+        """Returns the smallest number of units whose states must be on a disk, so that RAM holds the rest. Returns None
+        if RAM is too small even then."""
         layout, disk = column.layout(0, on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
         if not disk:
             return layout.states_on_disk if within(streamed, limit_bytes) else None
+        if disk == 1 and within(streamed, limit_bytes):
+            return 0  # a disk would hold nothing that RAM has no room for
 
         def enough(units: int) -> bool:
             on_disk = self.simulations.bytes_on_disk(replace(layout, states_on_disk=units))
@@ -108,7 +110,7 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def disk_seconds(self, column: Column, on_gpu: int, limit_bytes: int | None) -> float:
-        """Returns how long a disk reads and writes, if it has as few units as RAM allows."""
+        """Returns how long a disk reads and writes at least, if it has as few units as RAM allows."""
         units = self.least_on_disk(column, on_gpu, limit_bytes)
         on_disk = self.simulations.bytes_on_disk(replace(column.layout(0, on_gpu), states_on_disk=units))
         return 2 * on_disk / self.simulations.target.disk
@@ -145,7 +147,9 @@ class Columns:
             return 0.0
         places, base = column.choices.on_gpu, column.choices.base
         moved = self._bytes_on_gpu(column, places[more]) - self._bytes_on_gpu(column, places[fewer])
-        disk = 2 * moved / target.disk if column.choices.disk else 0.0  # RAM that they free takes states of the disk
+        disk = (
+            2 * moved / target.disk if column.choices.disk else 0.0
+        )  # the RAM that these units free holds states that were on the disk
         if base.weights_on_gpu is None:
             return disk + moved / min(target.copies_in, target.copies_out)
         groups = self.simulations.base.batch // (column.group * column.micro_batch)

@@ -122,10 +122,11 @@ def gpu_plan(question: Question) -> Plan:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         less = fastest_layout(ways(same, simulations), simulations, case.room(free_bytes))
         return plan if less is None else _next_to(case.plan(less), plan)
-    if found.layout.states_on_disk and settings.states != "disk":
-        without = replace(found.layout, states_on_disk=0)
-        if simulations.fits(without, room.gpu):
-            return _next_to(plan, case.plan(replace(found, layout=without, recording=simulations.record(without))))
+    if plan.disk_state_bytes and settings.states != "disk":
+        layout = replace(found.layout, states_on_disk=0)
+        without = replace(found, layout=layout, recording=simulations.record(layout))
+        if without.seconds < _WORTH_SAYING * found.seconds and simulations.fits(layout, room.gpu):
+            return _next_to(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
         sent = [[which for which in fates if which.base.fate is Fate.SENT] for fates in ways(settings, simulations)]
         faster = fastest_layout(list(filter(None, sent)), simulations, replace(room, ram=None))

@@ -53,8 +53,14 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, the first if they are equal. An argument may be None."""
-    return min((found for found in (one, other) if found is not None), key=lambda found: found.seconds, default=None)
+    """Returns the faster of two layouts, the first if they are equal. An argument may be None. If one has states on a
+    disk and both are about as fast, returns the one with fewer there, or that computes less."""
+    found = [each for each in (one, other) if each is not None]
+    best = min(found, key=lambda each: each.seconds, default=None)
+    if best is None or not any(each.layout.states_on_disk for each in found):
+        return best
+    close = [each for each in found if each.seconds <= (1 + _NEGLIGIBLE) * best.seconds]
+    return min(close, key=lambda each: (sum(each.recording.disk_bytes), each.recording.computing_seconds))
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,10 @@ class Search:
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
-        if best is not None and self._least_disk_seconds(self.columns.frugal(choices)) >= best.seconds:
+        if (
+            best is not None
+            and self._least_disk_seconds(self.columns.frugal(choices)) > (1 + _NEGLIGIBLE) * best.seconds
+        ):
             return best
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
@@ -113,7 +122,7 @@ class Search:
         if best is not None:
             most = columns.expected_kept(column, places[0], columns.first_kept(column), self.room.gpu)
             computing = columns.expected_seconds(column, column.choices.kept[most])
-            if self._least_disk_seconds(column) >= best.seconds:
+            if self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
                 return self._found(column, 0, places[0])
             if computing >= best.seconds:
                 return Found(column.layout(0, places[0]), columns.recording(column), column, 0, places[0])
@@ -161,7 +170,8 @@ class Search:
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        """Returns a lower bound for the seconds of a step whose states do not all fit into RAM."""
+        """Returns a lower bound for the seconds of a step whose states do not all fit into RAM; 0 without a disk, or if
+        nothing fits."""
         places = self.places(column) if column.choices.disk else ()
         return self.columns.disk_seconds(column, places[-1], self.room.ram) if places else 0.0
 

@@ -692,6 +692,26 @@ def test_a_slower_disk_takes_longer():
     assert fast > in_ram, "the host copies to and from the page cache"
 
 
+def test_if_a_disk_takes_all_the_time_the_plan_that_computes_least_is_chosen():
+    plan = plan_for(config=DEEP, states="disk", states_folder="/fast", gpu_limit_bytes=2 * GIB, disk_rate_bytes=2**28)
+    assert plan.layout.fate is Fate.HELD and plan.layout.states_on_disk == plan.units
+
+
+def test_with_weights_in_ram_and_states_on_a_disk_gradients_may_be_held():
+    case = {"config": DEEP, "weights": "streamed", "gpu_limit_bytes": 2 * GIB, "micro_batch": 2}
+    less = plan_for(**case).ram_bytes - 300 * MIB
+    plan = plan_for(**case, states_folder="/fast", ram_limit_bytes=less)
+    assert plan.disk_state_bytes and plan.layout.weights_on_gpu is not None and plan.layout.fate is Fate.HELD
+
+
+def test_no_state_is_on_a_disk_if_ram_has_room_for_all():
+    """Also if everything runs twice, for which a disk may be used instead."""
+    case = {"config": DEEP, "boundaries": "streamed", "gradients": "resident", "states_folder": "/fast"}
+    plan = plan_for(**case)
+    assert plan.layout.fate is Fate.DROPPED
+    assert not plan.layout.states_on_disk and plan.faster_with_ram is None
+
+
 def test_a_folder_that_is_not_needed_changes_no_plan():
     for device, precision in (("cuda", "bf16"), ("cpu", "fp32")):
         plan, other = (plan_for(device, precision, config=DEEP, states_folder=folder) for folder in (None, "/fast"))

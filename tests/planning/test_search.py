@@ -107,6 +107,8 @@ def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
         if (kept < 8 or segment == 1) and disk <= simulations.units - units
     ]
     recordings = {layout: simulations.record(layout) for layout in layouts}
+    for each in recordings.values():
+        assert each.seconds >= 0.999 * 2 * sum(each.disk_bytes) / rate, "of a step like all later ones"
     in_ram = {}  # with every host buffer of a disk
     for layout in layouts:
         on_disk = simulations.bytes_on_disk(layout) if layout.states_on_disk else 0
