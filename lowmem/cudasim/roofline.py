@@ -44,7 +44,7 @@ _ATTENTION_TILE = 128  # tokens
 # tests/published).
 _ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
 _SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
-MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.5
+MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.6
 # New results come from the last-level cache in part: none of those of an operation that moves CACHE_REACH times its
 # size, and more of smaller ones. Both are fitted to steps of an RTX 5090 (tests/published). The caches of an A100 and
 # an H200 are two halves, and were no faster than memory in what was measured.

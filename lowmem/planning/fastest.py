@@ -57,9 +57,9 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
         for choices in reversed(fates) if fates[0].disk else fates:  # those that need the least RAM first
             if choices.base.gathered and (best is None or not best.waits):
                 continue  # weights that stay would not fit, or save no time
-            if choices.base.weights_on_gpu is not None and best is not None:
-                if best.layout.states_on_disk and best.layout.weights_on_gpu is None:
-                    continue  # RAM is short, and weights there would take more of it
+            on_disk = best is not None and best.layout.states_on_disk and best.layout.weights_on_gpu is None
+            if on_disk and choices.base.weights_on_gpu is not None:
+                continue  # RAM is short, and weights there would take more of it
             best = search.fastest(choices, best)
         on_gpu = best is not None and best.layout.weights_on_gpu is None
         if on_gpu and best.layout.fate in (Fate.HELD, Fate.APPLIED):

@@ -462,24 +462,15 @@ def test_a_loss_that_is_computed_otherwise_is_found(interpreted, one_size, monke
     assert fused.why_not.__wrapped__(CPU).startswith("the loss or a gradient of it is 0.1")
 
 
-def test_a_norm_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch):
-    real = interpreted_layers.normalize_backward
+@pytest.mark.parametrize(("name", "found"), [("normalize", "a norm"), ("gated", "a gated MLP's activation")])
+def test_a_layer_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch, name, found):
+    real = getattr(interpreted_layers, f"{name}_backward")
 
-    def wrong(gradient, x, weight, statistics, x_gradient, sums, offset):
-        real(gradient, x, weight, statistics, x_gradient, sums, offset + 0.1)
+    def wrong(*arguments):
+        real(*arguments[:-1], arguments[-1] + 0.1)  # a norm's offset, an activation's cubic term
 
-    monkeypatch.setattr(interpreted_layers, "normalize_backward", wrong)
-    assert fused.why_not.__wrapped__(CPU).startswith("a norm or a gradient of it is 0.")
-
-
-def test_a_gated_mlp_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch):
-    real = interpreted_layers.gated_backward
-
-    def wrong(gradient, gate, up, of_gate, of_up, linear, cubic):
-        real(gradient, gate, up, of_gate, of_up, linear, cubic + 0.1)
-
-    monkeypatch.setattr(interpreted_layers, "gated_backward", wrong)
-    assert fused.why_not.__wrapped__(CPU).startswith("a gated MLP's activation or a gradient of it is 0.")
+    monkeypatch.setattr(interpreted_layers, f"{name}_backward", wrong)
+    assert fused.why_not.__wrapped__(CPU).startswith(f"{found} or a gradient of it is 0.")
 
 
 def test_8_bit_updates_stay_on_the_stream_that_computes():

@@ -49,14 +49,11 @@ def row_stride(entries: int) -> int:
     return -(-entries // 16) * 16
 
 
-_OF_LAYERS = {"normalize", "normalize_backward", "gated", "gated_backward"}
-
-
 def _kernel(name: str):
     def launch(*arguments) -> None:
         from lowmem.core.kernels import layer_kernels, triton_kernels  # need Triton
 
-        getattr(layer_kernels if name in _OF_LAYERS else triton_kernels, name)(*arguments)
+        getattr(layer_kernels if hasattr(layer_kernels, name) else triton_kernels, name)(*arguments)
 
     return launch
 
