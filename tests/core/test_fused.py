@@ -221,19 +221,18 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
-    """Gradients of matrices are not rounded to bf16 before they are summed; the rest is. Of the distances over four
-    steps, of three seeds together: 0.97 to 1.27, by AMX, AVX-512 and AVX2; of one seed up to 1.5. Logits' gradients
-    that are cut off, not rounded, make it 6 for GPT-2's norms."""
-    distances = {True: torch.zeros(2), False: torch.zeros(2)}
-    for seed in range(3):
-        batches = make_batches(4, seed=seed + 1)
-        truth = train(batches, family=family, seed=seed)
-        for fused_kernels in (True, False):
-            run = train(batches, precision="bf16", fused_kernels=fused_kernels, family=family, seed=seed)
-            for place, name in enumerate(("losses", "norms")):
-                found, true = (torch.tensor(getattr(outcome, name)) for outcome in (run, truth))
-                distances[fused_kernels][place] += (found - true).abs().mean()
-    assert (distances[True] <= 1.5 * distances[False]).all(), distances
+    """By the gradients of all parameters, as the first moments after a step: ||kernels - fp32|| is 0.90 to 1.03 times
+    ||without - fp32|| for each of four seeds, GPT-2 and Llama. (Losses and norms of a few steps are few numbers: their
+    distances differ by a factor of two from seed to seed.)"""
+    batches = make_batches(1)
+
+    def moments(**kind):
+        states = train(batches, family=family, **kind).states
+        return torch.cat([tensor for name, tensor in states.items() if name.endswith(" m")])
+
+    truth = moments()
+    distances = {fused: (moments(precision="bf16", fused_kernels=fused) - truth).norm() for fused in (True, False)}
+    assert 0 < distances[True] <= 1.1 * distances[False] < 0.02 * truth.norm()
 
 
 LOSSES = [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
