@@ -7,11 +7,23 @@ import functools
 import http.client
 import urllib.error
 import urllib.request
+from itertools import product
 from pathlib import Path
 
 from lowmem.errors import first_line
 
 TIMEOUT_SECONDS = 5.0
+_OWNER = "openai-community/"
+_GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """Returns the names of `model` in the hub's cache: its name on the hub and, for some, the older one without
+    owner."""
+    short = model.removeprefix(_OWNER)
+    if Path(model).is_dir() or (short == model and model not in _GPT2S):
+        return (model,)
+    return _OWNER + short, short
 
 
 @functools.cache
@@ -37,9 +49,10 @@ def local_folder(model: str) -> Path | None:
 
     if Path(model).is_dir():
         return Path(model)
-    for name in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
+    files = ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json")
+    for name, file in product(names_of(model), files):
         try:
-            cached = try_to_load_from_cache(model, name)
+            cached = try_to_load_from_cache(name, file)
         except ValueError:  # not a possible name on the hub
             return None
         if isinstance(cached, str):

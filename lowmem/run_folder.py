@@ -91,7 +91,7 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if a training run has begun in `folder`."""
-    return (folder / "settings.json").is_file() and _is_plan(folder / "plan.json")
+    return os.path.isfile(folder / "settings.json") and _is_plan(folder / "plan.json")
 
 
 def why_not_writable(out: Path) -> str | None:

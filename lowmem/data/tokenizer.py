@@ -42,13 +42,16 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
     """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one (see the module). Raises
     InputError if there is none, if it has no end-of-text token, or if the model embeds fewer ids
     (`vocabulary_size`)."""
-    folder = Path(model)
+    folder, names = Path(model), hub.names_of(model)
     try:
-        tokenizer, error = _from_pretrained(model, local_files_only=True)
+        for name in names:
+            tokenizer, error = _from_pretrained(name, local_files_only=True)
+            if tokenizer is not None:
+                break
     except OSError as error:  # of a file in the folder
         raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None
     if tokenizer is None and not folder.is_dir() and init != "random" and not hub.why_unreachable():
-        tokenizer, error = _from_pretrained(model, local_files_only=False)
+        tokenizer, error = _from_pretrained(names[0], local_files_only=False)
     if tokenizer is None and _files(hub.local_folder(model), *_VOCABULARIES):
         where = f"in the folder {model}" if folder.is_dir() else f"of {model}"
         raise InputError(f"the tokenizer {where} cannot be read: {_reason(model, error)}")

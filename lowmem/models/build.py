@@ -45,7 +45,6 @@ GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
 KNOWN_CONFIGS = json.loads(Path(__file__).with_name("known_configs.json").read_text(encoding="utf-8"))
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
-_OWNER = "openai-community/"  # of the GPT-2s on the hub; older caches store them without it
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
 _SIZES = (  # of a model, by transformers' common names
@@ -59,10 +58,10 @@ def model_folder(model: str, part: str) -> Path:
     """Returns the folder with one `part` ("config" or "weights") of `model`, which is downloaded if need be."""
     if Path(model).is_dir():
         return Path(model)
-    short = model.removeprefix(_OWNER)
-    repository = _OWNER + short if short in GPT2_SHAPES else model
+    names = hub.names_of(model)
+    repository = names[0]
     try:
-        for name in dict.fromkeys((repository, short)):
+        for name in names:
             cached = try_to_load_from_cache(name, "config.json")
             if isinstance(cached, str) and _has_part(Path(cached).parent, part):
                 return Path(cached).parent
@@ -105,7 +104,7 @@ def _has_part(folder: Path, part: str) -> bool:
 def load_config(model: str, init: str) -> PretrainedConfig:
     """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. Shapes that are known here
     need no config.json; for pretrained weights the hub's is preferred."""
-    name, path = model.removeprefix(_OWNER), Path(model)
+    name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
             return _read_config(file)
@@ -117,7 +116,7 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     if known is not None and init == "random":
         return known
     try:
-        path = model_folder(name, "config") / "config.json"
+        path = model_folder(model, "config") / "config.json"
     except InputError:
         if known is None:
             raise

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,17 +73,17 @@ def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None
     command = [sys.executable, "-m", "lowmem.models.gguf_conversion", path, folder]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    process = subprocess.Popen(
-        command, env=os.environ | paths | silent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            for line in process.stdout:
-                say(line.rstrip("\n"))
-            error = process.stderr.read().strip()
-        except BaseException:
-            process.terminate()
-            raise
+    environment = os.environ | paths | silent
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would fill up
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            try:
+                for line in process.stdout:
+                    say(line.rstrip("\n"))
+            except BaseException:
+                process.terminate()
+                raise
+        errors.seek(0)
+        error = errors.read().strip()
     if process.returncode == InputError.exit_code:
         raise InputError(error)
     if process.returncode < 0:

@@ -35,9 +35,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
             raise InputError(f"{said}; choose another --out")
     settings = check_target(settings, say)
-    settings = with_run_folder(settings, say if settings.preview is None else lambda _: None)
-    out = Path(settings.out)
     with _paths_refused_in_a_sentence():
+        settings = with_run_folder(settings, say if settings.preview is None else lambda _: None)
+        out = Path(settings.out)
         if not settings.plan_only:
             for held_out, specs in ((False, settings.data), (True, settings.eval_data)):
                 for spec in filterfalse(is_on_hub, each(specs)):

@@ -12,7 +12,7 @@ from lowmem.data.batches import Batches
 from lowmem.data.chat_templates import ChatTemplate
 from lowmem.errors import InputError, first_line
 from lowmem.fields import each
-from lowmem.models.build import decoder_start
+from lowmem.models.build import decoder_start, most_positions
 from lowmem.run.figures import best_evaluation
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
@@ -120,7 +120,7 @@ def sample(
     elif tokens[1:][-1:] == [end] and not prompt.endswith(tokenizer.eos_token):
         inputs = {name: values[:, :-1] for name, values in inputs.items()}  # this tokenizer ends every text
     prompt_tokens = inputs["input_ids"].shape[1]
-    positions = getattr(decoder.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    positions = most_positions(decoder.model.config) or 2**31
     if not 0 < prompt_tokens < positions:
         return f"no sample: --sample-prompt has {prompt_tokens} tokens, and the model takes 1 to {positions - 1}"
     decoder.model.eval()

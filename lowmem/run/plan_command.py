@@ -64,10 +64,10 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
     if not write:
         return
     folder = Path(settings.out)
-    if (folder / "settings.json").exists():
-        say(f"{folder} holds a run, so its plan.json stays as it is")
-        return
     try:
+        if (folder / "settings.json").exists():
+            say(f"{folder} holds a run, so its plan.json stays as it is")
+            return
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "plan.json", plan.to_dict())
     except OSError as error:

@@ -184,7 +184,8 @@ class _TensorBoard:
             raise InputError(said) from None
         self._open = partial(SummaryWriter, str(folder / "tensorboard"))
         self.where = f"tensorboard --logdir {shlex.quote(str(folder))} shows this run"
-        threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
+        if getattr(threading.excepthook, "func", None) is not _ignore_tensorboard:
+            threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
         # The evaluation before the first step is kept for a resumed run, and purged for a new one.

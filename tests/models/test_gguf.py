@@ -190,3 +190,12 @@ def test_a_conversion_that_is_killed_leaves_no_folder(tmp_path, monkeypatch, fil
     with pytest.raises(LowmemError, match="ended by SIGKILL, perhaps because RAM ran out"):
         gguf_cache.converted(file, print)
     assert not list((tmp_path / "hub").rglob("tiny*"))
+
+
+def test_a_conversion_that_says_much_ends(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nyes warning | head -c 200000 >&2\necho at last >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(LowmemError, match="failed: at last"):
+        gguf_cache._convert_aside(tmp_path / "model.gguf", tmp_path, print)

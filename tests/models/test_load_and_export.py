@@ -22,7 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from families import FAMILIES, MORE_FAMILIES
+from lowmem import hub as lowmem_hub
 from lowmem.core import precision
+from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError
 from lowmem.models import build as lowmem_models
 from lowmem.models import entries
@@ -559,6 +561,15 @@ def test_gpt2_pretrained_takes_the_cached_config_where_there_is_one(hub, tmp_pat
     (snapshot / "config.json").write_text(json.dumps(fields | {"n_layer": 3}))
     with pytest.raises(InputError, match="shape differs"):
         load_config("gpt2", "pretrained")
+
+
+def test_the_tokenizer_of_gpt2_is_found_in_the_cache_by_both_of_its_names(hub, tmp_path, bpe_tokenizer):
+    bpe_tokenizer.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(transformers.GPT2Config().to_dict()))
+    for kept_as, typed in (("openai-community/gpt2", "gpt2"), ("gpt2-medium", "openai-community/gpt2-medium")):
+        snapshot = hub(kept_as, tmp_path / "gpt2")
+        assert load_tokenizer(typed, "pretrained", 50257).get_vocab() == bpe_tokenizer.get_vocab()
+        assert lowmem_hub.local_folder(typed) == snapshot
 
 
 def test_config_from_folder_or_bare_file(tmp_path):

@@ -1,12 +1,14 @@
 """Refusals before PyTorch is imported, and the sentence if it cannot be imported."""
 
 import ast
+import errno
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lowmem.__main__ import main as lowmem_main
 from lowmem.errors import InputError
 from lowmem.run import early, plan_command
 from lowmem.run.main import main
@@ -56,6 +58,27 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         early.check_run(Settings(out=str(tmp_path / "run")), print)
     (tmp_path / "settings.json").touch()  # of a run, whose folder --plan-only leaves alone
     early.check_run(Settings(out=str(tmp_path), plan_only=True), print)
+
+
+def test_a_folder_that_may_not_be_read_is_refused_by_every_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    stat = Path.stat
+
+    def refused(path, **keywords):
+        if path.name in ("settings.json", "plan.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **keywords)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    (tmp_path / "a.txt").write_text("text")
+    commands = {
+        "train --model gpt2-demo --init random --data a.txt": "/settings.json: Permission denied; give another path",
+        "plan --model gpt2-demo --seq 64 --batch 2 --gpu rtx3060 --out runs": "cannot be written: Permission denied",
+        "report runs": "runs is no run folder",
+    }
+    for command, said in commands.items():
+        assert lowmem_main(command.split()) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_states_folder_is_asked_of_runs_alone_and_nothing_is_left_of_the_question(tmp_path):
