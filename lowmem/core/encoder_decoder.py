@@ -52,7 +52,6 @@ class SharedUse:
     accumulation.py makes it.
     """
 
-    block: int
     name: str  # of the parameter, by the model's own names
     parameter: Callable[[], nn.Parameter]
     own: nn.Parameter | None = None
@@ -64,6 +63,11 @@ class SharedUse:
             return self.parameter()
         self.own.data = self.parameter().data
         return self.own
+
+    def __call__(self, buckets: Tensor) -> Tensor:
+        """Looks up the position biases [T, S, H] for `buckets` of distances [T, S]. In fp32, because each bias's
+        gradient is a sum of T x S numbers."""
+        return F.embedding(buckets, self.value().float())
 
 
 def _attention(
@@ -108,9 +112,9 @@ class EncoderDecoder(Decoder):
             for block in stack.block:
                 attention = block.layer[0].SelfAttention
                 parameter = functools.partial(getattr, table, "weight")
-                self.shared.append(use := SharedUse(blocks.index(block), names[id(table.weight)], parameter))
+                self.shared.append(use := SharedUse(names[id(table.weight)], parameter))
                 attention.has_relative_attention_bias = True  # else it expects the first block's biases
-                attention.__dict__["relative_attention_bias"] = functools.partial(_looked_up, use)  # before the module
+                attention.__dict__["relative_attention_bias"] = use  # before the module
         return blocks
 
     def embed(
@@ -179,12 +183,6 @@ class EncoderDecoder(Decoder):
 
     def _find_logit_function(self) -> LogitFunction:
         return LogitFunction()  # models/compatibility.py compares it with the model's
-
-
-def _looked_up(use: SharedUse, buckets: Tensor) -> Tensor:
-    """Looks up the position biases [T, S, H] for `buckets` of distances [T, S]. In fp32, because each bias's gradient
-    is a sum of T x S numbers."""
-    return F.embedding(buckets, use.value().float())
 
 
 # --- where a run differs for an encoder-decoder

@@ -1,18 +1,9 @@
-"""Computes norms of final gradients, and decides their fate: what happens to them next.
-
-A gradient is final when nothing more is added to it. One pass of forward and backward finishes the gradients of one
-unit after the other, from the last unit down to the embeddings.
-
-    held     stays until the norm is known; the next forward pass updates with it and hides the copies of states
-    sent     the same, but it waits in RAM
-    dropped  freed: this pass is for the norm alone. A second pass has the same dropout masks, makes the same gradient
-             again and applies it: 4 bytes per parameter saved for twice the time
-    applied  updates its unit at once, while the segments below run backward. If it is not finite though the loss was,
-             the units above have been updated already, and the training run ends (`UpdateInterrupted`)
+"""Computes norms of final gradients, and does with them what the layout's Fate says (docs/step.md). One pass of
+forward and backward finishes the gradients of one unit after the other, from the last unit down to the embeddings.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +11,8 @@ from torch import Tensor
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.layout import Fate
 from lowmem.core.parameters import Part, Store
-from lowmem.core.segment_windows import GradientWindow
+from lowmem.core.transfers import Lane
+from lowmem.core.window import Window
 
 
 class FinalGradients:
@@ -28,12 +20,12 @@ class FinalGradients:
     HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
-        self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
-        begin_updates: Callable[[], None],
+        self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: Window, updates: Updates,
+        gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces], one for each range of
-        elements that is updated at once. `begin_updates`: called before backward if gradients are APPLIED."""
-        self.fate, self._begin_updates = fate, begin_updates
+        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. `window`: to RAM. The last
+        two are of updates by gradients that are APPLIED."""
+        self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
         self._norms: dict[int, Tensor] = {}  # [pieces] of the parts whose gradients are final, by id
@@ -44,7 +36,7 @@ class FinalGradients:
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
-                self._begin_updates()
+                self._updates.begin(self._scale, self._rate, downwards=True)
             else:
                 self.fate = Fate.HELD
 
@@ -59,12 +51,21 @@ class FinalGradients:
         norms = {id(part): self._norms_of(part) for part in parts}
         self._norms |= norms
         if self.fate is Fate.SENT:
-            self._window.leave(part for part in parts if part.gradient_home is not None)
+            self._window.release(0, Lane.STATES_IN)  # those sent before; copies back wait until they are in RAM
+            for part in parts:
+                if part.gradient_home is not None:
+                    self._window.send_away(part.gradient, part.gradient_home)
+                    part.gradient, part.gradient_left = None, True
         elif self.fate is Fate.DROPPED:
             for part in parts:
                 part.drop_gradient()
         elif self.fate is Fate.APPLIED:
-            self._refuse_what_is_not_finite(final.start, norms.values())
+            if norms and not math.isfinite(torch.cat(list(norms.values())).sum().item()):
+                raise UpdateInterrupted(
+                    f"a gradient of unit {lowest} is not finite, and the units above it have been updated already, so "
+                    "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
+                    "room for all gradients such a step is skipped whole"
+                )
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
@@ -72,19 +73,10 @@ class FinalGradients:
         computed in fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
-            self._window.release()
+            self._window.release(0, Lane.STATES_IN)
         parts = [part for part in self._store.parts if id(part) in self._norms]
         norm = self._store.ranks.norm([(part, self._norms[id(part)]) for part in parts])
         self._norms = {}
         if self.fate is Fate.APPLIED:
             self._updates.downwards = False  # the step is made; until here memory may run out halfway
         return norm
-
-    @staticmethod
-    def _refuse_what_is_not_finite(unit: int, norms: Iterable[Tensor]) -> None:
-        if norms and not math.isfinite(torch.cat(list(norms)).sum().item()):
-            raise UpdateInterrupted(
-                f"a gradient of unit {unit} is not finite, and the units above it have been updated already, so they "
-                "are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and room for "
-                "all gradients such a step is skipped whole"
-            )

@@ -51,11 +51,6 @@ class GatedMLP:
         return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), self.activation))
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Returns activation(gate) * up, rounded once; all have one shape and dtype."""
-    return _Gated.apply(gate, up, activation)
-
-
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -76,13 +71,7 @@ class _Gated(torch.autograd.Function):
         return of_gate, of_up, None
 
 
-class _Given(nn.Module):
-    def __init__(self, value: Tensor):
-        super().__init__()
-        self.value = value
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self.value
+gated = _Gated.apply  # (gate, up, activation): activation(gate) * up, rounded once; all have one shape and dtype
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -92,7 +81,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (3 * torch.randn(4, 8, generator=generator) for _ in range(2))
     trial = copy.copy(module)  # with other layers: a module's own may be large
-    trial._modules = module._modules | dict(zip(LAYERS, (_Given(gate), _Given(up), nn.Identity()), strict=True))
+    trial._modules = module._modules | dict(zip(LAYERS, (lambda _: gate, lambda _: up, nn.Identity()), strict=True))
     try:
         with torch.no_grad():
             truth = type(module).forward(trial, gate)
@@ -100,10 +89,7 @@ def activation_of(module: nn.Module) -> Activation | None:
         return None
     for activation in (SILU, GELU_TANH):
         found = activation(gate) * up
-        if (
-            isinstance(truth, Tensor)
-            and truth.shape == found.shape
-            and ((truth - found).abs().max() <= _MOST_ERROR * found.abs().max())
-        ):
+        alike = isinstance(truth, Tensor) and truth.shape == found.shape
+        if alike and (truth - found).abs().max() <= _MOST_ERROR * found.abs().max():
             return activation
     return None

@@ -204,16 +204,11 @@ class _Readers(LayerMode):
 
     def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
         super().__init__()
-        # Norms whose output is read in more digits than `dtype` has.
-        self.exact: set[Norm] = set()
-        # Norms whose output has another dtype.
-        self.wide: set[Norm] = set()
-        # The layers that multiply a norm's output by their own weight.
-        self.layers: dict[Norm, list[nn.Module]] = {norm: [] for norm in norms.values()}
-        # The modules that use a norm's output in another way.
-        self.others: dict[Norm, list[nn.Module | None]] = {norm: [] for norm in norms.values()}
-        # How many matrix products each module makes.
-        self.products: Counter[nn.Module | None] = Counter()
+        self.exact: set[Norm] = set()  # whose output is read in more digits than `dtype` has
+        self.wide: set[Norm] = set()  # whose output has another dtype
+        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that multiply by their weight
+        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that use its output in another way
+        self.products: Counter[nn.Module | None] = Counter()  # how many matrix products each module makes
         self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
 

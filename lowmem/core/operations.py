@@ -6,12 +6,12 @@ each operation once per shape.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lowmem.core import optimizers, recompute
-from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
@@ -20,6 +20,8 @@ from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment, SkippableProducts
 from lowmem.core.recordings import Recordings
+
+Result = TypeVar("Result")
 
 
 class Operations:
@@ -45,18 +47,9 @@ class Operations:
         if self.recordings is not None:
             self.recordings.forget_if_changed(self.decoder.model)
 
-    def group(
-        self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
-        self_contained: bool,
-    ) -> tuple:  # fmt: skip
-        """Returns `run()`, which does forward and backward of one group of micro-batches. `self_contained`: whether
-        nothing is updated, dropped or copied meanwhile. ReplayedOperations (planning/replay.py) does not call `run`
-        each time."""
-        return run()
-
-    def norm_of_all(self, run: Callable[[], float]) -> float:
-        """Returns `run()`, which computes the norm of all gradients. ReplayedOperations (planning/replay.py) does not
-        call `run` each time."""
+    def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
+        """Returns `run()`, which does nothing that depends on more than `kind`, `shapes` and which parts have
+        gradients. So ReplayedOperations (planning/replay.py) need not call it each time; it calls storages `name`."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -100,11 +93,6 @@ class Operations:
         if segment.keep != INPUT:
             return run()
         return self._repeated("backward", run, segment, extras, (gradient, saved.boundary, dropout))
-
-    def join(self, accumulation: Accumulation) -> None:
-        """Adds the gradients of parameters that several blocks share. Must be called after all blocks have run
-        backward."""
-        accumulation.join()
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
         """Runs the embeddings forward again and then backward, from the `gradient` [B, T, D] for the first block's

@@ -84,17 +84,11 @@ def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dic
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
 
-def slice_state(optimizer: Optimizer, state: State, start: int, stop: int) -> State:
-    """Returns views of `state` for parameters `start` to `stop`. `start` must be a multiple of BLOCK."""
-    per = {name: per for name, (per, _) in optimizer.entries.items()}
-    return {name: t[start // per.get(name, 1) : math.ceil(stop / per.get(name, 1))] for name, t in state.items()}
-
-
 def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
-    """Returns what `slice_state` returns for each range of `at_once` of the `elements` parameters, the last one
-    shorter."""
+    """Returns views of `state` for each range of `at_once` (a multiple of BLOCK, or all) of the `elements`
+    parameters; the last range may be shorter."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
-    cut = {name: tensor.split(at_once // per.get(name, 1)) for name, tensor in state.items()}
+    cut = {name: tensor.split(math.ceil(at_once / per.get(name, 1))) for name, tensor in state.items()}
     ranges = range(math.ceil(elements / at_once))
     return [{name: tensors[index] for name, tensors in cut.items()} for index in ranges]
 
@@ -111,13 +105,12 @@ def update(
     """Makes one update in place; an UpdateRule. `working`: weights [n] in the dtype that computes. `state`: tensors as
     in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay. `at_once`: elements per
     slice, a multiple of BLOCK, or None for all. If memory runs out, the slice at hand has not been changed yet."""
-    size = at_once or working.numel()
-    for start in range(0, working.numel(), size):
-        stop = min(start + size, working.numel())
-        part, kept = working[start:stop], slice_state(optimizer, state, start, stop)
+    size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
+    cut = cut_state(optimizer, state, working.numel(), size)
+    for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
         master = join(part, kept.get("low"))
         room = torch.empty_like(master)
-        optimizer.rule(master, kept, gradient[start:stop], hyper, hyper.weight_decay if decay else 0.0, room)
+        optimizer.rule(master, kept, of_part, hyper, weight_decay, room)
         if "low" in kept:
             split_into(master, part, kept["low"], room)
 

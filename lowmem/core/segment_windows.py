@@ -1,17 +1,7 @@
-"""Keeps weights, boundaries and gradients of segments of blocks in RAM, and copies them to the GPU and back
-(window.py). A group is a set of micro-batches that pass a segment together before the next segment runs.
+"""Brings weights and boundaries of segments from RAM to the GPU, and boundaries there (window.py; docs/step.md).
 
-Weights: for models whose 16-bit weights do not fit next to the rest. While one segment computes, the next segment's
-weights arrive in another buffer. They come once for forward and once for backward, for all micro-batches of a group. So
-a step of G groups moves 2 G times the weights that are in RAM. Updated weights travel with their optimizer state.
-
-Boundaries, the saved inputs of segments: a group keeps them, for all its segments and micro-batches, until backward.
-That is 19 GiB for GPT-2-XL at 64 x 1,024. Computing a segment takes longer than copying its boundary, which hides the
-copy.
-
-Gradients: with clipping, none can be used before the norm of all is known, and they take 4 bytes per parameter. With
-the whole batch as one group, a segment's gradients are final when it has run backward. They are copied to RAM while the
-segment below runs. Gradients of the embeddings stay on the device: they are final last and used first.
+A step of G groups moves the weights that are in RAM 2 G times. Updated ones travel with their optimizer state. A
+group's boundaries are 19 GiB for GPT-2-XL at 64 x 1,024; computing a segment hides the copy of its boundary.
 """
 
 import math
@@ -205,26 +195,6 @@ class BoundaryWindow:
         slot = self._window.slot({"boundary": torch.empty(home.shape, dtype=home.dtype, device=self._store.device)})
         self._window.fetch(slot, [(slot.tensors["boundary"], home)])
         self._coming[id(saved)] = slot
-
-
-class GradientWindow:
-    """Copies final gradients to RAM. They come back together with the optimizer states."""
-
-    def __init__(self, transfers: Transfers):
-        self._window = Window(transfers, out=Lane.RAM_OUT)
-
-    def leave(self, parts: Iterable[Part]) -> None:
-        """Starts to copy the gradients of `parts` (units' matrices or vectors) to RAM. Frees the device memory of those
-        that were copied before."""
-        self.release()
-        for part in parts:
-            self._window.send_away(part.gradient, part.gradient_home)
-            part.gradient, part.gradient_left = None, True
-
-    def release(self) -> None:
-        """Frees the device memory of gradients that were copied to RAM, for kernels launched from now on. Later copies
-        back to the device wait until the gradients are in RAM."""
-        self._window.release(0, Lane.STATES_IN)
 
 
 def _room(tensor: Tensor) -> int:

@@ -15,7 +15,6 @@ Whatever sends the numbers is a subclass's: PyTorch's process groups (lowmem/dis
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from math import sqrt
 
@@ -38,7 +37,8 @@ class Among(StrEnum):
 
 
 class Unit:
-    """Gathers one unit's matrices, `part`. A subclass says how."""
+    """Gathers one unit's matrices, `part`. A subclass says how: `_gather()` starts, and returns what `_arrive(coming)`
+    waits for; `_free()` frees the gathered weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -68,16 +68,6 @@ class Unit:
             self.wait()
             self._free()
             self._updates = None
-
-    def _gather(self) -> object:
-        """Starts to gather, and returns what `_arrive` waits for."""
-        raise NotImplementedError
-
-    def _arrive(self, coming: object) -> None:
-        raise NotImplementedError
-
-    def _free(self) -> None:
-        raise NotImplementedError
 
 
 class GatheredWeights:
@@ -138,7 +128,15 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Answers for rank `rank` of `count`. All of them store a model together until `share_among` divides them."""
+    """Answers for rank `rank` of `count`. All of them store a model together until `share_among` divides them.
+
+    A subclass sends:
+        unit(part, parameters)        returns the Unit that gathers the matrices `part` of the model's `parameters`
+        exchange(came, sent, among)   sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`
+        gather(came, own, among)      gathers `own` [n] of the ranks `among` in `came` [ranks x n]
+        beside()                      launches kernels in the block beside those of the compute stream, after all so far
+        mark(), wait(event)           an event: all launched `beside` so far has ended; the compute stream waits for it
+    """
 
     def __init__(self, count: int, rank: int):
         self.count, self.rank = count, rank
@@ -146,34 +144,6 @@ class Shares(Ranks):
         self._weights: GatheredWeights | None = None
         self._vectors: list[Part] = []  # whose gradients wait for their sum
         self._leaving: list[tuple[Part, Tensor, object]] = []  # whose sums are being made
-
-    # --- what a subclass sends
-
-    def unit(self, part: Part, parameters: dict[str, Tensor]) -> Unit:
-        """Returns what gathers the matrices `part`, of which `parameters` are the model's, by name."""
-        raise NotImplementedError
-
-    def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
-        """Sends row r of `sent` [ranks x n] to rank r of those `among`, whose row comes as row r of `came`."""
-        raise NotImplementedError
-
-    def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
-        """Gathers `own` [n] of the ranks `among` in `came` [ranks x n]."""
-        raise NotImplementedError
-
-    def beside(self) -> AbstractContextManager:
-        """Launches kernels inside the block beside those of the compute stream, after those launched so far."""
-        raise NotImplementedError
-
-    def mark(self) -> object:
-        """Returns an event: everything launched `beside` so far has ended."""
-        raise NotImplementedError
-
-    def wait(self, event: object) -> None:
-        """Makes kernels of the compute stream that are launched from now on wait for an event of `mark`."""
-        raise NotImplementedError
-
-    # --- a step
 
     def share_among(self, sharing: int) -> None:
         self.sharing, self.place = sharing, self.rank % sharing

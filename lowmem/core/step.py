@@ -20,7 +20,6 @@ A layout (layout.py) changes the bits of the result only by its `micro_batch`. d
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -32,15 +31,15 @@ from lowmem.core.batch import LEAST_POSITIONS, Batch, as_batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.final_gradients import FinalGradients
-from lowmem.core.kernels import fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, checked_rate
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
-from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
-from lowmem.core.transfers import Transfers, transfers_for
+from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
+from lowmem.core.transfers import Lane, Transfers, transfers_for
+from lowmem.core.window import Window
 from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
@@ -91,7 +90,7 @@ class TrainingStep:
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # for windows, a block
         self._set_layout(store.layout)
-        concurrent = fused.may_run_beside(decoder.fused_kernels, store.optimizer)
+        concurrent = decoder.fused_kernels and store.optimizer.any_stream  # our kernels allocate nothing
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
         self._updates = Updates(store, len(decoder.units), hyper, self.transfers, self.operations)
         self.states = self._updates.states
@@ -99,7 +98,7 @@ class TrainingStep:
             self.transfers, decoder, store, [each.blocks for each in self.segments]
         )
         self.boundaries = BoundaryWindow(self.transfers, store)
-        self._gradients = GradientWindow(self.transfers)
+        self._gradients = Window(self.transfers, out=Lane.RAM_OUT)
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
@@ -150,8 +149,8 @@ class TrainingStep:
         return Work([cut[index].to(self.store.device) for index in own], dropouts, scale, groups, sum(positions))
 
     def _final_gradients(self, fate: Fate, gradient_scale: float, learning_rate: float) -> FinalGradients:
-        begin_updates = partial(self._updates.begin, gradient_scale, learning_rate, downwards=True)
-        return FinalGradients(fate, self.store, self.operations.norms, self._gradients, self._updates, begin_updates)
+        parts = self.store, self.operations.norms, self._gradients, self._updates
+        return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
         """Runs all groups forward and backward. Returns the sum of the losses of all tokens, and the norm of all
@@ -164,13 +163,13 @@ class TrainingStep:
             input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been used
         if self._decoder.shared:
-            self.operations.join(self._accumulation)
+            self.operations.composed(self._accumulation.join, "join")
         for index, micro_batch in enumerate(work.micro_batches):
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = self.store.ranks.total(torch.stack(losses).double().sum().item() if losses else 0.0)
-        held = gradients.fate is Fate.HELD
-        return loss, self.operations.norm_of_all(gradients.norm) if held else gradients.norm()
+        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else it frees gradients
+        return loss, self.operations.composed(gradients.norm, "norm") if held else gradients.norm()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Runs one group forward and backward. Returns two lists with one entry per micro-batch: the loss, summed over
@@ -185,7 +184,8 @@ class TrainingStep:
             self._backward(work, extras, saved, output_gradients, gradients)
             return losses, output_gradients
 
-        return self.operations.group(run, work.micro_batches, self.segments, self_contained)
+        key = "group", *(each.input_ids.shape for each in work.micro_batches), *self.segments
+        return self.operations.composed(run, *key, name="group") if self_contained else run()
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
         """Runs all segments forward. Returns lists with one entry per micro-batch: the last block's output, the blocks'
@@ -344,6 +344,6 @@ class TrainingStep:
             parameter.grad = None  # one that did not reach its accumulator
         self._accumulation.clear()
         self.boundaries.begin()
-        self._gradients.release()
+        self._gradients.release(0, Lane.STATES_IN)
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()

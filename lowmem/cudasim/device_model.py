@@ -19,9 +19,7 @@ class DeviceModel:
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
-    copied_first: frozenset = frozenset()  # operations that allocate their temporaries first
-    products: frozenset = frozenset()  # matrix products; a thread's first one takes workspaces
-    workspace_bytes: tuple[int, ...] = ()  # in forward; backward takes only the first
+    workspace_bytes: tuple[int, ...] = ()  # of a thread's first matrix product, in forward; backward takes the first
     allocated: Callable = lambda func, args, kwargs, results: results  # those on the device, in order
     seconds: Callable = lambda *_: 0.0  # of an operation on the device
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch it, in forward and in backward
@@ -48,8 +46,6 @@ def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int]
     return DeviceModel(
         functions=partial(cuda_ops.CudaFunctions, card.capability, torch_version),
         hidden_bytes=partial(temporaries.hidden_bytes, gpu=gpu),
-        copied_first=temporaries.COPIED_FIRST,
-        products=frozenset(cuda_ops.PRODUCTS),
         workspace_bytes=cuda_ops.workspace_bytes(card.capability, workspaces, torch_version),
         allocated=cuda_ops.allocated,
         seconds=partial(roofline.operation_seconds, card),

@@ -40,15 +40,10 @@ ECC_SHARE = 1 / 16
 # By capability: FLOP per clock of a multiprocessor's fp32 units, and of a GeForce card's tensor cores with sums in
 # fp32; and the measured card whose shares are assumed. Nobody measured Blackwell's products yet.
 BY_CAPABILITY = {
-    **{
-        (6, 0): (128, 256, "p100"),
-        (6, 1): (256, 256, "gtx1080ti"),
-        (7, 0): (128, 512, "p100"),
-        (7, 5): (128, 512, "rtx2080ti"),
-    },
-    **{(8, 0): (128, 512, "a100"), (8, 6): (256, 512, "rtx3060"), (8, 9): (256, 512, "rtx4090")},
-    **{(9, 0): (256, 512, "h100"), (12, 0): (256, 512, "rtx4090")},
-}
+    (6, 0): (128, 256, "p100"), (6, 1): (256, 256, "gtx1080ti"), (7, 0): (128, 512, "p100"),
+    (7, 5): (128, 512, "rtx2080ti"), (8, 0): (128, 512, "a100"), (8, 6): (256, 512, "rtx3060"),
+    (8, 9): (256, 512, "rtx4090"), (9, 0): (256, 512, "h100"), (12, 0): (256, 512, "rtx4090"),
+}  # fmt: skip
 
 
 class Multiprocessor(NamedTuple):
@@ -211,10 +206,13 @@ def card_named(name: str) -> Card:
     )
 
 
+def _forms(short: str) -> tuple[str, ...]:
+    """Returns the short name, which may lack "rtx" or "gtx", or have one too many, in all forms of the table."""
+    return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
+
+
 def _exactly(short: str) -> Card | None:
-    """Returns the card with the short name, which may lack "rtx" or "gtx", or have one too many."""
-    forms = (short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx"))
-    return next((_BY_SHORT_NAME[form] for form in forms if form in _BY_SHORT_NAME), None)
+    return next((_BY_SHORT_NAME[form] for form in _forms(short) if form in _BY_SHORT_NAME), None)
 
 
 def _of_size(name: str) -> Card | None:
@@ -224,13 +222,9 @@ def _of_size(name: str) -> Card | None:
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
     if size is None:
         return _exactly(short)
-    found = [_exactly(short), *(_BY_SHORT_NAME[known] for known in _BY_SHORT_NAME if _same_but_size(known, short))]
+    alike = (card for known, card in _BY_SHORT_NAME.items() if re.sub(r"\d{1,2}gb$", "", known) in _forms(short))
     least, most = (int(size[1]) * GIB * share for share in _ROUNDING)
-    return next((card for card in found if card is not None and least <= card.memory_bytes <= most), None)
-
-
-def _same_but_size(known: str, short: str) -> bool:
-    return re.sub(r"\d{1,2}gb$", "", known) in (short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx"))
+    return next((each for each in (_exactly(short), *alike) if each and least <= each.memory_bytes <= most), None)
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:

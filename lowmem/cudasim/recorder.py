@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from lowmem.cudasim import cuda_ops
+from lowmem.cudasim import temporaries as sizes_of
 from lowmem.cudasim.clock import NOTHING, SYNCHRONIZE, Clock, Span
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
@@ -128,10 +130,10 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, args: tuple, result, outcome: Outcome) -> None:
         thread = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-        if func in self.machine.products:
+        if func in cuda_ops.PRODUCTS:
             self._take_workspace(thread)
         self._settle()
-        copied_first = func in self.machine.copied_first
+        copied_first = func in sizes_of.COPIED_FIRST
         temporaries = self._temporaries(outcome) if copied_first else []
         if func is _aten.add.Tensor and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
             self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()

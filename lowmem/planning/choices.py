@@ -83,12 +83,9 @@ def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
     homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
     fates = (list(_fates(settings, choices, simulations.base)) for choices in homes)
     if simulations.base.mesh.count > 1:
-        fates = ([_gathered(choices, kept) for choices in each for kept in (0, simulations.blocks)] for each in fates)
+        counts = (0, simulations.blocks)
+        fates = ([replace(c, base=replace(c.base, gathered=n)) for c in each for n in counts] for each in fates)
     return [choices for choices in fates if choices]
-
-
-def _gathered(choices: Choices, blocks: int) -> Choices:
-    return replace(choices, base=replace(choices.base, gathered=blocks))
 
 
 def _placed(

@@ -143,18 +143,17 @@ class Columns:
         """Returns how long bus and disk are busy with the units between two `on_gpu`. Weights in RAM are copied in the
         forward and the backward pass of each group."""
         target = self.simulations.target
-        if target.copies_in is None:
+        if target.copies is None:
             return 0.0
         places, base = column.choices.on_gpu, column.choices.base
         moved = self._bytes_on_gpu(column, places[more]) - self._bytes_on_gpu(column, places[fewer])
-        disk = (
-            2 * moved / target.disk if column.choices.disk else 0.0
-        )  # the RAM that these units free holds states that were on the disk
+        # The RAM that these units free holds states that were on the disk.
+        disk = 2 * moved / target.disk if column.choices.disk else 0.0
         if base.weights_on_gpu is None:
-            return disk + moved / min(target.copies_in, target.copies_out)
+            return disk + moved / target.copies
         groups = self.simulations.base.batch // (column.group * column.micro_batch)
         passes = 4 if base.fate is Fate.DROPPED else 2
-        return disk + passes * groups * moved / target.copies_in
+        return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` under the limit, extrapolated from the simulated bytes at `known`."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Extra
 from lowmem.core.operations import Operations
@@ -62,7 +61,7 @@ class ReplayedOperations:
     been executed; if it is None, every operation is executed every time."""
 
     def __init__(
-        self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None, alike: bool,
+        self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
         functions: Callable[[], AbstractContextManager],
     ):  # fmt: skip
         self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
@@ -75,32 +74,21 @@ class ReplayedOperations:
         self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
         self._rehearsed: set[tuple] = set()
         self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by the address of the extras, which are alive
+        self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
             operations.skippable_products, self._rehearsed = known.setdefault("learnt", ({}, set()))
-        self._kinds = list(range(len(decoder.blocks)))
-        if alike:
-            kept = {} if known is None else known
-            if "kinds" not in kept:
+            if "kinds" not in known:
                 kinds = [kind_of(block) for block in decoder.blocks]
-                kept["kinds"] = [kinds.index(kind) for kind in kinds]
-            self._kinds = kept["kinds"]
+                known["kinds"] = [kinds.index(kind) for kind in kinds]
+            self._kinds = known["kinds"]
         operations.kind = self._kind
         operations.recordings = None  # it is this class that repeats
 
     def begin(self) -> None:
         """Does nothing: the simulation has no recordings."""
 
-    def group(
-        self, run: Callable[[], tuple], micro_batches: Sequence[Batch], segments: Sequence[Segment],
-        self_contained: bool,
-    ):  # fmt: skip
-        self._kinds_in_group = {}
-        if not self_contained:  # its updates are in the ring, whose state is not the recorder's
-            return run()
-        shapes = tuple(micro_batch.input_ids.shape for micro_batch in micro_batches)
-        key = ("group", shapes, tuple(segments))
-        arguments = [tensor for micro_batch in micro_batches for tensor in _tensors_of(micro_batch)]
-        return self._once(key, "group", run, self._operations.store.parts, arguments=arguments)
+    def composed(self, run: Callable, kind: str, *shapes, name: str = "other"):
+        return self._once((kind, *shapes), name, run, self._operations.store.parts)
 
     def _run(self, operation: Callable, *arguments):
         """Calls `operation`, in which the model's own code runs, inside `functions`, where operations take longer."""
@@ -108,6 +96,7 @@ class ReplayedOperations:
             return operation(*arguments)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
+        self._kinds_in_group.clear()  # the extras of the group before are gone
         run, key = self._operations.embed, ("embed", micro_batch.input_ids.shape)
         call = partial(self._run, run, micro_batch, dropout)
         return self._once(key, "embeddings", call, arguments=_tensors_of(micro_batch))
@@ -115,9 +104,6 @@ class ReplayedOperations:
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
         run, key = self._operations.head, ("head", hidden.shape, labels.shape)
         return self._once(key, "head", lambda: self._run(run, hidden, labels, dropout, scale), self._ends)
-
-    def join(self, accumulation: Accumulation) -> None:
-        self._once(("join",), "embeddings", lambda: self._operations.join(accumulation), self._ends)
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
         run, key = self._operations.embed_backward, ("embed_backward", gradient.shape)
@@ -130,12 +116,6 @@ class ReplayedOperations:
     def norms(self, part: Part) -> Tensor:
         key = "norms", part.working.numel()  # which is divided into pieces in one way
         return self._once(key, "update", lambda: self._operations.norms(part))
-
-    def norm_of_all(self, run: Callable[[], float]) -> float:
-        if self._operations.store.ranks.count > 1:  # it frees gradients that have been summed
-            return run()
-        key = "norm of all", *(part.gradient is None for part in self._operations.store.parts)
-        return self._once(key, "other", run)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
         operations = self._operations

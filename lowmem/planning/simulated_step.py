@@ -60,8 +60,7 @@ class Target:
 
     machine: DeviceModel
     update: UpdateRule = optimizers.update
-    copies_in: float | None = None  # to the device; None if nothing is copied over a bus
-    copies_out: float | None = None
+    copies: float | None = None  # each way, if both are busy; None if nothing is copied over a bus
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
     least_positions: int = LEAST_POSITIONS["cuda"]
@@ -97,7 +96,7 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
         fused_kernels = fused.expected(card.capability)
     return Target(
         gpu_model(card), fused.update if fused_kernels else optimizers.update,
-        card.copy_bytes_per_second, card.copy_bytes_per_second, card.link_bytes_per_second, disk_bytes_per_second,
+        card.copy_bytes_per_second, card.link_bytes_per_second, disk_bytes_per_second,
     )  # fmt: skip
 
 
@@ -154,20 +153,19 @@ class Recording:
 
 
 def record_step(
-    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, alike: bool = False,
+    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known`: stores executed operations between
-    calls with the same decoder, sequence length, dtype and target; None executes everything. `alike`: execute blocks
-    that are made alike only once. `whole_first_step`: make the first step as long as the second, and its updates
-    too."""
+    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known`: stores executed operations, and
+    which blocks are alike, between calls with the same decoder, sequence length, dtype and target; None executes
+    everything. `whole_first_step`: make the first step as long as the second, and its updates too."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
     recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
     ranks = None
     if case.mesh.count > 1:
-        rates = None if target.copies_in is None else case.mesh.rates(target.copies_in, target.link)
+        rates = None if target.copies is None else case.mesh.rates(target.copies, target.link)
         ranks = SimulatedRanks(case.mesh, recorder, rates)
     # not recorded operation by operation, of which there are thousands: what they leave are these tensors
     store = Store(
@@ -183,9 +181,14 @@ def record_step(
             recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
             Operations(decoder, store, target.update), recorder,
-            known=known, alike=alike, functions=target.machine.functions,
+            known=known, functions=target.machine.functions,
         )  # fmt: skip
-        copies = _copies(recorder, store, case, target)
+        copies = None
+        if target.copies is not None:
+            copies = SimulatedTransfers(
+                recorder.clock, target.copies, target.copies, host_buffer=store.host_buffer,
+                concurrent=target.fused_kernels and case.optimizer.any_stream, disk_bytes_per_second=target.disk,
+            )  # fmt: skip
         step = TrainingStep(
             decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
@@ -214,16 +217,6 @@ def record_step(
     return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
 
 
-def _copies(recorder: Recorder, store: Store, case: StepCase, target: Target) -> SimulatedTransfers | None:
-    if target.copies_in is None or target.copies_out is None:
-        return None
-    return SimulatedTransfers(
-        recorder.clock, target.copies_in, target.copies_out,
-        concurrent=fused.may_run_beside(target.fused_kernels, case.optimizer),
-        disk_bytes_per_second=target.disk, host_buffer=store.host_buffer,
-    )  # fmt: skip
-
-
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
     """Returns the last four fields of Recording."""
     units = 1 + max(part.unit for part in store.parts)
@@ -236,7 +229,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
         "streamed_states": sum(states[store.layout.states_on_gpu :]) - sum(on_disk),
         "streamed_weights": sum(part.working.nbytes for part in store.parts if part.weights_streamed),
         "streamed_boundaries": step.boundaries.buffer_bytes,
-        "streamed_gradients": store.gradient_bytes,
+        "streamed_gradients": sum(part.gradient_home.nbytes for part in store.parts if part.gradient_home is not None),
         "disk_buffers": step.states.buffer_bytes,
     }
     return in_ram, tuple(states), tuple(on_disk), sum(part.working.nbytes for part in store.parts)

@@ -55,9 +55,8 @@ class Simulations:
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
-                self._decoder, self.case(layout), self.target, self._known, alike=True,
-                whole_first_step=whole_first_step,
-            )  # fmt: skip
+                self._decoder, self.case(layout), self.target, self._known, whole_first_step=whole_first_step
+            )
         return self._recordings[key]
 
     @property

@@ -55,12 +55,6 @@ def update(
         torch.ops.lowmem.split(working, low, master)
 
 
-def may_run_beside(fused_kernels: bool, optimizer: Optimizer) -> bool:
-    """Returns True if updates may run on their own CUDA stream, beside forward and backward. This project's kernels
-    may: they allocate nothing and run on the current stream. bitsandbytes' may not."""
-    return fused_kernels and optimizer.any_stream
-
-
 def expected(capability: tuple[int, int]) -> bool:
     """Returns True if a plan for a card of this compute capability may assume that the kernels run."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None

@@ -17,6 +17,8 @@ Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's int
 sm_90.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -29,33 +31,13 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off again, it leaves the nearest integer
 
 
-def adamw(working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, *numbers: float) -> None:
-    """Makes one AdamW update in place; all tensors are [n]. `numbers`: the gradient's scale, then those of
-    optimizers.adamw_numbers."""
-    _launch(_adamw, working, low, m, v, gradient, numbers=numbers)
-
-
-def sgd(working: Tensor, low: Tensor | None, gradient: Tensor, *numbers: float) -> None:
-    """Makes one SGD update in place. `numbers`: the gradient's scale, 1 - learning rate x decay, and the learning
-    rate."""
-    _launch(_sgd, working, low, gradient, numbers=numbers)
-
-
-def join(working: Tensor, low: Tensor, master: Tensor) -> None:
-    """Joins the halves `working` and `low` and writes the fp32 result into `master`; all are [n]."""
-    _launch(_join_all, working, low, master)
-
-
-def split(working: Tensor, low: Tensor, master: Tensor) -> None:
-    """Splits the fp32 `master` and writes the halves into `working` and `low`; all are [n]."""
-    _launch(_split_all, working, low, master)
-
-
-def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor, numbers: tuple[float, ...] = ()) -> None:
+def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
+    """Runs a kernel below on tensors [n]. AdamW's numbers: the gradient's scale, then optimizers.adamw_numbers. SGD's:
+    the gradient's scale, 1 - learning rate x decay, and the learning rate."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
-    kernel[(triton.cdiv(n, BLOCK),)](*halves, *others, n, *numbers, KIND=kind, BLOCK=BLOCK, num_warps=4)
+    kernel[(triton.cdiv(n, BLOCK),)](*halves, n, *others, KIND=kind, BLOCK=BLOCK, num_warps=4)
 
 
 def cross_entropy(
@@ -135,7 +117,7 @@ def _tanh(x):
 
 @triton.jit
 def _adamw(
-    working_at, low_at, m_at, v_at, gradient_at, n,
+    working_at, low_at, n, m_at, v_at, gradient_at,
     gradient_scale, kept, one_minus_beta1, beta2, one_minus_beta2, root_of_correction2, epsilon, step_size,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +138,7 @@ def _adamw(
 
 @triton.jit
 def _sgd(
-    working_at, low_at, gradient_at, n, gradient_scale, kept, learning_rate, KIND: tl.constexpr, BLOCK: tl.constexpr
+    working_at, low_at, n, gradient_at, gradient_scale, kept, learning_rate, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
@@ -166,14 +148,14 @@ def _sgd(
 
 
 @triton.jit
-def _join_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _join_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     tl.store(master_at + place, _read(working_at, low_at, place, there, KIND), there)
 
 
 @triton.jit
-def _split_all(working_at, low_at, master_at, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     _write(working_at, low_at, place, there, tl.load(master_at + place, there), KIND)
@@ -213,3 +195,6 @@ def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
         steps = (master - working.to(tl.float32)) * one_over_unit.to(tl.float32, bitcast=True)
         tl.store(working_at + place, bits, there)
         tl.store(low_at + place, ((steps + _ROUND) - _ROUND).to(tl.int16), there)
+
+
+adamw, sgd, join, split = (partial(_launch, kernel) for kernel in (_adamw, _sgd, _join_all, _split_all))
