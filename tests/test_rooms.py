@@ -80,10 +80,7 @@ def test_an_import_that_points_the_wrong_way_is_found(tmp_path, file, code):
     [
         ("lowmem/core/loss.py", "import math, torch\nimport transformers\nfrom lowmem.units import GIB"),
         ("lowmem/core/loss.py", "from lowmem import units\nfrom ..units import GIB"),
-        (
-            "lowmem/planning/search.py",
-            "from lowmem.cudasim.recorder import Tape\nfrom lowmem.core import loss",
-        ),
+        ("lowmem/planning/search.py", "from lowmem.cudasim.recorder import Tape\nfrom lowmem.core import loss"),
         ("lowmem/run/train.py", "def log():\n    import wandb\nfrom lowmem.data import dataset"),
         ("experiments/peers/run.py", "import lowmem.run\nfrom experiments.peers import table\nfrom . import run"),
         ("experiments/parallel_3d/run.py", "from experiments.tensor_parallel import rules"),

@@ -114,11 +114,7 @@ def test_a_call_with_more_than_the_input_takes_the_modules_own_forward():
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["linear", "conv1d"])
-def test_a_product_that_computes_the_norm_before_it_gives_the_bits_of_the_two_apart(
-    interpreted,
-    transposed,
-    with_bias,
-):
+def test_a_product_that_computes_the_norm_before_it_gives_the_bits_of_the_two_apart(interpreted, transposed, with_bias):
     """One product reads the norm, so its gradient is not added to another in 16 bit."""
     found = []
     for joined in (False, True):
@@ -257,11 +253,7 @@ def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
 @pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
 @pytest.mark.parametrize("name", ["_normalize", "_normalize_backward"])
 def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spilling(
-    compiled,
-    name,
-    capability,
-    kind,
-    width,
+    compiled, name, capability, kind, width
 ):
     from triton.compiler import ASTSource
 

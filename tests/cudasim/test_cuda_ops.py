@@ -9,13 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem.cudasim.cuda_ops import (
-    PRODUCTS,
-    CudaFunctions,
-    allocated,
-    attention_kernel,
-    workspace_bytes,
-)
+from lowmem.cudasim.cuda_ops import PRODUCTS, CudaFunctions, allocated, attention_kernel, workspace_bytes
 from lowmem.cudasim.temporaries import hidden_bytes
 from lowmem.units import MIB
 

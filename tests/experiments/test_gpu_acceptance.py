@@ -19,17 +19,7 @@ import pytest
 import torch
 
 from experiments.gpu_acceptance import __main__ as program
-from experiments.gpu_acceptance import (
-    bitwise,
-    denominator,
-    layouts,
-    life,
-    memory,
-    overlap,
-    plans,
-    timeline,
-    training,
-)
+from experiments.gpu_acceptance import bitwise, denominator, layouts, life, memory, overlap, plans, timeline, training
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, measured, rows
 from experiments.harness.at_peak import differences, live_at_peak, tape_of_history
@@ -78,9 +68,7 @@ def in_this_process(job: Job, folder: Path) -> int:
     shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
-    return child.run(
-        program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"),
-    )
+    return child.run(program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"))
 
 
 def test_every_section_leaves_valid_rows(dry_run):

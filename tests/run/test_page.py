@@ -105,7 +105,7 @@ def test_runs_are_laid_over_one_another_and_may_still_go_on_or_have_been_stopped
     one, two, three = data_of(page.read_text())
     assert [shown["name"] for shown in (one, two, three)] == [str(run), str(stopped), str(begun)]
     assert [(shown["finished"], shown["steps"], shown["planned_steps"]) for shown in (one, two, three)] == [
-        *((True, 3, 3), (False, 1, 3), (False, 0, 3)),
+        *((True, 3, 3), (False, 1, 3), (False, 0, 3))
     ]
     assert two["held_out"] == {"held-out": one["held_out"]["held-out"][:1]}
     assert list(two["summary"]) == list(three["summary"]) == list(one["summary"])

@@ -281,7 +281,7 @@ def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkey
     guest.init = lambda **arguments: sys.exit(3)
     started(tmp_path, wandb="offline").close()
     assert [line.split(";")[0] for line in failures(capsys)] == [
-        *("wandb failed (no answer in 0.1 s)", "wandb could not start (SystemExit: 3)"),
+        *("wandb failed (no answer in 0.1 s)", "wandb could not start (SystemExit: 3)")
     ]
 
 
