@@ -217,18 +217,11 @@ def recorded(tmp_path) -> tuple[Setting, list[tuple[str, dict, dict]]]:
     return Setting("cpu", False, None, None, tmp_path, record), found
 
 
-@pytest.mark.parametrize(
-    ("allocated", "reserved", "missed"),
-    [
-        (0.01, 0.03, []),
-        (-0.005, -0.005, []),
-        (0.011, 0.0, ["allocated within 1%"]),
-        (0.0, 0.031, ["reserved within 3%"]),
-        (-0.006, 0.0, ["not more than 0.5% below"]),
-        (0.0, -0.006, ["not more than 0.5% below"]),
-        (-0.02, -0.04, ["allocated within 1%", "reserved within 3%", "not more than 0.5% below"]),
-    ],
-)
+@pytest.mark.parametrize(("allocated", "reserved", "missed"), [
+    (0.01, 0.03, []), (-0.005, -0.005, []), (0.011, 0.0, ["allocated within 1%"]), (0.0, 0.031, ["reserved within 3%"]),
+    (-0.006, 0.0, ["not more than 0.5% below"]), (0.0, -0.006, ["not more than 0.5% below"]),
+    (-0.02, -0.04, ["allocated within 1%", "reserved within 3%", "not more than 0.5% below"]),
+])  # fmt: skip
 def test_the_bars_are_those_of_the_issue(allocated, reserved, missed):
     assert [name for name, met in plans.bars(allocated, reserved).items() if not met] == missed
 
@@ -254,15 +247,10 @@ def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, mo
     assert result.values["lowest_error"] == values["allocated_error"]
 
 
-@pytest.mark.parametrize(
-    ("real_mib", "missed"),
-    [
-        (0, []),
-        (-60, []),
-        (-70, ["nothing that runs is refused beyond the margin"]),
-        (70, ["what a plan calls fitting completes", "nothing that fails is called fitting within the margin"]),
-    ],
-)
+@pytest.mark.parametrize(("real_mib", "missed"), [
+    (0, []), (-60, []), (-70, ["nothing that runs is refused beyond the margin"]),
+    (70, ["what a plan calls fitting completes", "nothing that fails is called fitting within the margin"]),
+])  # fmt: skip
 def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib, missed):
     """The simulation says 1,000 MiB; really it is that and `real_mib`."""
     setting, _ = recorded
@@ -438,16 +426,10 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
 # --- denominator and memory: what the dry run cannot show
 
 
-@pytest.mark.parametrize(
-    ("speeds", "tried", "best"),
-    [
-        ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32),
-        ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2),
-        ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
-        ([1.0, 2.0, None], 3, 2),
-        ([None], 1, None),
-    ],
-)
+@pytest.mark.parametrize(("speeds", "tried", "best"), [
+    ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32), ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2), ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
+    ([1.0, 2.0, None], 3, 2), ([None], 1, None),
+])  # fmt: skip
 def test_the_search_for_a_micro_batch_ends_with_memory_or_falling_speed(recorded, monkeypatch, speeds, tried, best):
     setting, found = recorded
 

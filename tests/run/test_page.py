@@ -130,16 +130,11 @@ def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
     assert set(columns["loss"]) == {2.0, None} and set(columns["smooth_loss"]) == {2.0, None}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "required: RUN"),
-        (["nowhere"], "nowhere is no run folder"),
-        (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"),
-        (["DAMAGED"], "its files cannot be shown"),
-        (["RUN", "--outt", "x"], "--outt"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "required: RUN"), (["nowhere"], "nowhere is no run folder"),
+    (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"), (["DAMAGED"], "its files cannot be shown"),
+    (["RUN", "--outt", "x"], "--outt"),
+])  # fmt: skip
 def test_what_is_no_run_is_refused_in_a_sentence(words, said, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     damaged = shutil.copytree(run, tmp_path / "damaged")

@@ -352,21 +352,13 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
 # --- what is reported to
 
 
-@pytest.mark.parametrize(
-    ("typed", "environment", "mode"),
-    [
-        ({}, None, "disabled"),
-        ({}, "offline", "offline"),
-        ({}, "OFFLINE", "offline"),
-        ({}, "Disabled", "disabled"),
-        ({"report_to": "wandb"}, None, "online"),
-        ({"report_to": "all"}, "offline", "offline"),
-        ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
-        ({"report_to": "tensorboard"}, "online", "disabled"),
-        ({"report_to": "none"}, "online", "disabled"),
-        ({"report_to": "none", "wandb": "offline"}, None, "offline"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "environment", "mode"), [
+    ({}, None, "disabled"), ({}, "offline", "offline"), ({}, "OFFLINE", "offline"), ({}, "Disabled", "disabled"),
+    ({"report_to": "wandb"}, None, "online"), ({"report_to": "all"}, "offline", "offline"),
+    ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
+    ({"report_to": "tensorboard"}, "online", "disabled"), ({"report_to": "none"}, "online", "disabled"),
+    ({"report_to": "none", "wandb": "offline"}, None, "offline"),
+])  # fmt: skip
 def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, typed, environment, mode):
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)
