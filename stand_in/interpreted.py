@@ -5,7 +5,7 @@ compiles, loads and launches the real kernels. So their module is loaded a secon
 interpreter.
 
 The interpreter changes Triton's language while a kernel runs and does not undo all of it, which breaks the compiler.
-`_language_interpreted` restores everything. It also lets kernels call the language's own jitted functions (sums,
+`language_interpreted` restores everything. It also lets kernels call the language's own jitted functions (sums,
 maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
 Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
@@ -46,7 +46,7 @@ def interpreted_kernels() -> ModuleType:
 
 
 @contextmanager
-def _language_interpreted() -> Iterator[None]:
+def language_interpreted() -> Iterator[None]:
     import triton
     from triton.runtime import interpreter
 
@@ -90,7 +90,7 @@ def _interpreted(function):
 def _kernel(name: str) -> Callable:
     def run(first: Tensor, *others) -> None:
         kernels = interpreted_kernels()
-        with _lock, _language_interpreted():
+        with _lock, language_interpreted():
             kernels.BLOCK = min(1 << max(first.numel() - 1, 0).bit_length(), _LARGEST_BLOCK)
             getattr(kernels, name)(first, *others)
 

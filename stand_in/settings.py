@@ -34,21 +34,14 @@ def environment(
     major, minor = card.capability
     processor = multiprocessor(card.capability)
     properties = {
-        "name": f"NVIDIA {card.reported_names[0]}",
-        "capability": major * 10 + minor,
+        "name": f"NVIDIA {card.reported_names[0]}", "capability": major * 10 + minor,
         "binary": max((n for n in architectures if n // 10 == major and n % 10 <= minor), default=major * 10),
-        "multiprocessors": card.multiprocessors,
-        "threads_per_multiprocessor": processor.threads,
-        "blocks_per_multiprocessor": processor.blocks,
-        "shared_bytes_per_multiprocessor": processor.shared_bytes,
-        "shared_bytes_per_block": processor.shared_bytes_of_block,
-        "memory_bytes": memory_bytes or card.memory_bytes,
-        "context_bytes": CONTEXT_BYTES,
-        "page_locked_bytes": page_locked_bytes,
-        "copied_bytes": UNLIMITED if values else 0,
-        "host_resident": int(host_resident),
-        "devices": devices,
-    }
+        "multiprocessors": card.multiprocessors, "threads_per_multiprocessor": processor.threads,
+        "blocks_per_multiprocessor": processor.blocks, "shared_bytes_per_multiprocessor": processor.shared_bytes,
+        "shared_bytes_per_block": processor.shared_bytes_of_block, "memory_bytes": memory_bytes or card.memory_bytes,
+        "context_bytes": CONTEXT_BYTES, "page_locked_bytes": page_locked_bytes,
+        "copied_bytes": UNLIMITED if values else 0, "host_resident": int(host_resident), "devices": devices,
+    }  # fmt: skip
     search = [str(Path(__file__).parent / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = dict(os.environ)
     found |= {

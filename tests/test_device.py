@@ -49,17 +49,11 @@ def test_what_the_user_set_for_the_allocator_stays_alone(monkeypatch, name):
     assert [value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")] == ["max_split_size_mb:64"]
 
 
-@pytest.mark.parametrize(
-    ("text", "grow"),
-    [
-        (None, True),
-        ("", False),
-        ("expandable_segments:True", True),
-        (" expandable_segments : True ,pinned_use_background_threads:True", True),
-        ("expandable_segments:False", False),
-        ("backend:native", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "grow"), [
+    (None, True), ("", False), ("expandable_segments:True", True),
+    (" expandable_segments : True ,pinned_use_background_threads:True", True), ("expandable_segments:False", False),
+    ("backend:native", False),
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_whether_segments_grow_is_what_the_environment_says(monkeypatch, name, text, grow):
     """As torch 2.14.1 was seen to read it; nothing said is what set_environment says."""

@@ -42,33 +42,26 @@ def tree(folder, *more: str):
     assert violations(folder) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "code"),
-    [
-        ("lowmem/plan.py", "import experiments.peers"),
-        ("lowmem/plan.py", "def f():\n    from experiments import peers"),
-        ("lowmem/plan.py", "import train_gpt2_xl"),
-        ("lowmem/units.py", "from lowmem import plan"),
-        ("lowmem/units.py", "from lowmem.core.loss import IGNORED"),
-        ("lowmem/core/loss.py", "from lowmem.cudasim import recorder"),
-        ("lowmem/core/loss.py", "from ..data import dataset"),
-        ("lowmem/core/loss.py", "def f():\n    from lowmem.planning.search import fastest"),
-        ("lowmem/cudasim/recorder.py", "import lowmem.planning.search"),
-        ("lowmem/cudasim/recorder.py", "import lowmem.data.dataset"),
-        ("lowmem/cudasim/recorder.py", "from lowmem.core.kernels import operators"),
-        ("lowmem/planning/search.py", "from lowmem.data.dataset import Rows"),
-        ("lowmem/planning/search.py", "from lowmem.run import train"),
-        ("lowmem/run/train.py", "import wandb"),
-        ("lowmem/run/train.py", "try:\n    from matplotlib import pyplot\nexcept ImportError:\n    pass"),
-        ("lowmem/run/train.py", "class Log:\n    import pyarrow.parquet"),
-        ("experiments/peers/run.py", "from experiments.scaling.run import main"),
-        ("experiments/peers/run.py", "from ..scaling import run"),
-        ("experiments/peers/run.py", "import train_gpt2_xl"),
-        ("experiments/tensor_parallel/run.py", "from experiments.parallel_3d import mesh"),
-        ("experiments/parallel_3d/run.py", "from experiments.peers import run"),
-        ("train_gpt2_xl.py", "from experiments.peers import run"),
-    ],
-)
+@pytest.mark.parametrize(("file", "code"), [
+    ("lowmem/plan.py", "import experiments.peers"), ("lowmem/plan.py", "def f():\n    from experiments import peers"),
+    ("lowmem/plan.py", "import train_gpt2_xl"), ("lowmem/units.py", "from lowmem import plan"),
+    ("lowmem/units.py", "from lowmem.core.loss import IGNORED"),
+    ("lowmem/core/loss.py", "from lowmem.cudasim import recorder"),
+    ("lowmem/core/loss.py", "from ..data import dataset"),
+    ("lowmem/core/loss.py", "def f():\n    from lowmem.planning.search import fastest"),
+    ("lowmem/cudasim/recorder.py", "import lowmem.planning.search"),
+    ("lowmem/cudasim/recorder.py", "import lowmem.data.dataset"),
+    ("lowmem/cudasim/recorder.py", "from lowmem.core.kernels import operators"),
+    ("lowmem/planning/search.py", "from lowmem.data.dataset import Rows"),
+    ("lowmem/planning/search.py", "from lowmem.run import train"), ("lowmem/run/train.py", "import wandb"),
+    ("lowmem/run/train.py", "try:\n    from matplotlib import pyplot\nexcept ImportError:\n    pass"),
+    ("lowmem/run/train.py", "class Log:\n    import pyarrow.parquet"),
+    ("experiments/peers/run.py", "from experiments.scaling.run import main"),
+    ("experiments/peers/run.py", "from ..scaling import run"), ("experiments/peers/run.py", "import train_gpt2_xl"),
+    ("experiments/tensor_parallel/run.py", "from experiments.parallel_3d import mesh"),
+    ("experiments/parallel_3d/run.py", "from experiments.peers import run"),
+    ("train_gpt2_xl.py", "from experiments.peers import run"),
+])  # fmt: skip
 def test_an_import_that_points_the_wrong_way_is_found(tmp_path, file, code):
     tree(tmp_path, file)
     (tmp_path / file).write_text(code)
@@ -80,10 +73,7 @@ def test_an_import_that_points_the_wrong_way_is_found(tmp_path, file, code):
     [
         ("lowmem/core/loss.py", "import math, torch\nimport transformers\nfrom lowmem.units import GIB"),
         ("lowmem/core/loss.py", "from lowmem import units\nfrom ..units import GIB"),
-        (
-            "lowmem/planning/search.py",
-            "from lowmem.cudasim.recorder import Tape\nfrom lowmem.core import loss",
-        ),
+        ("lowmem/planning/search.py", "from lowmem.cudasim.recorder import Tape\nfrom lowmem.core import loss"),
         ("lowmem/run/train.py", "def log():\n    import wandb\nfrom lowmem.data import dataset"),
         ("experiments/peers/run.py", "import lowmem.run\nfrom experiments.peers import table\nfrom . import run"),
         ("experiments/parallel_3d/run.py", "from experiments.tensor_parallel import rules"),

@@ -283,26 +283,19 @@ def test_two_spellings_that_agree_and_one_option_typed_again_are_not():
     assert parse("--keep-last", "5", "--keep_last", "6").keep_last == 6
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("--steps 5 --epochs 1", ["--steps", "--epochs"]),
-        ("--batch 10 --micro-batch 4", ["--batch 10", "--micro-batch"]),
-        ("--batch 4 --micro-batch 8", ["--batch 4", "--micro-batch"]),
-        ("--batch 8 --micro-batch 4 --group 4", ["--group 4", "2"]),
-        ("--batch 12 --micro-batch 2 --group 4", ["--group 4", "6"]),
-        ("--batch 8 --group 16", ["--group 16"]),
-        ("--gradients streamed --states resident", ["--gradients streamed", "leave out --states resident"]),
-        ("--gradients streamed --clip-norm 0", ["--gradients streamed", "leave out --clip-norm 0"]),
-        ("--gradients streamed --batch 8 --group 2", ["--gradients streamed", "leave out --group"]),
-        ("--steps 10 --warmup-steps 11", ["--warmup-steps 11", "10 steps"]),
-        ("--warmup-steps 1.5", ["--warmup-steps 1.5", "whole"]),
-        ("--seq 1", ["--seq 1"]),
-        ("--batch 100000", ["--batch 100000", "67,108,864"]),
-        ("--gpu t4 --device cpu", ["--gpu t4", "--device cpu"]),
-        ("--plan-only --preview 2", ["--plan-only", "--preview"]),
-    ],
-)
+@pytest.mark.parametrize(("line", "names"), [
+    ("--steps 5 --epochs 1", ["--steps", "--epochs"]), ("--batch 10 --micro-batch 4", ["--batch 10", "--micro-batch"]),
+    ("--batch 4 --micro-batch 8", ["--batch 4", "--micro-batch"]),
+    ("--batch 8 --micro-batch 4 --group 4", ["--group 4", "2"]),
+    ("--batch 12 --micro-batch 2 --group 4", ["--group 4", "6"]), ("--batch 8 --group 16", ["--group 16"]),
+    ("--gradients streamed --states resident", ["--gradients streamed", "leave out --states resident"]),
+    ("--gradients streamed --clip-norm 0", ["--gradients streamed", "leave out --clip-norm 0"]),
+    ("--gradients streamed --batch 8 --group 2", ["--gradients streamed", "leave out --group"]),
+    ("--steps 10 --warmup-steps 11", ["--warmup-steps 11", "10 steps"]),
+    ("--warmup-steps 1.5", ["--warmup-steps 1.5", "whole"]), ("--seq 1", ["--seq 1"]),
+    ("--batch 100000", ["--batch 100000", "67,108,864"]), ("--gpu t4 --device cpu", ["--gpu t4", "--device cpu"]),
+    ("--plan-only --preview 2", ["--plan-only", "--preview"]),
+])  # fmt: skip
 def test_combinations_that_cannot_run_are_refused_by_name(line, names):
     message = refusal(*line.split())
     assert all(name in message for name in names)
@@ -455,36 +448,21 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
     assert parse(*file, "--demo", "off").batch == LARGE.batch
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"stepz": 5}, "--steps"),
-        ({"seq_lenght": 5}, "seq"),
-        ({"batch_size": 5}, "--micro-batch"),
-        ({"config": "other.json"}, "config"),
-        ({"": 1}, "Unknown option"),
-        ({"steps": 5, "max_steps": 6}, "max_steps"),
-        ({"steps": "five"}, "steps: 'five'"),
-        ({"steps": [5]}, "steps: a list is no value of --steps"),
-        ({"steps": {"most": 5}}, "steps: a mapping is no value of --steps"),
-        ({"steps": 5.5}, "steps"),
-        ({"model": ["gpt2"]}, "--model"),
-        ({"data": []}, "--data: [] is not text"),
-        ({"data": ["a.txt", 5]}, "--data: ['a.txt', 5] is not text"),
-        ({"data": ["a.txt", " "]}, "--data must not be empty"),
-        ({"gpu_limit": "11GBs"}, "'11GBs' is not a size"),
-        ({"seq": None}, "--seq"),
-        ('{"lr": NaN}', "lr"),
-        ('{"lr": 1e999}', "lr"),
-        ('{"steps": 5,\n"lr": %s}' % ("9" * 5000), "config.json:2: bad JSON: a number has too many digits"),
-        ('{\n"steps": 5,\n}', "config.json:3: bad JSON"),
-        ('{"steps": 5,\n"seq": 8,\n"steps": 6}', "config.json:3: bad JSON: the key 'steps' is given twice"),
-        ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        ("", "config.json:1: bad JSON"),
-        ("[]", "one JSON object"),
-        ("3", "one JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), [
+    ({"stepz": 5}, "--steps"), ({"seq_lenght": 5}, "seq"), ({"batch_size": 5}, "--micro-batch"),
+    ({"config": "other.json"}, "config"), ({"": 1}, "Unknown option"), ({"steps": 5, "max_steps": 6}, "max_steps"),
+    ({"steps": "five"}, "steps: 'five'"), ({"steps": [5]}, "steps: a list is no value of --steps"),
+    ({"steps": {"most": 5}}, "steps: a mapping is no value of --steps"), ({"steps": 5.5}, "steps"),
+    ({"model": ["gpt2"]}, "--model"), ({"data": []}, "--data: [] is not text"),
+    ({"data": ["a.txt", 5]}, "--data: ['a.txt', 5] is not text"),
+    ({"data": ["a.txt", " "]}, "--data must not be empty"), ({"gpu_limit": "11GBs"}, "'11GBs' is not a size"),
+    ({"seq": None}, "--seq"), ('{"lr": NaN}', "lr"), ('{"lr": 1e999}', "lr"),
+    ('{"steps": 5,\n"lr": %s}' % ("9" * 5000), "config.json:2: bad JSON: a number has too many digits"),
+    ('{\n"steps": 5,\n}', "config.json:3: bad JSON"),
+    ('{"steps": 5,\n"seq": 8,\n"steps": 6}', "config.json:3: bad JSON: the key 'steps' is given twice"),
+    ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), ("", "config.json:1: bad JSON"),
+    ("[]", "one JSON object"), ("3", "one JSON object"),
+])  # fmt: skip
 def test_a_bad_config_is_one_sentence_that_says_where(tmp_path, content, says):
     assert says in refusal(*config(tmp_path, content))
 
@@ -512,27 +490,20 @@ report_to: all
     assert parse(*file, "--lr", "1").lr == 1.0
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("steps: 5\nstepz: 6\n", "config.yaml: Unknown option stepz: did you mean --steps?"),
-        ("lr: fast", "lr: 'fast' is not a number"),
-        ("seq: 8\nlearning_rate:\n  top: 1e-4\n", "learning_rate: a mapping is no value of --lr"),
-        ("steps: 2026-01-01", "steps: '2026-01-01' is not a whole number"),
-        ("steps: 1_000", "steps: '1_000' is not a whole number"),
-        ("save_every: 1:30", "save_every: '1:30' is neither"),
-        ("steps: .inf", "steps: '.inf' is not a whole number"),
-        ("plan_only: y", "plan_only: 'y' is neither on nor off"),
-        ("steps: 5\nseq: 8\nsteps: 6", "config.yaml:3: not valid YAML: the key 'steps' is given twice"),
-        ("data: &a [*a]", "data: a list is no value of --data"),
-        ("on: 5", "Unknown option on"),
-        ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
-        ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
-        ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "),
-        ("steps: " + "9" * 5000, "is not a whole number"),
-        ("- steps", "one YAML mapping"),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), [
+    ("steps: 5\nstepz: 6\n", "config.yaml: Unknown option stepz: did you mean --steps?"),
+    ("lr: fast", "lr: 'fast' is not a number"),
+    ("seq: 8\nlearning_rate:\n  top: 1e-4\n", "learning_rate: a mapping is no value of --lr"),
+    ("steps: 2026-01-01", "steps: '2026-01-01' is not a whole number"),
+    ("steps: 1_000", "steps: '1_000' is not a whole number"), ("save_every: 1:30", "save_every: '1:30' is neither"),
+    ("steps: .inf", "steps: '.inf' is not a whole number"), ("plan_only: y", "plan_only: 'y' is neither on nor off"),
+    ("steps: 5\nseq: 8\nsteps: 6", "config.yaml:3: not valid YAML: the key 'steps' is given twice"),
+    ("data: &a [*a]", "data: a list is no value of --data"), ("on: 5", "Unknown option on"),
+    ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
+    ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
+    ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "), ("steps: " + "9" * 5000, "is not a whole number"),
+    ("- steps", "one YAML mapping"),
+])  # fmt: skip
 def test_a_bad_config_in_yaml_is_one_sentence_that_says_where(tmp_path, content, says):
     assert says in refusal(*config(tmp_path, content, "config.yaml"))
 
@@ -672,16 +643,11 @@ def test_each_of_several_has_its_home_and_its_weight(monkeypatch):
 
 
 @pytest.mark.parametrize("field", PATHS)
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("~nobody-of-this-name/x", "there is no home folder ~nobody-of-this-name; write ./~nobody"),
-        ("$HOME/x", "variables are not replaced here"),
-        ("/data/${USER}/x", "variables are not replaced here"),
-        ("n\udcff", "this is not UTF-8; rename it"),
-        ("~n\ud83d", "this is not UTF-8; rename it"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("~nobody-of-this-name/x", "there is no home folder ~nobody-of-this-name; write ./~nobody"),
+    ("$HOME/x", "variables are not replaced here"), ("/data/${USER}/x", "variables are not replaced here"),
+    ("n\udcff", "this is not UTF-8; rename it"), ("~n\ud83d", "this is not UTF-8; rename it"),
+])  # fmt: skip
 def test_a_path_that_nobody_can_mean_is_refused(field, text, said):
     for refused in (refusal(f"{option_name(field)}={text}"), refusal_in_code(**{field: text})):
         assert refused.startswith(f"{option_name(field)} ") and said in refused

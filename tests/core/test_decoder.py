@@ -165,16 +165,10 @@ def test_the_check_passes_in_16_bit(family, residual):
 # --- what a model does to its logits ---
 
 
-@pytest.mark.parametrize(
-    ("family", "function"),
-    [
-        ("gemma2", LogitFunction(3.0, 1 / 3)),
-        ("nanochat", LogitFunction(15.0, 1 / 15)),
-        ("cohere", LogitFunction(2.0)),
-        ("granite", LogitFunction(2.0)),
-        ("llama", LogitFunction()),
-    ],
-)
+@pytest.mark.parametrize(("family", "function"), [
+    ("gemma2", LogitFunction(3.0, 1 / 3)), ("nanochat", LogitFunction(15.0, 1 / 15)), ("cohere", LogitFunction(2.0)),
+    ("granite", LogitFunction(2.0)), ("llama", LogitFunction()),
+])  # fmt: skip
 def test_a_factor_or_a_soft_cap_on_the_logits_is_found_with_and_without_weights(family, function):
     config = (FAMILIES | MORE_FAMILIES)[family]()
     decoder = Decoder(build(config))
@@ -238,17 +232,11 @@ def test_a_document_mask_is_honoured_or_refused(family):
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda logits: logits + 1, "add"),
-        (lambda logits: logits.softmax(-1), "_softmax"),
-        (lambda logits: logits.tanh().tanh(), "tanh"),
-        (lambda logits: logits * logits, "mul"),
-        (lambda logits: logits[..., :50], "another shape"),
-        (lambda logits: torch.ones_like(logits), "ones_like"),
-    ],
-)
+@pytest.mark.parametrize(("change", "what"), [
+    (lambda logits: logits + 1, "add"), (lambda logits: logits.softmax(-1), "_softmax"),
+    (lambda logits: logits.tanh().tanh(), "tanh"), (lambda logits: logits * logits, "mul"),
+    (lambda logits: logits[..., :50], "another shape"), (lambda logits: torch.ones_like(logits), "ones_like"),
+])  # fmt: skip
 def test_what_is_neither_a_factor_nor_a_cap_on_the_logits_is_refused_by_name(change, what):
     model = build(FAMILIES["llama"]())
     before = model.forward

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,44 +34,16 @@ from lowmem.models.build import make_decoder
 from lowmem.planning.replay import _traffic_of_8_bit
 from lowmem.planning.simulated_step import gpu_target, record_step
 from reference import tiny_config
+from stand_in.interpreted import language_interpreted
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss
 from tests.core.test_step import PLAIN, make_batches, train
 
 triton = pytest.importorskip("triton")
-from triton.runtime import interpreter  # noqa: E402
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 N = 3 * 1024 + 7  # the last program has fewer
-
-
-@contextmanager
-def language_interpreted():
-    """Triton's own functions (sums and the like), which are kernels' functions too, for the interpreter; it does not
-    put everything back that it changes. And it cuts bf16 off, where GPUs round."""
-    language, convert = triton.language, interpreter._convert_float
-
-    def rounded(numbers, source, target, mode):
-        if (source, target) != (language.float32, language.bfloat16):
-            return convert(numbers, source, target, mode)
-        return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
-
-    changed = (language, language.core, language.math, language.standard, language.tensor)
-    before = [dict(vars(thing)) for thing in changed]
-    for module in (language, language.standard):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, triton.JITFunction):
-                setattr(module, name, interpreter.InterpretedFunction(value.fn))
-    interpreter._convert_float = rounded
-    yield
-    interpreter._convert_float = convert
-    for thing, names in zip(changed, before, strict=True):
-        for name in vars(thing).keys() - names.keys() if thing is language.tensor else ():
-            delattr(thing, name)
-        for name, value in names.items():
-            if vars(thing)[name] is not value:
-                setattr(thing, name, value)
 
 
 KERNELS = ("triton_kernels", "layer_kernels")
@@ -92,28 +66,19 @@ def imported_anew(interpret: str):
     forget()
 
 
-@pytest.fixture
-def interpreted():
-    with imported_anew("1") as (kernels, _):
-        yield kernels
+def kernels_for(interpret: str, place: int):
+    """A fixture: one of KERNELS."""
+
+    @pytest.fixture
+    def kernels():
+        with imported_anew(interpret) as modules:
+            yield modules[place]
+
+    return kernels
 
 
-@pytest.fixture
-def interpreted_layers():
-    with imported_anew("1") as (_, kernels):
-        yield kernels
-
-
-@pytest.fixture
-def compiled():
-    with imported_anew("0") as (kernels, _):
-        yield kernels
-
-
-@pytest.fixture
-def compiled_layers():
-    with imported_anew("0") as (_, kernels):
-        yield kernels
+interpreted, interpreted_layers = kernels_for("1", 0), kernels_for("1", 1)
+compiled, compiled_layers = kernels_for("0", 0), kernels_for("0", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -342,16 +307,10 @@ def test_a_simulated_update_takes_the_time_of_reading_and_writing_every_number_o
 
 @pytest.mark.parametrize(("capability", "kind"), [(75, 0), (75, 2), (80, 1), (86, 1), (90, 0), (90, 1)])
 def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling(compiled, capability, kind):
-    from triton.compiler import ASTSource
-
-    kernel = compiled._adamw
-    weights = "*i16" if kind else "*fp32"
-    special = {"working_at": weights, "low_at": weights, "n": "i32", "KIND": "constexpr", "BLOCK": "constexpr"}
-    signature = {name: special.get(name, "*fp32" if name.endswith("_at") else "fp32") for name in kernel.arg_names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
-               if name.endswith("_at") or name == "n"}  # fmt: skip
-    source = ASTSource(kernel, signature, {"KIND": kind, "BLOCK": compiled.BLOCK}, aligned)
-    accesses = [access for access in accesses_of(source, capability, warps=4) if access[0] != "bar.sync"]
+    weights, constants = "*i16" if kind else "*fp32", {"KIND": kind, "BLOCK": compiled.BLOCK}
+    types = {"working_at": weights, "low_at": weights, "n": "i32"}
+    accesses = accesses_of(compiled._adamw, types, constants, "n", capability, warps=4)
+    accesses = [access for access in accesses if access[0] != "bar.sync"]
     assert accesses and all("global" in what and ".v4.b32" in width for what, width in accesses), accesses
 
 
@@ -362,19 +321,13 @@ def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spil
 def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(
     compiled, capability, kind, capped
 ):
-    from triton.compiler import ASTSource
-
-    kernel = compiled._cross_entropy
-    signature = {
+    types = {
         "logits_at": f"*{kind}", "bias_at": f"*{kind}", "labels_at": "*i64", "losses_at": "*fp32", "scale": "fp32",
-        "outer": "fp32", "inner": "fp32", "words": "i32", "stride": "i32", "HAS_BIAS": "constexpr",
-        "CAPPED": "constexpr", "DIFFERENTIATE": "constexpr", "BLOCK": "constexpr",
+        "outer": "fp32", "inner": "fp32", "words": "i32", "stride": "i32",
     }  # fmt: skip
-    assert list(signature) == kernel.arg_names
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(signature)
-               if name.endswith("_at") or name == "stride"}  # fmt: skip
     constants = {"HAS_BIAS": False, "CAPPED": capped, "DIFFERENTIATE": True, "BLOCK": compiled.WORDS}
-    accesses = accesses_of(ASTSource(kernel, signature, constants, aligned), capability, warps=8)
+    assert list(types | constants) == compiled._cross_entropy.arg_names
+    accesses = accesses_of(compiled._cross_entropy, types, constants, "stride", capability, warps=8)
     assert not any("local" in what for what, _ in accesses)
     wide = [what for what, width in accesses if ".v4.b32" in width]
     assert len(wide) >= 3 * compiled.WORDS // (8 * 32) // 8, "both readings and the writing, 8 numbers at once"
@@ -385,24 +338,26 @@ def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without
     assert "bar.sync" in between, "the target's logit is read before any thread overwrites it"
 
 
-def accesses_of(source, capability: int, warps: int) -> list[tuple[str, str]]:
-    """(instruction, width) of what touches memory, and of barriers, in the compiled kernel, which spills nothing."""
+def accesses_of(
+    kernel, types: dict, constants: dict, aligned: str, capability: int, warps: int
+) -> list[tuple[str, str]]:
+    """(instruction, width) of what touches memory, and of barriers, in the compiled kernel, which spills nothing. An
+    argument without a type is fp32 or points to it. Pointers and the argument `aligned` are multiples of 16."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
+    types = {name: "*fp32" if name.endswith("_at") else "fp32" for name in kernel.arg_names} | types
+    multiples = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
+                 if name.endswith("_at") or name == aligned}  # fmt: skip
+    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants, multiples)
     target = GPUTarget("cuda", capability, 32)
     ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        assembler = [
-            knobs.nvidia.ptxas.path,
-            "-v",
-            f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}",
-            file.name,
-            "-o",
-            os.devnull,
-        ]
+        card = f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}"
+        assembler = [knobs.nvidia.ptxas.path, "-v", card, file.name, "-o", os.devnull]
         said = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
     assert re.findall(r"(\d+) bytes spill", said) == ["0", "0"], said
     return re.findall(r"(ld\.global|st\.global|ld\.local|st\.local|bar\.sync)(\S*)", ptx)
@@ -425,9 +380,20 @@ def one_size(monkeypatch):
     monkeypatch.setattr(fused, "SIZES", (97,))
 
 
-def test_halves_that_differ_are_found(interpreted, one_size, monkeypatch):
-    monkeypatch.setattr(interpreted, "join", lambda working, low, master: master.copy_(working))
-    assert fused.why_not.__wrapped__(CPU) == "a kernel splits or joins weights otherwise"
+@pytest.mark.parametrize(("name", "wrong", "said"), [
+    ("join", lambda real, working, low, master: master.copy_(working), "a kernel splits or joins weights otherwise"),
+    ("cross_entropy", lambda real, *given: real(*given[:4], given[4] and 1.1 * given[4], *given[5:]),
+     r"the loss or a gradient of it is 0\.1.*"),
+    ("normalize_backward", lambda real, *given: real(*given[:-1], given[-1] + 0.1),  # the offset
+     r"a norm or a gradient of it is 0\..*"),
+    ("gated_backward", lambda real, *given: real(*given[:-1], given[-1] + 0.1),  # the activation's cubic term
+     r"a gated MLP's activation or a gradient of it is 0\..*"),
+])  # fmt: skip
+def test_what_is_computed_otherwise_is_found(one_size, monkeypatch, name, wrong, said):
+    with imported_anew("1") as modules:
+        (module,) = [module for module in modules if hasattr(module, name)]
+        monkeypatch.setattr(module, name, partial(wrong, getattr(module, name)))
+        assert re.fullmatch(said, fused.why_not.__wrapped__(CPU))
 
 
 def test_kernels_that_agree_are_used_and_the_loss_is_tried_in_every_variant_that_models_want_of_it(
@@ -451,52 +417,34 @@ def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
         record_step(decoder, case, gpu_target(CARDS["rtx3090"]))
 
 
-def test_a_loss_that_is_computed_otherwise_is_found(interpreted, one_size, monkeypatch):
-    real = interpreted.cross_entropy
-
-    def wrong(logits, bias, labels, losses, scale, *more):
-        real(logits, bias, labels, losses, scale and 1.1 * scale, *more)
-
-    monkeypatch.setattr(interpreted, "cross_entropy", wrong)
-    assert fused.why_not.__wrapped__(CPU).startswith("the loss or a gradient of it is 0.1")
-
-
-@pytest.mark.parametrize(("name", "found"), [("normalize", "a norm"), ("gated", "a gated MLP's activation")])
-def test_a_layer_that_is_computed_otherwise_is_found(interpreted_layers, one_size, monkeypatch, name, found):
-    real = getattr(interpreted_layers, f"{name}_backward")
-
-    def wrong(*arguments):
-        real(*arguments[:-1], arguments[-1] + 0.1)  # a norm's offset, an activation's cubic term
-
-    monkeypatch.setattr(interpreted_layers, f"{name}_backward", wrong)
-    assert fused.why_not.__wrapped__(CPU).startswith(f"{found} or a gradient of it is 0.")
-
-
 def test_8_bit_updates_stay_on_the_stream_that_computes():
     assert fused.may_run_beside(True, get_optimizer("adamw"))
     assert not fused.may_run_beside(True, get_optimizer("adamw8bit"))
     assert not fused.may_run_beside(False, get_optimizer("adamw"))
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
+@pytest.fixture
+def why_not(monkeypatch):
+    """What is said of kernels that agree but for these numbers: `errors` of each kind in turn, and `ulps`."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
-    monkeypatch.setattr(fused, "loss_error", lambda *_: 0.0)
-    monkeypatch.setattr(fused, "norm_error", lambda *_: 0.0)
-    monkeypatch.setattr(fused, "gate_error", lambda *_: 0.0)
-    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 100.0})
-    assert fused.why_not.__wrapped__(CPU) == "a kernel is 100 units of the last place off"
+
+    def said(ulps: dict[str, float], **errors: list[float]) -> str | None:
+        for name in ("loss_error", "norm_error", "gate_error"):
+            found = itertools.chain(errors.get(name, []), itertools.repeat(0.0))
+            monkeypatch.setattr(fused, name, Mock(side_effect=found))
+        monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 0.0, "m": 0.0} | ulps)
+        return fused.why_not.__wrapped__(CPU)
+
+    return said
 
 
-@pytest.mark.parametrize("of", ["an update", "the loss", "a norm", "a gate"])
-def test_a_kernel_that_writes_nan_is_not_used(of, monkeypatch):
+def test_a_kernel_that_computes_something_else_is_not_used(why_not):
+    assert why_not({"weight": 100.0}) == "a kernel is 100 units of the last place off"
+
+
+def test_a_kernel_that_writes_nan_is_not_used(why_not):
     """Seen to fail: max() passes over a NaN that is not the first number."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
-    errors = {kind: iter([0.0, math.nan] if kind == of else []) for kind in ("the loss", "a norm", "a gate")}
-    monkeypatch.setattr(fused, "loss_error", lambda *_: next(errors["the loss"], 0.0))
-    monkeypatch.setattr(fused, "norm_error", lambda *_: next(errors["a norm"], 0.0))
-    monkeypatch.setattr(fused, "gate_error", lambda *_: next(errors["a gate"], 0.0))
-    ulps = {"weight": 0.0, "m": math.nan if of == "an update" else 0.0}
-    monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: ulps)
-    assert "nan" in fused.why_not.__wrapped__(CPU)
+    assert "nan" in why_not({"m": math.nan})
+    for kind in ("loss_error", "norm_error", "gate_error"):
+        assert "nan" in why_not({}, **{kind: [0.0, math.nan]}), kind

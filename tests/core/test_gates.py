@@ -119,12 +119,7 @@ def test_families_with_such_mlps_use_the_kernel(family):
 @pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
 @pytest.mark.parametrize("name", ["_gated", "_gated_backward"])
 def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time(compiled, name, capability, kind):
-    from triton.compiler import ASTSource
-
     kernel = getattr(compiled, name)
-    types = {"n": "i32", "linear": "fp32", "cubic": "fp32", "BLOCK": "constexpr"}
-    signature = {argument: types.get(argument, f"*{kind}") for argument in kernel.arg_names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, argument in enumerate(signature)
-               if argument.endswith("_at") or argument == "n"}  # fmt: skip
-    accesses = accesses_of(ASTSource(kernel, signature, {"BLOCK": compiled.BLOCK}, aligned), capability, 4)
+    types = {argument: f"*{kind}" for argument in kernel.arg_names if argument.endswith("_at")} | {"n": "i32"}
+    accesses = accesses_of(kernel, types, {"BLOCK": compiled.BLOCK}, "n", capability, 4)
     assert all("local" not in what and "v4" in width for what, width in accesses), accesses

@@ -114,11 +114,7 @@ def test_a_call_with_more_than_the_input_takes_the_modules_own_forward():
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("transposed", [True, False], ids=["linear", "conv1d"])
-def test_a_product_that_computes_the_norm_before_it_gives_the_bits_of_the_two_apart(
-    interpreted,
-    transposed,
-    with_bias,
-):
+def test_a_product_that_computes_the_norm_before_it_gives_the_bits_of_the_two_apart(interpreted, transposed, with_bias):
     """One product reads the norm, so its gradient is not added to another in 16 bit."""
     found = []
     for joined in (False, True):
@@ -257,27 +253,15 @@ def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
 @pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
 @pytest.mark.parametrize("name", ["_normalize", "_normalize_backward"])
 def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spilling(
-    compiled,
-    name,
-    capability,
-    kind,
-    width,
+    compiled, name, capability, kind, width
 ):
-    from triton.compiler import ASTSource
-
     kernel = getattr(compiled, name)
     block, rows, warps = compiled._tile(4, width)
     constants = {"CENTERED": True, "HAS_BIAS": True, "KEPT": True, "ROWS": rows, "COLUMNS": block}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    numbers = {"rows": "i32", "columns": "i32", "rows_each": "i32", "epsilon": "fp32", "offset": "fp32"}
-    halves = ("y_at", "gradient_at")
-    signature = {
-        name: "constexpr" if name in constants else numbers.get(name, f"*{kind}" if name in halves else "*fp32")
-        for name in kernel.arg_names
-    }
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(signature)
-               if name.endswith("_at") or name == "columns"}  # fmt: skip
-    accesses = accesses_of(ASTSource(kernel, signature, constants, aligned), capability, warps)
+    types = dict.fromkeys(("rows", "columns", "rows_each"), "i32") | dict.fromkeys(("y_at", "gradient_at"), f"*{kind}")
+    types = {key: value for key, value in types.items() if key in kernel.arg_names}
+    accesses = accesses_of(kernel, types, constants, "columns", capability, warps)
     assert not any("local" in what for what, _ in accesses)
     narrow = [
         access for access in accesses if "global" in access[0] and "v4" not in access[1] and "v2" not in access[1]

@@ -255,20 +255,13 @@ def test_blocks_that_add_in_place_change_no_bit_in_segments_of_two():
     assert_same(*found)
 
 
-@pytest.mark.parametrize(
-    ("function", "missed"),
-    [
-        (lambda x: x + x @ x, False),
-        (lambda x: x + torch.native_dropout(x @ x, 0.5, True)[0], False),
-        (lambda x: x + torch.nn.functional.dropout(x @ x, 0.5), False),
-        (lambda x: x + 3 * (x @ x).view(8, 2).view(4, 4), False),
-        (lambda x: x + (x @ x).exp(), True),
-        (lambda x: x * (x @ x), True),
-        (lambda x: torch.nn.functional.layer_norm(x + x @ x, [4]), True),
-        (lambda x: (x @ x) @ x, True),
-        (lambda x: x if (x @ x).sum() > 0 else -x, True),
-    ],
-)
+@pytest.mark.parametrize(("function", "missed"), [
+    (lambda x: x + x @ x, False), (lambda x: x + torch.native_dropout(x @ x, 0.5, True)[0], False),
+    (lambda x: x + torch.nn.functional.dropout(x @ x, 0.5), False),
+    (lambda x: x + 3 * (x @ x).view(8, 2).view(4, 4), False), (lambda x: x + (x @ x).exp(), True),
+    (lambda x: x * (x @ x), True), (lambda x: torch.nn.functional.layer_norm(x + x @ x, [4]), True),
+    (lambda x: (x @ x) @ x, True), (lambda x: x if (x @ x).sum() > 0 else -x, True),
+])  # fmt: skip
 def test_a_product_that_backward_needs_is_found_out(function, missed):
     x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
     _, output, replayer = second_run(function, x, unneeded=0)

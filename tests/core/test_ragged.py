@@ -97,16 +97,11 @@ def test_every_real_position_is_in_one_micro_batch_and_none_is_larger_than_plann
     assert sum(int((part.labels != -100).sum()) for part in parts) == batch.trained_tokens
 
 
-@pytest.mark.parametrize(
-    ("positions", "layout", "expected"),
-    [
-        ([128, 128, 128, 128, 128], Layout(2, group=2), [2, 2, 1]),
-        ([128, 120, 64, 64, 8, 8], Layout(2, group=2), [2, 4]),
-        ([128, 120, 64, 64, 8, 8], Layout(2, group=1), [1, 1, 2, 2]),
-        ([128, 120, 64, 64, 8, 8], Layout(2, group=8), [6]),
-        ([64], Layout(1), [1]),
-    ],
-)
+@pytest.mark.parametrize(("positions", "layout", "expected"), [
+    ([128, 128, 128, 128, 128], Layout(2, group=2), [2, 2, 1]), ([128, 120, 64, 64, 8, 8], Layout(2, group=2), [2, 4]),
+    ([128, 120, 64, 64, 8, 8], Layout(2, group=1), [1, 1, 2, 2]), ([128, 120, 64, 64, 8, 8], Layout(2, group=8), [6]),
+    ([64], Layout(1), [1]),
+])  # fmt: skip
 def test_a_group_takes_what_fits_into_as_many_full_micro_batches(positions, layout, expected):
     groups = layout.groups(positions, SEQ)
     assert [group.stop - group.start for group in groups] == expected

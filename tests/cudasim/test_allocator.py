@@ -335,22 +335,14 @@ def test_the_command_prints_one_json_object(tmp_path):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("lines", "where", "what"),
-    [
-        (["{"], 1, "not an operation"),
-        (["[" * 100_000], 1, "not an operation"),
-        (['["e"]', "", '["x", 1]'], 3, "not an operation"),
-        (['["a", 1, 5]'], 1, "not an operation"),
-        (['["a", 1, 5.5, 0]'], 1, "not an operation"),
-        (['["a", "1", 5, 0]'], 1, "not an operation"),
-        (['{"a": 1}'], 1, "not an operation"),
-        (['["a", 1, -5, 0]'], 1, "-5 bytes"),
-        (['["a", 1, 5, 0]', '["a", 1, 5, 0]'], 2, "id 1 is allocated already"),
-        (['["f", 9]'], 1, "id 9 is not allocated"),
-        (['["a", 1, 5, 0]', '["f", 1]', '["f", 1]'], 3, "id 1 is not allocated"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "where", "what"), [
+    (["{"], 1, "not an operation"), (["[" * 100_000], 1, "not an operation"),
+    (['["e"]', "", '["x", 1]'], 3, "not an operation"), (['["a", 1, 5]'], 1, "not an operation"),
+    (['["a", 1, 5.5, 0]'], 1, "not an operation"), (['["a", "1", 5, 0]'], 1, "not an operation"),
+    (['{"a": 1}'], 1, "not an operation"), (['["a", 1, -5, 0]'], 1, "-5 bytes"),
+    (['["a", 1, 5, 0]', '["a", 1, 5, 0]'], 2, "id 1 is allocated already"), (['["f", 9]'], 1, "id 9 is not allocated"),
+    (['["a", 1, 5, 0]', '["f", 1]', '["f", 1]'], 3, "id 1 is not allocated"),
+])  # fmt: skip
 def test_bad_lines_are_named_with_file_and_line(lines, where, what, tmp_path, capsys):
     tape = tmp_path / "tape.jsonl"
     tape.write_text("\n".join(lines))

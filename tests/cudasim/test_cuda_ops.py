@@ -9,13 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem.cudasim.cuda_ops import (
-    PRODUCTS,
-    CudaFunctions,
-    allocated,
-    attention_kernel,
-    workspace_bytes,
-)
+from lowmem.cudasim.cuda_ops import PRODUCTS, CudaFunctions, allocated, attention_kernel, workspace_bytes
 from lowmem.cudasim.temporaries import hidden_bytes
 from lowmem.units import MIB
 
@@ -114,19 +108,13 @@ def test_the_kernel_is_the_one_that_torch_chooses_on_that_card(capability, dtype
     assert attention_kernel(capability, query, key, value, **keywords) == kernel
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "key_heads", "keywords", "older", "newer"),
-    [
-        (T4, FP16, 2, {"enable_gqa": True}, "math", "efficient"),
-        (H100, FP32, 2, {"enable_gqa": True}, "math", "efficient"),
-        (H100, BF16, 2, {"enable_gqa": True}, "flash", "flash"),
-        (H100, BF16, 2, {"enable_gqa": True} | BOOL_MASK, "math", "efficient"),
-        (H100, BF16, 1, {}, "math", "flash"),
-        (T4, FP16, 1, {}, "math", "efficient"),
-        (T4, FP16, 2, {}, "math", "math"),
-        (T4, FP16, 3, {"enable_gqa": True}, "math", "math"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "dtype", "key_heads", "keywords", "older", "newer"), [
+    (T4, FP16, 2, {"enable_gqa": True}, "math", "efficient"),
+    (H100, FP32, 2, {"enable_gqa": True}, "math", "efficient"), (H100, BF16, 2, {"enable_gqa": True}, "flash", "flash"),
+    (H100, BF16, 2, {"enable_gqa": True} | BOOL_MASK, "math", "efficient"), (H100, BF16, 1, {}, "math", "flash"),
+    (T4, FP16, 1, {}, "math", "efficient"), (T4, FP16, 2, {}, "math", "math"),
+    (T4, FP16, 3, {"enable_gqa": True}, "math", "math"),
+])  # fmt: skip
 def test_from_2_14_on_the_efficient_kernel_takes_groups_and_both_take_one_head_of_keys(
     capability, dtype, key_heads, keywords, older, newer
 ):
@@ -200,15 +188,10 @@ def test_dropout_modules_too_and_only_where_cuda_does():
     assert torch.equal(ours, F.dropout(real, 0.5)) and torch.equal(attended, torch.ones(1, 1, 2, 4))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: F.softmax(x, dim=-1, dtype=FP32),
-        lambda x: torch.softmax(x, -1, FP32),
-        lambda x: x.softmax(dim=-1, dtype=FP32),
-        lambda x: nn.functional.softmax(x, -1, dtype=FP32),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    lambda x: F.softmax(x, dim=-1, dtype=FP32), lambda x: torch.softmax(x, -1, FP32),
+    lambda x: x.softmax(dim=-1, dtype=FP32), lambda x: nn.functional.softmax(x, -1, dtype=FP32),
+])  # fmt: skip
 def test_fp16_softmax_in_fp32_copies_nothing_and_bf16_does(call):
     for dtype, copies in ((FP16, 0), (BF16, 2)):
         x = meta(4, 8, dtype=dtype)

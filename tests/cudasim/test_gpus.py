@@ -176,34 +176,21 @@ def test_an_unknown_card_is_refused_with_the_nearest_and_where_all_are_named(nam
     assert set(CARDS) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
 
 
-REPORTED = [  # what torch.cuda.get_device_name says; GiB of memory, which tell cards with one name apart; the card
-    ("NVIDIA GeForce GTX 1080 Ti", None, "gtx1080ti"),
-    ("GeForce RTX 2080 Ti", None, "rtx2080ti"),
-    ("NVIDIA GeForce RTX 3060", None, "rtx3060"),
-    ("NVIDIA GeForce RTX 3090", None, "rtx3090"),
-    ("NVIDIA GeForce RTX 4090", None, "rtx4090"),
-    ("Tesla P100-PCIE-16GB", None, "p100"),
-    ("Tesla T4", None, "t4"),
-    ("NVIDIA L4", None, "l4"),
-    ("NVIDIA A100-SXM4-40GB", None, "a100"),
-    ("NVIDIA A100-PCIE-40GB", None, "a100"),
-    ("NVIDIA H100 80GB HBM3", None, "h100"),
-    ("NVIDIA H200", None, "h200"),
-    ("NVIDIA L40S", None, "l40s"),
-    ("NVIDIA A10G", None, "a10g"),
-    ("Tesla V100-SXM2-32GB", None, "v100-32gb"),
-    ("NVIDIA RTX A6000", None, "a6000"),
-    ("NVIDIA A100-SXM4-80GB", None, "a100-80gb"),
-    ("NVIDIA H100 PCIe", None, "h100-pcie"),
-    ("NVIDIA GeForce GTX 1080", None, "gtx1080"),
-    ("NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx4060ti-16gb"),
-    ("NVIDIA GeForce RTX 4060 Ti", 7.6, "rtx4060ti"),
-    ("NVIDIA GeForce RTX 3060", 7.8, "rtx3060-8gb"),
-    ("NVIDIA GeForce RTX 3060", 11.76, "rtx3060"),
-    ("NVIDIA GeForce RTX 3080 Laptop GPU", 16, "rtx3080-laptop-16gb"),
+# What torch.cuda.get_device_name says; GiB of memory, which tell cards with one name apart; the card.
+REPORTED = [
+    ("NVIDIA GeForce GTX 1080 Ti", None, "gtx1080ti"), ("GeForce RTX 2080 Ti", None, "rtx2080ti"),
+    ("NVIDIA GeForce RTX 3060", None, "rtx3060"), ("NVIDIA GeForce RTX 3090", None, "rtx3090"),
+    ("NVIDIA GeForce RTX 4090", None, "rtx4090"), ("Tesla P100-PCIE-16GB", None, "p100"), ("Tesla T4", None, "t4"),
+    ("NVIDIA L4", None, "l4"), ("NVIDIA A100-SXM4-40GB", None, "a100"), ("NVIDIA A100-PCIE-40GB", None, "a100"),
+    ("NVIDIA H100 80GB HBM3", None, "h100"), ("NVIDIA H200", None, "h200"), ("NVIDIA L40S", None, "l40s"),
+    ("NVIDIA A10G", None, "a10g"), ("Tesla V100-SXM2-32GB", None, "v100-32gb"), ("NVIDIA RTX A6000", None, "a6000"),
+    ("NVIDIA A100-SXM4-80GB", None, "a100-80gb"), ("NVIDIA H100 PCIe", None, "h100-pcie"),
+    ("NVIDIA GeForce GTX 1080", None, "gtx1080"), ("NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx4060ti-16gb"),
+    ("NVIDIA GeForce RTX 4060 Ti", 7.6, "rtx4060ti"), ("NVIDIA GeForce RTX 3060", 7.8, "rtx3060-8gb"),
+    ("NVIDIA GeForce RTX 3060", 11.76, "rtx3060"), ("NVIDIA GeForce RTX 3080 Laptop GPU", 16, "rtx3080-laptop-16gb"),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, "rtx4090-laptop"),
     ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", 7.8, "rtx2070-super-maxq"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("reported", "gib", "card"), REPORTED)

@@ -4,19 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from lowmem.cudasim.temporaries import Gpu, hidden_bytes
-from tests.cudasim.test_cuda_ops import (
-    BF16,
-    FP16,
-    FP32,
-    GTX1080TI,
-    H100,
-    RTX3090,
-    T4,
-    Seen,
-    heads,
-    meta,
-    run_attention,
-)
+from tests.cudasim.test_cuda_ops import BF16, FP16, FP32, GTX1080TI, H100, RTX3090, T4, Seen, heads, meta, run_attention
 
 aten = torch.ops.aten
 A100 = (8, 0)

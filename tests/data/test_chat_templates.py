@@ -199,15 +199,10 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
     assert bytes(labels[labels >= 0].tolist()[:-1]) == b"Two..Three.." and tokenizer.chat_template == file.read_text()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, r"chat.jinja: cannot be read \(No such file"),
-        (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
-        (b"one\n\xff", r"chat.jinja:2: not UTF-8"),
-        (POINTER.encode(), r"chat.jinja is a Git LFS pointer"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, r"chat.jinja: cannot be read \(No such file"), (b"one\n{% if %}", r"chat.jinja:2: not a Jinja template"),
+    (b"one\n\xff", r"chat.jinja:2: not UTF-8"), (POINTER.encode(), r"chat.jinja is a Git LFS pointer"),
+])  # fmt: skip
 def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "chat.jinja").write_bytes(content)

@@ -23,22 +23,14 @@ FEW = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).flatmap(
 TEXTS = st.one_of(FEW, st.lists(st.sampled_from(PARTS), max_size=300)).map("".join)
 PROSE = "the cat sat on the mat and said hello to the dog. Yes, no? 12 cats; "
 SHAPES = {
-    "lines": (PROSE + "\n") * 40,
-    "paragraphs": (PROSE + "\n\n") * 40,
-    "crlf": (PROSE + "\r\n") * 40,
-    "indented": ("    " + PROSE + "\n") * 40,
-    "one line": PROSE * 40,
-    "a letter": "a" * 2001,
-    "a letter in words": "aaaa aaaaa " * 200,
-    "spaces": "x" + " " * 2001 + "y",
-    "line ends": "\n" * 2001,
-    "digits": "0123456789" * 201,
-    "many digits, few digits": "1" * 1001 + " " + "12345 1234567 " * 70,
+    "lines": (PROSE + "\n") * 40, "paragraphs": (PROSE + "\n\n") * 40, "crlf": (PROSE + "\r\n") * 40,
+    "indented": ("    " + PROSE + "\n") * 40, "one line": PROSE * 40, "a letter": "a" * 2001,
+    "a letter in words": "aaaa aaaaa " * 200, "spaces": "x" + " " * 2001 + "y", "line ends": "\n" * 2001,
+    "digits": "0123456789" * 201, "many digits, few digits": "1" * 1001 + " " + "12345 1234567 " * 70,
     "chinese": "".join(chr(0x4E00 + index * 97 % 3000) for index in range(2000)),
     "base64": "".join(chr(ord("0") + index * index * 31 % 77) for index in range(2000)),
-    "json": '{"a":1,"b":[true,null,"x y"]},' * 60,
-    "special": "<|user|>a</s>" * 150,
-}
+    "json": '{"a":1,"b":[true,null,"x y"]},' * 60, "special": "<|user|>a</s>" * 150,
+}  # fmt: skip
 
 
 def small_windows(monkeypatch, window: int, overlap: int) -> None:

@@ -25,32 +25,13 @@ from tests.data.test_long_text import TEXTS, small_windows
 from tests.data.tokenizer_kinds import KINDS, OTHERS, of_kind, tokenizer
 
 PAIRS = [
-    ("question : the cat", " yes"),
-    ("question :\n", "yes"),
-    ("### Response:\n", "\nyes"),
-    ("the ", "cat"),
-    ("the", "cat"),
-    ("", "yes"),
-    ("no?  ", "  yes  "),
-    ("no", " "),
-    ("no ", "\n"),
-    ("sat.", "\n\nthe dog"),
-    ("12", "345 22"),
-    ("aaaa", "aaaaaa"),
-    ("e", "\u0301x"),
-    ("été é", "é naïve"),
-    ("中文", "字中"),
-    ("🙂", "🙂 🙂"),
-    ("ﬁ", "ﬁ ①"),
-    ("<|user|>hello<|assistant|>", " yes"),
-    ("hello<|end|>", "yes<|end|>"),
-    ("hello</s>", " yes</s>"),
-    ("<s>the", "cat"),
-    ("the <|strip|>", "  cat"),
-    ("the  ", "<|strip|> cat"),
-    ("the<|word|>", " cat"),
+    ("question : the cat", " yes"), ("question :\n", "yes"), ("### Response:\n", "\nyes"), ("the ", "cat"),
+    ("the", "cat"), ("", "yes"), ("no?  ", "  yes  "), ("no", " "), ("no ", "\n"), ("sat.", "\n\nthe dog"),
+    ("12", "345 22"), ("aaaa", "aaaaaa"), ("e", "\u0301x"), ("été é", "é naïve"), ("中文", "字中"), ("🙂", "🙂 🙂"),
+    ("ﬁ", "ﬁ ①"), ("<|user|>hello<|assistant|>", " yes"), ("hello<|end|>", "yes<|end|>"), ("hello</s>", " yes</s>"),
+    ("<s>the", "cat"), ("the <|strip|>", "  cat"), ("the  ", "<|strip|> cat"), ("the<|word|>", " cat"),
     ("the <|word|>", "s cat"),
-]
+]  # fmt: skip
 
 ALL = [(kind, begins, ends) for kind in KINDS for begins, ends in itertools.product((False, True), repeat=2)]
 ALL += [(kind, False, False) for kind in OTHERS]

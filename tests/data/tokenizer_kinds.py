@@ -86,23 +86,17 @@ LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), SPACES])
 T5 = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
 UNCASED = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "gpt2": _byte_level,
-    "prefix space": lambda: _byte_level(prefix=True),
+    "gpt2": _byte_level, "prefix space": lambda: _byte_level(prefix=True),
     "qwen": lambda: _byte_level(LLAMA3_SPLIT.replace("{1,3}", ""), normalizers.NFC()),
-    "llama3": lambda: _byte_level(LLAMA3_SPLIT, ignore_merges=True),
-    "o200k": lambda: _byte_level(O200K_WORDS),
-    "superbpe": lambda: _byte_level(DIGITS_FROM_THE_RIGHT),
-    "llama2": lambda: bpe(SPECIAL, SIZE, LLAMA_2),
-    "metaspace always": lambda: _metaspace("always"),
-    "metaspace first": lambda: _metaspace("first"),
+    "llama3": lambda: _byte_level(LLAMA3_SPLIT, ignore_merges=True), "o200k": lambda: _byte_level(O200K_WORDS),
+    "superbpe": lambda: _byte_level(DIGITS_FROM_THE_RIGHT), "llama2": lambda: bpe(SPECIAL, SIZE, LLAMA_2),
+    "metaspace always": lambda: _metaspace("always"), "metaspace first": lambda: _metaspace("first"),
     "metaspace never": lambda: _metaspace("never"),
     "metaspace first, not split": lambda: _metaspace("first", split=False),
     "gemma": lambda: bpe(SPECIAL, SIZE, SPACES, pre_tokenizers.Split(" ", "merged_with_previous")),
-    "t5": lambda: _unigram(T5),
-    "xlnet": lambda: _unigram(UNCASED),
-    "unigram, not split": lambda: _unigram(normalizers.NFKC(), "first", split=False),
-    "wordpiece": _word_piece,
-}
+    "t5": lambda: _unigram(T5), "xlnet": lambda: _unigram(UNCASED),
+    "unigram, not split": lambda: _unigram(normalizers.NFKC(), "first", split=False), "wordpiece": _word_piece,
+}  # fmt: skip
 
 
 class Words(PreTrainedTokenizer):

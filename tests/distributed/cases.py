@@ -60,22 +60,16 @@ class Case:
 
 
 CASES = {
-    "untied": Case("llama", steps=20),
-    "bf16, 4 steps": Case(settings={"precision": "bf16"}),
-    "four micro-batches a rank": Case(rows=8),
-    "sixteen micro-batches a rank": Case(rows=32, steps=1),
+    "untied": Case("llama", steps=20), "bf16, 4 steps": Case(settings={"precision": "bf16"}),
+    "four micro-batches a rank": Case(rows=8), "sixteen micro-batches a rank": Case(rows=32, steps=1),
     "states and gradients in RAM": Case(settings={"states_on_gpu": 0, "fate": "sent", "boundaries_in_ram": True}),
-    "kept": Case(settings={"kept": 2.0, "gathered": BLOCKS}),
-    "one block kept": Case(settings={"gathered": 1}),
+    "kept": Case(settings={"kept": 2.0, "gathered": BLOCKS}), "one block kept": Case(settings={"gathered": 1}),
     "no clipping": Case(settings={"clip_norm": None}),
-    "no clipping, applied": Case(settings={"clip_norm": None, "fate": "applied"}),
-    "fp32": Case(steps=20),
+    "no clipping, applied": Case(settings={"clip_norm": None, "fate": "applied"}), "fp32": Case(steps=20),
     "bf16": Case(settings={"precision": "bf16"}, steps=20),
     "bf16, untied": Case("llama", {"precision": "bf16"}, steps=20),
-    "fp16": Case(settings={"precision": "fp16"}, steps=20),
-    "a rank has no micro-batch": Case(rows=1),
-    "rows sorted": Case(rows=7, sorted_rows=True),
-    "rows packed": Case("llama", rows=7, packed=True),
+    "fp16": Case(settings={"precision": "fp16"}, steps=20), "a rank has no micro-batch": Case(rows=1),
+    "rows sorted": Case(rows=7, sorted_rows=True), "rows packed": Case("llama", rows=7, packed=True),
     "twice, segments of 3": Case(settings={"fate": "dropped", "segment_blocks": 3, "kept": 1}),
     "8-bit states": Case(settings={"optimizer": "adamw8bit"}),
-}
+}  # fmt: skip

@@ -16,17 +16,11 @@ def test_the_worst_of_numbers_is_nan_wherever_it_stands():
         assert math.isnan(worst(numbers))
 
 
-@pytest.mark.parametrize(
-    "losses, said",
-    [
-        ([2.0, 2.5, 2.2], None),
-        ([2.0, 90.0, 1.5], None),
-        ([2.0], None),
-        ([2.0, math.inf, 1.0], "the loss of step 2 is not finite"),
-        ([2.0, 1.9, None], "the loss of step 3 is not finite"),
-        ([2.0, 8.0, 9.0, 7.0], "its loss rose from 2 to 7 or more"),
-    ],
-)
+@pytest.mark.parametrize("losses, said", [
+    ([2.0, 2.5, 2.2], None), ([2.0, 90.0, 1.5], None), ([2.0], None),
+    ([2.0, math.inf, 1.0], "the loss of step 2 is not finite"), ([2.0, 1.9, None], "the loss of step 3 is not finite"),
+    ([2.0, 8.0, 9.0, 7.0], "its loss rose from 2 to 7 or more"),
+])  # fmt: skip
 def test_a_training_diverges_by_its_losses(losses, said):
     assert divergence(losses) == (said and f"the training diverged: {said}")
 

@@ -19,17 +19,7 @@ import pytest
 import torch
 
 from experiments.gpu_acceptance import __main__ as program
-from experiments.gpu_acceptance import (
-    bitwise,
-    denominator,
-    layouts,
-    life,
-    memory,
-    overlap,
-    plans,
-    timeline,
-    training,
-)
+from experiments.gpu_acceptance import bitwise, denominator, layouts, life, memory, overlap, plans, timeline, training
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, measured, rows
 from experiments.harness.at_peak import differences, live_at_peak, tape_of_history
@@ -78,9 +68,7 @@ def in_this_process(job: Job, folder: Path) -> int:
     shared = {"commit": None, "device": "a CPU", "versions": MACHINE["versions"], "dry_run": True, "stand_in": False}
     scratch = folder / "scratch" / str(time.monotonic_ns())
     scratch.mkdir(parents=True)
-    return child.run(
-        program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"),
-    )
+    return child.run(program.task_of(job, folder / "rows.jsonl", scratch, shared | program.of_job(job, True), "cpu"))
 
 
 def test_every_section_leaves_valid_rows(dry_run):
@@ -229,18 +217,11 @@ def recorded(tmp_path) -> tuple[Setting, list[tuple[str, dict, dict]]]:
     return Setting("cpu", False, None, None, tmp_path, record), found
 
 
-@pytest.mark.parametrize(
-    ("allocated", "reserved", "missed"),
-    [
-        (0.01, 0.03, []),
-        (-0.005, -0.005, []),
-        (0.011, 0.0, ["allocated within 1%"]),
-        (0.0, 0.031, ["reserved within 3%"]),
-        (-0.006, 0.0, ["not more than 0.5% below"]),
-        (0.0, -0.006, ["not more than 0.5% below"]),
-        (-0.02, -0.04, ["allocated within 1%", "reserved within 3%", "not more than 0.5% below"]),
-    ],
-)
+@pytest.mark.parametrize(("allocated", "reserved", "missed"), [
+    (0.01, 0.03, []), (-0.005, -0.005, []), (0.011, 0.0, ["allocated within 1%"]), (0.0, 0.031, ["reserved within 3%"]),
+    (-0.006, 0.0, ["not more than 0.5% below"]), (0.0, -0.006, ["not more than 0.5% below"]),
+    (-0.02, -0.04, ["allocated within 1%", "reserved within 3%", "not more than 0.5% below"]),
+])  # fmt: skip
 def test_the_bars_are_those_of_the_issue(allocated, reserved, missed):
     assert [name for name, met in plans.bars(allocated, reserved).items() if not met] == missed
 
@@ -266,15 +247,10 @@ def test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory(recorded, mo
     assert result.values["lowest_error"] == values["allocated_error"]
 
 
-@pytest.mark.parametrize(
-    ("real_mib", "missed"),
-    [
-        (0, []),
-        (-60, []),
-        (-70, ["nothing that runs is refused beyond the margin"]),
-        (70, ["what a plan calls fitting completes", "nothing that fails is called fitting within the margin"]),
-    ],
-)
+@pytest.mark.parametrize(("real_mib", "missed"), [
+    (0, []), (-60, []), (-70, ["nothing that runs is refused beyond the margin"]),
+    (70, ["what a plan calls fitting completes", "nothing that fails is called fitting within the margin"]),
+])  # fmt: skip
 def test_the_smallest_cap_is_found_and_compared(recorded, monkeypatch, real_mib, missed):
     """The simulation says 1,000 MiB; really it is that and `real_mib`."""
     setting, _ = recorded
@@ -450,16 +426,10 @@ def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_
 # --- denominator and memory: what the dry run cannot show
 
 
-@pytest.mark.parametrize(
-    ("speeds", "tried", "best"),
-    [
-        ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32),
-        ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2),
-        ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
-        ([1.0, 2.0, None], 3, 2),
-        ([None], 1, None),
-    ],
-)
+@pytest.mark.parametrize(("speeds", "tried", "best"), [
+    ([1.0, 1.9, 3.5, 5.0, 6.0, 6.5], 6, 32), ([1.0, 3.0, 2.9, 2.8, 9.0], 4, 2), ([1.0, 3.0, 2.9, 3.1, 3.0, 2.9], 6, 8),
+    ([1.0, 2.0, None], 3, 2), ([None], 1, None),
+])  # fmt: skip
 def test_the_search_for_a_micro_batch_ends_with_memory_or_falling_speed(recorded, monkeypatch, speeds, tried, best):
     setting, found = recorded
 

@@ -84,19 +84,13 @@ def test_theory_divides_what_is_sent():
 # --- equality
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--model gpt2 --pp 2 --tp 2 --dp 2",
-        "--model llama --pp 2 --tp 2 --dp 2 --schedule gpipe --dropout 0.1",
-        "--model gpt2 --pp 4 --tp 1 --dp 2 --dropout 0.1 --batch 9 --schedule zb-h1",
-        "--model gpt2 --pp 1 --tp 4 --dp 2 --clip 0",
-        "--model gpt2 --pp 8 --tp 1 --dp 1",
-        "--model llama --pp 1 --tp 1 --dp 8 --batch 17 --dropout 0.1",
-        "--model llama --pp 4 --tp 2 --dp 1 --schedule zb-h1",
-        "--model gpt2 --pp 2 --tp 3 --dp 1",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "--model gpt2 --pp 2 --tp 2 --dp 2", "--model llama --pp 2 --tp 2 --dp 2 --schedule gpipe --dropout 0.1",
+    "--model gpt2 --pp 4 --tp 1 --dp 2 --dropout 0.1 --batch 9 --schedule zb-h1",
+    "--model gpt2 --pp 1 --tp 4 --dp 2 --clip 0", "--model gpt2 --pp 8 --tp 1 --dp 1",
+    "--model llama --pp 1 --tp 1 --dp 8 --batch 17 --dropout 0.1",
+    "--model llama --pp 4 --tp 2 --dp 1 --schedule zb-h1", "--model gpt2 --pp 2 --tp 3 --dp 1",
+])  # fmt: skip
 def test_a_mesh_trains_as_one_process(words):
     """Dropout, uneven micro-batches, heads and a vocabulary that the parts do not divide. All that is held and sent is
     what theory says, where parts and replicas divide it."""

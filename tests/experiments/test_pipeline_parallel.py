@@ -101,27 +101,21 @@ def test_sizes_that_a_schedule_does_not_have_are_refused():
 # --- what the checker refuses
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda a: a[1].remove(Action(FORWARD, 1, 2)), "comes before forward of micro-batch 2"),
-        (lambda a: a[1].remove(Action(RECEIVE_ACTIVATION, 1, 2)), "comes before receive activation"),
-        (lambda a: a[0].remove(Action(BACKWARD, 0, 3)), "lacks a backward"),
-        (lambda a: a[1].remove(Action(BACKWARD, 1, 3)), "send gradient of micro-batch 3, stage 1 comes before"),
-        (lambda a: a[0].remove(Action(UPDATE, 0)), "stage 0 has 0 updates, and not 1"),
-        (lambda a: a[0].insert(0, Action(UPDATE, 0)), "stage 0 has 2 updates"),
-        (lambda a: a[0].append(Action(FORWARD, 0, 0)), "does this twice"),
-        (lambda a: a[1].insert(3, a[1].pop(a[1].index(Action("send gradient", 1, 3)))), "before it is computed"),
-        (lambda a: a[0].append(Action(FORWARD, 1, 0)), "rank 0 has no such action"),
-        (lambda a: a[0].append(Action(FORWARD, 0, 4)), "no micro-batch 4"),
-        (lambda a: a[0].insert(0, a[0].pop(a[0].index(Action(BACKWARD, 0, 0)))), "comes before"),
-        (
-            lambda a: a[0].append(a[0].pop(a[0].index(Action(BACKWARD, 0, 3)))),
-            "when there are the gradients of .0, 1, 2.",
-        ),
-        (lambda a: a[1].append(a[1].pop(-2)), "send gradient of micro-batch 3, stage 1 comes after an update"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda a: a[1].remove(Action(FORWARD, 1, 2)), "comes before forward of micro-batch 2"),
+    (lambda a: a[1].remove(Action(RECEIVE_ACTIVATION, 1, 2)), "comes before receive activation"),
+    (lambda a: a[0].remove(Action(BACKWARD, 0, 3)), "lacks a backward"),
+    (lambda a: a[1].remove(Action(BACKWARD, 1, 3)), "send gradient of micro-batch 3, stage 1 comes before"),
+    (lambda a: a[0].remove(Action(UPDATE, 0)), "stage 0 has 0 updates, and not 1"),
+    (lambda a: a[0].insert(0, Action(UPDATE, 0)), "stage 0 has 2 updates"),
+    (lambda a: a[0].append(Action(FORWARD, 0, 0)), "does this twice"),
+    (lambda a: a[1].insert(3, a[1].pop(a[1].index(Action("send gradient", 1, 3)))), "before it is computed"),
+    (lambda a: a[0].append(Action(FORWARD, 1, 0)), "rank 0 has no such action"),
+    (lambda a: a[0].append(Action(FORWARD, 0, 4)), "no micro-batch 4"),
+    (lambda a: a[0].insert(0, a[0].pop(a[0].index(Action(BACKWARD, 0, 0)))), "comes before"),
+    (lambda a: a[0].append(a[0].pop(a[0].index(Action(BACKWARD, 0, 3)))), "when there are the gradients of .0, 1, 2."),
+    (lambda a: a[1].append(a[1].pop(-2)), "send gradient of micro-batch 3, stage 1 comes after an update"),
+])  # fmt: skip
 def test_what_is_wrong_is_said(change, said):
     actions = schedule("1f1b", 2, 4)
     change(actions)

@@ -15,14 +15,9 @@ from lowmem.units import GIB
 
 def row(section: str, name: str, error: str | None = None, card: str = "RTX 3060", **values) -> dict:
     return {
-        "section": section,
-        "name": name,
-        "device": card,
-        "error": error,
-        "dry_run": False,
-        "checks": {},
+        "section": section, "name": name, "device": card, "error": error, "dry_run": False, "checks": {},
         "values": values,
-    }
+    }  # fmt: skip
 
 
 def training(name: str, sequences_per_second: float, **more) -> dict:

@@ -111,11 +111,7 @@ PROGRAMS = {  # the function, and words before those of a case
         ("unified_memory", "--enable-prefetch --placement explicit", "--enable-prefetch is for managed memory"),
         ("unified_memory", "--backward --placement explicit", "streams forwards alone"),
         ("unified_memory", "--seq 1025", "longer than the 1024 positions"),
-        (
-            "unified_memory",
-            "--seq 1000 --generate 25",
-            "--generate 25 behind 1000 tokens is more than",
-        ),
+        ("unified_memory", "--seq 1000 --generate 25", "--generate 25 behind 1000 tokens is more than"),
         ("unified_memory", "--model 2x64x5", "5 heads do not divide a width of 64"),
         ("unified_memory", "--model gpt2-huge", "gpt2-small"),
         ("unified_memory", "--device cuda", "PyTorch sees no GPU here"),

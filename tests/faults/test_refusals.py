@@ -27,16 +27,11 @@ def test_a_cap_that_is_exceeded_ends_the_run_with_exit_4_and_both_figures(train,
     assert not (tmp_path / "out/model").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--micro-bach", "3"], "did you mean --micro-batch"),
-        (["--steps", "3", "--epochs", "1"], "give one of them"),
-        (["--lr", "nan"], "--lr"),
-        (["wikitext"], "Unexpected argument"),
-        (["--config", "/nowhere/settings.json"], "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    (["--micro-bach", "3"], "did you mean --micro-batch"), (["--steps", "3", "--epochs", "1"], "give one of them"),
+    (["--lr", "nan"], "--lr"), (["wikitext"], "Unexpected argument"),
+    (["--config", "/nowhere/settings.json"], "cannot be read"),
+])  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_bad_option_is_answered_in_one_sentence_and_nothing_is_written(
     tmp_path, capsys, monkeypatch, script, options, said

@@ -25,20 +25,14 @@ def compare(config, document_mask: bool = False, precision: str = "fp32") -> str
     return compare_small_copy(config, document_mask, precision, residual="fp32")
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
-        ("gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 1, "vocab_size": 7}),
-        ("gptj", {}),
-        ("opt", OPT_350M),
-        ("falcon", FALCON_RW),
-        ("llama", {"num_key_value_heads": 8}),
-        ("llama", {"num_key_value_heads": 1, "vocab_size": 32_001, "pad_token_id": 32_000}),
-        ("granite", {"logits_scaling": 8.0}),
-        *((kind, {}) for kind in ("codegen", "gpt_neo", "mpt", "falcon", "qwen3", "mixtral", "gemma2", "cohere")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
+    ("gpt2", {"n_layer": 1, "n_embd": 12, "n_head": 1, "vocab_size": 7}), ("gptj", {}), ("opt", OPT_350M),
+    ("falcon", FALCON_RW), ("llama", {"num_key_value_heads": 8}),
+    ("llama", {"num_key_value_heads": 1, "vocab_size": 32_001, "pad_token_id": 32_000}),
+    ("granite", {"logits_scaling": 8.0}),
+    *((kind, {}) for kind in ("codegen", "gpt_neo", "mpt", "falcon", "qwen3", "mixtral", "gemma2", "cohere")),
+])  # fmt: skip
 def test_the_small_copy_of_a_decoder_of_any_size_comes_apart_in_either_precision(kind, fields):
     config = CONFIG_MAPPING[kind](**fields)
     before = config.to_dict()

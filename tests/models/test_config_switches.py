@@ -17,44 +17,24 @@ from lowmem.run.identity import config_identity
 
 LLAMA = FAMILIES["llama"]()
 EXPORTED = (
-    {"gradient_checkpointing": True},
-    {"return_dict": False},
-    {"output_hidden_states": True},
-    {"output_hidden_states": True, "return_dict": False},
-    {"output_attentions": True},
-    {"pad_token_id": -1},
+    {"gradient_checkpointing": True}, {"return_dict": False}, {"output_hidden_states": True},
+    {"output_hidden_states": True, "return_dict": False}, {"output_attentions": True}, {"pad_token_id": -1},
     {"torchscript": True},
-)
+)  # fmt: skip
 LEFT_OUT = (
-    {"_attn_implementation": "flash_attention_2"},
-    {"attn_implementation": "flash_attention_3"},
-    {"_attn_implementation": "flex_attention"},
-    {"bos_token_id": [1, 2]},
-    {"torch_dtype": "auto"},
-    {"torch_dtype": "torch.float16"},
-    {"torch_dtype": "float8_e4m3fn"},
-    {"dtype": "int8"},
-    {"pad_token_id": 32000},
-    {"use_return_dict": True},
-    {"quantization_config": {}},
-    {"use_cache": "true"},
+    {"_attn_implementation": "flash_attention_2"}, {"attn_implementation": "flash_attention_3"},
+    {"_attn_implementation": "flex_attention"}, {"bos_token_id": [1, 2]}, {"torch_dtype": "auto"},
+    {"torch_dtype": "torch.float16"}, {"torch_dtype": "float8_e4m3fn"}, {"dtype": "int8"}, {"pad_token_id": 32000},
+    {"use_return_dict": True}, {"quantization_config": {}}, {"use_cache": "true"},
     {"problem_type": "single_label_classification", "id2label": {"0": "x"}, "label2id": {"x": 0}},
-)
+)  # fmt: skip
 UNTOUCHED = (
-    {},
-    {"use_cache": False},
-    {"pad_token_id": 0},
-    {"quantization_config": None},
-    {"torch_dtype": "bfloat16"},
-    {"problem_type": "regression"},
-    {"_attn_implementation": "eager"},
-    {"_attn_implementation_internal": "flash_attention_2"},
-    {"pruned_heads": {}},
-    {"is_decoder": True},
-    {"chunk_size_feed_forward": 2},
-    {"eos_token_id": [2, 5]},
+    {}, {"use_cache": False}, {"pad_token_id": 0}, {"quantization_config": None}, {"torch_dtype": "bfloat16"},
+    {"problem_type": "regression"}, {"_attn_implementation": "eager"},
+    {"_attn_implementation_internal": "flash_attention_2"}, {"pruned_heads": {}}, {"is_decoder": True},
+    {"chunk_size_feed_forward": 2}, {"eos_token_id": [2, 5]},
     {"gradient_checkpointing": False, "return_dict": True, "output_attentions": False},
-)
+)  # fmt: skip
 
 
 def config_of(tmp_path, **fields):

@@ -51,19 +51,7 @@ def private_copy(mutation: Mutation | None) -> Iterator[Path]:
 
 def failing(folder: Path, tests: Sequence[str]) -> str | None:
     """Returns the first of `tests` that fails in the copy `folder`, by pytest's name for it; None if all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=no",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    command = [sys.executable, *"-m pytest -x -q --tb=no -rfE -p no:cacheprovider -p no:xdist".split()]
     try:
         result = subprocess.run(
             [*command, *(f"tests/{test}" for test in tests)], cwd=folder, capture_output=True, text=True,

@@ -8,6 +8,7 @@ Shape suffixes: B sequences, T tokens of each, D width, H heads.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +82,9 @@ LLAMA_3_2_1B = LlamaConfig(
 )  # fmt: skip
 
 
-def _gpt(kind: type[nn.Module], point: Point) -> tuple[nn.Module, Step]:
+def _gpt(book: bool, point: Point) -> tuple[nn.Module, Step]:
     with META:
-        model = kind(point.shape["tokens"])
+        model = GPT(book, point.shape["tokens"])
     tokens = _tokens(point)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
@@ -117,32 +118,30 @@ def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
 
 
 _PROGRAMS = {
-    "cs336": _cs336,
-    "llama-3.2-1b": _llama,
-    "nanogpt": lambda point: _gpt(NanoGPT, point),
-    "book": lambda point: _gpt(BookGPT, point),
+    "cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": partial(_gpt, False), "book": partial(_gpt, True),
     "gpt2-medium": _gpt2_medium,
-}
-
-
+}  # fmt: skip
 GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1
 
 
-class NanoGPT(nn.Module):
-    """GPT-2 small as nanoGPT and build-nanogpt had it before flash attention: T x T matrices, head tied or not."""
+class GPT(nn.Module):
+    """GPT-2 small with T x T matrices: as nanoGPT and build-nanogpt had it before flash attention, head tied. Or, of a
+    `book`, as rasbt/LLMs-from-scratch builds it: norms and GELU from single operations, dropout, a head of its own."""
 
-    def __init__(self, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
+    def __init__(self, book: bool, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
         super().__init__()
+        block, norm = (_BookBlock, _SingleOperationsNorm) if book else (_Block, nn.LayerNorm)
+        self.dropout = BOOK_DROPOUT if book else None
         self.embedding, self.positions = nn.Embedding(GPT2_VOCABULARY, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(_Block(tokens, width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        self.blocks = nn.Sequential(*(block(tokens, width, heads) for _ in range(layers)))
+        self.norm, self.head = norm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
+        if not book:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         x_BTD = self.embedding(ids_BT) + self.positions(torch.arange(ids_BT.size(1), device=ids_BT.device))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(self.norm(x_BTD))
+        x_BTD = F.dropout(x_BTD, self.dropout) if self.dropout else x_BTD
+        return self.head(self.norm(self.blocks(x_BTD)))
 
 
 class _Block(nn.Module):
@@ -164,21 +163,6 @@ class _Block(nn.Module):
         scores_BHTT = scores_BHTT.masked_fill(self.mask == 0, float("-inf"))
         y = F.softmax(scores_BHTT, dim=-1) @ v
         return self.projection(y.transpose(1, 2).contiguous().view(x_BTD.shape))
-
-
-class BookGPT(nn.Module):
-    """GPT-2 small as the book of rasbt/LLMs-from-scratch builds it: norms and GELU from single operations, attention
-    with T x T matrices, dropout, a head of its own."""
-
-    def __init__(self, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(GPT2_VOCABULARY, width), nn.Embedding(tokens, width)
-        self.blocks = nn.Sequential(*(_BookBlock(tokens, width, heads) for _ in range(layers)))
-        self.norm, self.head = _SingleOperationsNorm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(ids_BT) + self.positions(torch.arange(ids_BT.size(1), device=ids_BT.device))
-        return self.head(self.norm(self.blocks(F.dropout(x_BTD, BOOK_DROPOUT))))
 
 
 class _SingleOperationsNorm(nn.Module):

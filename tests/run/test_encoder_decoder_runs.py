@@ -59,15 +59,10 @@ def test_a_run_ends_with_a_model_that_transformers_loads(finished_t5, folder):
     assert "sample: " in (finished_t5 / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--weights", "streamed", "--recompute", "on"],
-        ["--boundaries", "streamed", "--recompute", "on"],
-        ["--states", "disk"],
-        ["--group", "2", "--segment-blocks", "3", "--recompute", "on"],
-    ],
-)
+@pytest.mark.parametrize("options", [
+    ["--weights", "streamed", "--recompute", "on"], ["--boundaries", "streamed", "--recompute", "on"],
+    ["--states", "disk"], ["--group", "2", "--segment-blocks", "3", "--recompute", "on"],
+])  # fmt: skip
 def test_where_tensors_lie_changes_no_bit(train_t5, finished_t5, tmp_path, options):
     options = [*options, "--states-folder", str(tmp_path / "states")] if "disk" in options else options
     assert train_t5(tmp_path / "out", "--eval-every", "2", "--eval-batches", "1", *options) == 0

@@ -22,15 +22,10 @@ STARTS = [  # of every schedule: updates, warm-up, the first rates
 ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "updates", "warmup", "expected"),
-    [
-        ("linear", 6, 2, [4, 8, 8, 6, 4, 2]),
-        ("cosine", 10, 2, [4, 8, *COSINE]),
-        ("constant", 5, 2, [4, 8, 8, 8, 8]),
-        *[(schedule, *start) for schedule in ("linear", "cosine", "constant") for start in STARTS],
-    ],
-)
+@pytest.mark.parametrize(("schedule", "updates", "warmup", "expected"), [
+    ("linear", 6, 2, [4, 8, 8, 6, 4, 2]), ("cosine", 10, 2, [4, 8, *COSINE]), ("constant", 5, 2, [4, 8, 8, 8, 8]),
+    *[(schedule, *start) for schedule in ("linear", "cosine", "constant") for start in STARTS],
+])  # fmt: skip
 def test_the_rate_rises_to_the_peak_and_then_follows_the_schedule(schedule, updates, warmup, expected):
     assert rates(schedule, updates, warmup)[: len(expected)] == pytest.approx(expected)
 

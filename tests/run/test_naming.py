@@ -30,23 +30,15 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({}, "gpt2-large-python-stdlib"),
-        ({"data": "wikitext"}, "gpt2-large-wikitext"),
-        ({"model": "EleutherAI/pythia-410m", "data": "org/set:part"}, "pythia-410m-set-part"),
-        ({"model": "runs/mine/model/", "data": "my_texts/chats.jsonl=2"}, "mine-chats"),
-        ({"model": "a/config.json", "data": "."}, "a-here"),
-        ({"data": "texts/*.jsonl"}, "gpt2-large-texts"),
-        ({"data": "*.txt"}, "gpt2-large-here"),
-        ({"data": ("a.txt", "b.txt=0.5", "a.txt")}, "gpt2-large-a+b"),
-        ({"data": tuple("abcde")}, "gpt2-large-a+b+c+2-more"),
-        ({"data": "my chats (new).csv"}, "gpt2-large-my-chats-new"),
-        ({"data": "x" * 200}, "gpt2-large-" + "x" * 60),
-        ({"model": "gpt2-demo", "demo": True, "data": "a"}, "demo"),
-    ],
-)
+@pytest.mark.parametrize(("values", "name"), [
+    ({}, "gpt2-large-python-stdlib"), ({"data": "wikitext"}, "gpt2-large-wikitext"),
+    ({"model": "EleutherAI/pythia-410m", "data": "org/set:part"}, "pythia-410m-set-part"),
+    ({"model": "runs/mine/model/", "data": "my_texts/chats.jsonl=2"}, "mine-chats"),
+    ({"model": "a/config.json", "data": "."}, "a-here"), ({"data": "texts/*.jsonl"}, "gpt2-large-texts"),
+    ({"data": "*.txt"}, "gpt2-large-here"), ({"data": ("a.txt", "b.txt=0.5", "a.txt")}, "gpt2-large-a+b"),
+    ({"data": tuple("abcde")}, "gpt2-large-a+b+c+2-more"), ({"data": "my chats (new).csv"}, "gpt2-large-my-chats-new"),
+    ({"data": "x" * 200}, "gpt2-large-" + "x" * 60), ({"model": "gpt2-demo", "demo": True, "data": "a"}, "demo"),
+])  # fmt: skip
 def test_a_folder_is_named_after_the_model_and_the_data(values, name):
     assert folder(Settings(**values)) == f"runs/{name}"
     assert folder(Settings(**values, out="mine")) == "mine"

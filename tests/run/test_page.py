@@ -105,7 +105,7 @@ def test_runs_are_laid_over_one_another_and_may_still_go_on_or_have_been_stopped
     one, two, three = data_of(page.read_text())
     assert [shown["name"] for shown in (one, two, three)] == [str(run), str(stopped), str(begun)]
     assert [(shown["finished"], shown["steps"], shown["planned_steps"]) for shown in (one, two, three)] == [
-        *((True, 3, 3), (False, 1, 3), (False, 0, 3)),
+        *((True, 3, 3), (False, 1, 3), (False, 0, 3))
     ]
     assert two["held_out"] == {"held-out": one["held_out"]["held-out"][:1]}
     assert list(two["summary"]) == list(three["summary"]) == list(one["summary"])
@@ -130,16 +130,11 @@ def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
     assert set(columns["loss"]) == {2.0, None} and set(columns["smooth_loss"]) == {2.0, None}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "required: RUN"),
-        (["nowhere"], "nowhere is no run folder"),
-        (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"),
-        (["DAMAGED"], "its files cannot be shown"),
-        (["RUN", "--outt", "x"], "--outt"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "required: RUN"), (["nowhere"], "nowhere is no run folder"),
+    (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"), (["DAMAGED"], "its files cannot be shown"),
+    (["RUN", "--outt", "x"], "--outt"),
+])  # fmt: skip
 def test_what_is_no_run_is_refused_in_a_sentence(words, said, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     damaged = shutil.copytree(run, tmp_path / "damaged")

@@ -34,7 +34,7 @@ def test_a_report_has_the_keys_of_the_contract():
     assert found["measured"].keys() == PEAKS.keys() | {"step_seconds", "sequences_per_second"}
     losses = {"first": 10.0, "last": 5.0, "eval_first": 6.0, "eval_last": 4.0}
     assert found["loss"] == losses | {
-        **{"eval_best": 4.0, "eval_best_step": 2, "eval_exported": 4.0, "exported_step": 2, "diverged": False},
+        **{"eval_best": 4.0, "eval_best_step": 2, "eval_exported": 4.0, "exported_step": 2, "diverged": False}
     }
     assert (found["plan"], found["steps"], found["device"]) == (PLAN, 2, "a device")
 

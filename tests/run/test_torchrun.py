@@ -99,15 +99,10 @@ def test_a_refusal_is_said_once(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"states": "disk", "states_folder": "."}, "--states disk"),
-        ({"weights": "streamed"}, "--weights streamed"),
-        ({"group": 2}, "--group"),
-        ({"model": T5Config()}, "encoder-decoders"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"states": "disk", "states_folder": "."}, "--states disk"), ({"weights": "streamed"}, "--weights streamed"),
+    ({"group": 2}, "--group"), ({"model": T5Config()}, "encoder-decoders"),
+])  # fmt: skip
 def test_what_ranks_cannot_do_is_refused_by_name(options, said):
     config = options.get("model", GPT2Config())
     settings = Settings(batch=12, **options | {"model": "a model"})

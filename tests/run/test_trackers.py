@@ -281,7 +281,7 @@ def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkey
     guest.init = lambda **arguments: sys.exit(3)
     started(tmp_path, wandb="offline").close()
     assert [line.split(";")[0] for line in failures(capsys)] == [
-        *("wandb failed (no answer in 0.1 s)", "wandb could not start (SystemExit: 3)"),
+        *("wandb failed (no answer in 0.1 s)", "wandb could not start (SystemExit: 3)")
     ]
 
 
@@ -352,21 +352,13 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
 # --- what is reported to
 
 
-@pytest.mark.parametrize(
-    ("typed", "environment", "mode"),
-    [
-        ({}, None, "disabled"),
-        ({}, "offline", "offline"),
-        ({}, "OFFLINE", "offline"),
-        ({}, "Disabled", "disabled"),
-        ({"report_to": "wandb"}, None, "online"),
-        ({"report_to": "all"}, "offline", "offline"),
-        ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
-        ({"report_to": "tensorboard"}, "online", "disabled"),
-        ({"report_to": "none"}, "online", "disabled"),
-        ({"report_to": "none", "wandb": "offline"}, None, "offline"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "environment", "mode"), [
+    ({}, None, "disabled"), ({}, "offline", "offline"), ({}, "OFFLINE", "offline"), ({}, "Disabled", "disabled"),
+    ({"report_to": "wandb"}, None, "online"), ({"report_to": "all"}, "offline", "offline"),
+    ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
+    ({"report_to": "tensorboard"}, "online", "disabled"), ({"report_to": "none"}, "online", "disabled"),
+    ({"report_to": "none", "wandb": "offline"}, None, "offline"),
+])  # fmt: skip
 def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, typed, environment, mode):
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)

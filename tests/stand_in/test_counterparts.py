@@ -244,30 +244,21 @@ def test_dropout_that_keeps_all_or_nothing():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("affine", [True, False])
-def test_layer_norm_is_the_cpus_through_statistics_in_fp32(dtype, affine):
+@pytest.mark.parametrize(("forward", "backward", "stock", "count", "epsilon"), [
+    (aten.native_layer_norm, aten.native_layer_norm_backward, F.layer_norm, 2, 1e-5),
+    (aten._fused_rms_norm, aten._fused_rms_norm_backward, F.rms_norm, 1, 1e-2),
+], ids=["layer norm", "RMS norm"])  # fmt: skip
+def test_norms_are_the_cpus_through_statistics_in_fp32(forward, backward, stock, count, epsilon, affine, dtype):
+    """`count`: of parameters, and of statistics."""
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(6, 24, generator=generator).to(dtype) for _ in "xg")
-    parameters = [torch.randn(24, generator=generator).to(dtype) for _ in "wb"] if affine else []
-    weight, bias = parameters or (None, None)
-    output, *statistics = run(aten.native_layer_norm.default, x, [24], weight, bias, 1e-5)
-    assert [s.dtype for s in statistics] == [torch.float32] * 2
-    arguments = gradient, x, [24], *statistics, weight, bias, [True, affine, affine]
-    found = [output, *filter(None.__ne__, run(aten.native_layer_norm_backward.default, *arguments))]
-    assert_equal(found, differentiated(lambda x, *p: F.layer_norm(x, [24], *p), [x, *parameters], gradient))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("affine", [True, False])
-def test_rms_norm_is_the_cpus(dtype, affine):
-    generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(6, 24, generator=generator).to(dtype) for _ in "xg")
-    parameters = [torch.randn(24, generator=generator).to(dtype)] if affine else []
-    weight = parameters[0] if affine else None
-    output, reciprocal = run(aten._fused_rms_norm.default, x, [24], weight, 1e-2)
-    assert reciprocal.dtype == torch.float32
-    backward = run(aten._fused_rms_norm_backward.default, gradient, x, [24], reciprocal, weight, [True, affine])
-    found = [output, *filter(None.__ne__, backward)]
-    assert_equal(found, differentiated(lambda x, *w: F.rms_norm(x, [24], *w, eps=1e-2), [x, *parameters], gradient))
+    parameters = [torch.randn(24, generator=generator).to(dtype) for _ in range(count)] if affine else []
+    given = parameters or [None] * count
+    output, *statistics = run(forward.default, x, [24], *given, epsilon)
+    assert [s.dtype for s in statistics] == [torch.float32] * count
+    gradients = run(backward.default, gradient, x, [24], *statistics, *given, [True, *[affine] * count])
+    truth = differentiated(lambda x, *p: stock(x, [24], *p, eps=epsilon), [x, *parameters], gradient)
+    assert_equal([output, *filter(None.__ne__, gradients)], truth)
 
 
 @pytest.mark.parametrize("logarithm", [False, True])

@@ -14,6 +14,7 @@ from experiments.harness import rows as row_file
 from experiments.harness.tables import markdown, put
 from tests.stream_order.check import SANITIZER, WAYS
 from tests.stream_order.mutation_list import MUTATIONS, Mutation
+from tests.stream_order.mutations import is_found
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS, README = FOLDER / "results" / "mutations.jsonl", FOLDER / "README.md"
@@ -39,14 +40,8 @@ def tables(rows: list[dict]) -> str:
     for mutation in MUTATIONS:
         of_mutation = {method: last.get((method, mutation.name)) for method in METHODS}
         cells = [_cell(of_mutation[method], way) for method, way, _ in columns]
-        lines.append(
-            [
-                mutation.file,
-                _named(mutation, of_mutation["checker"]),
-                *cells,
-                _first_report(mutation, of_mutation["checker"]),
-            ]
-        )
+        checked = of_mutation["checker"]
+        lines.append([mutation.file, _named(mutation, checked), *cells, _first_report(mutation, checked)])
     header = ["file", "mutation", *(title for *_, title in columns), "the first race"]
     return f"{markdown(['method', 'command', 'result'], programs)}\n\n{markdown(header, lines)}"
 
@@ -56,8 +51,8 @@ def _summary(method: str, found: list[dict]) -> list[str]:
         return [method, "", NOT_RUN]
     equivalent = [row for row in found if row["equivalent"]]
     others = [row for row in found if not row["equivalent"]]
-    said = f"{sum(map(_is_found, others))} of {len(others)} found; {len(equivalent)} equivalent, "
-    said += f"{sum(map(_is_found, equivalent))} of them found"
+    said = f"{sum(map(is_found, others))} of {len(others)} found; {len(equivalent)} equivalent, "
+    said += f"{sum(map(is_found, equivalent))} of them found"
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in found))
     machine = f"{sum(row['seconds'] for row in found):.0f} s of processes on {found[-1]['machine']}, commit {commits}"
     return [method, f"`{found[-1]['command']}`", f"{said}; {machine}"]
@@ -68,10 +63,6 @@ def _named(mutation: Mutation, row: dict | None) -> str:
     return mutation.name if same else f"{mutation.name} (the text has been adapted since)"
 
 
-def _is_found(row: dict) -> bool:
-    return bool(row["found"] or row["wrong"] or row["failed"])
-
-
 def _cell(row: dict | None, way: str) -> str:
     """Returns the arrangement in which a mutation was found one way."""
     if row is None:
@@ -80,7 +71,7 @@ def _cell(row: dict | None, way: str) -> str:
         return row["found"][way]["arrangement"]
     if row["equivalent"]:
         return "equivalent"
-    return "no" if _is_found(row) or row["method"] != "checker" else "**not found**"
+    return "no" if is_found(row) or row["method"] != "checker" else "**not found**"
 
 
 def _first_report(mutation: Mutation, row: dict | None) -> str:
