@@ -168,6 +168,11 @@ def at_call(patch: pytest.MonkeyPatch, owner: object, name: str, act, call: int 
     patch.setattr(owner, name, acting)
 
 
+def interrupt(*_) -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def stopped_in_step(number: int = 1) -> Iterator[None]:
     """A SIGTERM comes at the beginning of this step of the process."""
