@@ -21,6 +21,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint
 from lowmem.units import MIB
 from reference import tiny_model
+from runs import mapping_of
 from steps import make_step
 
 STATE = {"step": 1, "updates": 1, "loss_scale": {}, "skipped": 0, "eval_first": None, "recoveries": []}
@@ -199,13 +200,4 @@ def _mapped_bytes() -> int:
 
 def _resident(tensor: torch.Tensor) -> bool:
     """Whether any page of the mapping that `tensor` is in counts as this process's."""
-    address = tensor.untyped_storage().data_ptr()
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(number, 16) for number in first.split("-"))
-            found = start <= address < end
-        elif found and line.startswith("Rss:"):
-            return int(line.split()[1]) > 0
-    raise AssertionError("no such mapping")
+    return int(mapping_of(tensor.untyped_storage().data_ptr())["Rss"].split()[0]) > 0

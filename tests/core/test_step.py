@@ -145,28 +145,42 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
         assert outcome.differences(plain) == []
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "fp32")])
-def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_units_of_gradients(
-    monkeypatch, family, precision
+WATCHED = {
+    "applied": (Updates, "run"),
+    "dropped": (FinalGradients, "finish"),
+}  # by what becomes of gradients in backward
+
+
+@pytest.mark.parametrize(
+    ("fate", "family", "precision"),
+    [
+        *(("applied", "gpt2", "fp32"), ("dropped", "gpt2", "fp32"), ("applied", "gpt2", "bf16")),
+        *(("dropped", "gpt2", "fp16"), ("applied", "llama", "fp32"), ("dropped", "llama", "bf16")),
+    ],
+)
+def test_in_one_group_gradients_that_are_used_at_once_change_no_bit_and_are_never_all_there(
+    monkeypatch, fate, family, precision
 ):
-    """The whole batch as one group; one step's gradients are never all there."""
-    batches = make_batches(6)
-    kind = {"family": family, "precision": precision, "clip_norm": None, "micro_batch": 1}
+    """Without clipping updates are made during backward; with it, the norm comes first."""
+    applied = fate == "applied"
+    batches = make_batches(6 if applied else 4)
+    kind = {"family": family, "precision": precision, "micro_batch": 1, "clip_norm": None if applied else 0.5}
     plain = train(batches, **kind, **PLAIN)
+    assert min(plain.norms) > 0.5, "clipping must bite"
     most = 0
 
-    def watch(updates, units):
+    def watch(owner, until):
         nonlocal most
-        most = max(most, len({part.unit for part in updates._store.parts if part.gradient is not None}))
-        return run_updates(updates, units)
+        most = max(most, len({part.unit for part in owner._store.parts if part.gradient is not None}))
+        return real(owner, until)
 
-    run_updates = Updates.run
-    monkeypatch.setattr(Updates, "run", watch)
+    watched, name = WATCHED[fate]
+    real = getattr(watched, name)
+    monkeypatch.setattr(watched, name, watch)
     for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
-        assert train(batches, **kind, group=BATCH, fate="applied", **case).differences(plain) == [], case
-        units = case.get("segment_blocks", 1) + 1
-        assert most <= units, "the tied embedding's gradient, and one segment's"
+        assert train(batches, **kind, group=BATCH, fate=fate, **case).differences(plain) == [], case
+        assert most <= case.get("segment_blocks", 1) + 1, "the tied embedding's gradient, and one segment's"
 
 
 def test_gradients_are_not_applied_in_backward_if_updates_wait_for_all_of_them():
@@ -175,51 +189,21 @@ def test_gradients_are_not_applied_in_backward_if_updates_wait_for_all_of_them()
             train(make_batches(1), micro_batch=1, group=BATCH, fate="applied", **waits)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("llama", "bf16")])
-def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all_there(monkeypatch, family, precision):
-    batches = make_batches(4)
-    kind = {"family": family, "precision": precision, "micro_batch": 1}
-    plain = train(batches, **kind, **PLAIN)
-    assert min(plain.norms) > 0.5, "clipping must bite"
-    most = 0
-
-    def watch(gradients, lowest):
-        nonlocal most
-        most = max(most, len({part.unit for part in gradients._store.parts if part.gradient is not None}))
-        return finish(gradients, lowest)
-
-    finish = FinalGradients.finish
-    monkeypatch.setattr(FinalGradients, "finish", watch)
-    for case in ({}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
-        most = 0
-        assert train(batches, **kind, group=BATCH, fate="dropped", **case).differences(plain) == [], case
-        assert most <= case.get("segment_blocks", 1) + 1
-
-
-def test_with_the_norm_first_a_step_that_is_not_finite_is_skipped_whole():
+@pytest.mark.parametrize(("fate", "clip_norm"), [("dropped", 0.5), ("applied", None)])
+def test_a_step_that_is_not_finite_is_skipped_whole(fate, clip_norm):
     def break_weights(step, index):
         if index == 1:
+            step.flush()
             step.store.parts[-1].working.mul_(torch.inf)
 
-    outcome = train(make_batches(3), micro_batch=1, group=BATCH, fate="dropped", before_step=break_weights)
+    kind = {"clip_norm": clip_norm, "micro_batch": 1, "group": BATCH, "fate": fate}
+    outcome = train(make_batches(3), before_step=break_weights, **kind)
     assert outcome.updated == [True, False, False] and outcome.step.updates == 1
 
 
 def test_the_norm_comes_first_only_in_one_group():
     with pytest.raises(ValueError, match="one group"):
         train(make_batches(1), micro_batch=1, group=2, fate="dropped")
-
-
-def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole():
-    batches = make_batches(3)
-
-    def break_weights(step, index):
-        if index == 1:
-            step.flush()
-            step.store.parts[-1].working.mul_(torch.inf)
-
-    outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, fate="applied", before_step=break_weights)
-    assert outcome.updated == [True, False, False]
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
@@ -305,7 +289,10 @@ def test_a_decoder_without_parameters_after_its_blocks_trains(monkeypatch):
     batches = make_batches(3)
     plain = train(batches, **PLAIN)
     assert plain.updated == [True] * 3
-    assert train(batches, group=2, states_on_gpu=0).differences(plain) == []
+    outcome = train(batches, group=2, states_on_gpu=0)
+    assert outcome.differences(plain) == []
+    store = outcome.step.store
+    assert {part.unit for part in store.parts} == {0, 1, 2} and store.parameter_count == model.num_parameters()
 
 
 def test_a_micro_batch_without_trained_tokens_changes_nothing():

@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from lowmem.core.homes import host_tensor, page_lock
 from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import AHEAD, StateWindow
 from lowmem.cudasim.recorder import Recorder
+from runs import mapping_of
 
 CPU = torch.device("cpu")
 
@@ -216,19 +216,6 @@ def test_a_host_tensor_keeps_its_memory_alive_and_its_own():
     assert all(tensor.data_ptr() % 4096 == 0 for tensor in tensors)  # what registration with CUDA wants
 
 
-def mapping_flags(address: int) -> list[str]:
-    """The kernel's flags of the mapping that begins at `address`; "dc" is: not copied on fork."""
-    within = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("VmFlags:"):
-            if within:
-                return line.split()[1:]
-        elif "-" in line.split()[0]:
-            first, _, last = line.split()[0].partition("-")
-            within = int(first, 16) <= address < int(last, 16)
-    raise AssertionError(f"nothing is mapped at {address:#x}")
-
-
 @pytest.mark.parametrize(("answer", "expected"), [(0, True), (1, False)])
 def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable_tensor(monkeypatch, answer, expected):
     asked, given_back = [], []
@@ -253,7 +240,9 @@ def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable
     address = tensor.data_ptr()
     assert page_lock(tensor) is expected
     assert asked == [(address, 4000, 0)]
-    assert ("dc" in mapping_flags(address)) is expected, "a forked process must not share what CUDA writes to"
+    assert ("dc" in mapping_of(address)["VmFlags"].split()) is expected, (
+        "a forked process must not share what CUDA writes to"
+    )
     assert checks == ([] if expected else ["cuda"]), "a refusal must not be left for an innocent kernel to report"
     assert tensor.fill_(2.0).sum() == 2000
     view = tensor[10:]
