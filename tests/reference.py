@@ -44,6 +44,23 @@ def tiny_model(family: str, dropout: float = 0.0, seed: int = 0) -> nn.Module:
     return model.float()
 
 
+def mixed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Matrices in `dtype`, vectors in fp32, as the store lays them out."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.dim() >= 2 else torch.float32)
+    return model
+
+
+def logits_of_pieces(decoder, input_ids: Tensor, position_ids=None, document_ids=None) -> Tensor:
+    """As the step runs a model that is taken apart."""
+    hidden, extras = decoder.embed(input_ids, position_ids, document_ids)
+    for index, extra in enumerate(extras):
+        hidden = decoder.block(index, hidden, extra)
+    return nn.functional.linear(
+        decoder.final(hidden).to(decoder.head_weight.dtype), decoder.head_weight, decoder.head_bias
+    )
+
+
 def plain_training(
     model: nn.Module, batches: list[tuple[Tensor, Tensor]], *, learning_rates: list[float], weight_decay: float = 0.01,
     clip_norm: float | None = 1.0, autocast: bool = False, betas: tuple[float, float] = (0.9, 0.999),

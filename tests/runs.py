@@ -6,6 +6,7 @@ of a finished run. The model is that of --demo, at three steps of 4 x 32 tokens.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from types import ModuleType
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import train_gpt2_large
@@ -42,6 +44,7 @@ SMALL = (
     *("--demo", "--steps", "3", "--seq", "32", "--batch", "4", "--micro-batch", "2", "--eval-batches", "1"),
     *("--device", "cpu"),
 )
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 # Of a row: what may differ between equal runs.
 CLOCK = ("step_ms", "tokens_per_second", "computed_tokens_per_second", "ram_peak_bytes")
 
@@ -144,6 +147,16 @@ def simulations_shared(*modules: ModuleType) -> Iterator[None]:
         yield
 
 
+def mapping_of(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping of this process that has `address` in it."""
+    for mapping in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
+        head, *fields = mapping.splitlines()
+        first, last = (int(number, 16) for number in head.split()[0].split("-"))
+        if first <= address < last:
+            return dict(field.split(":", 1) for field in fields)
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
 def last_line(capsys) -> str:
     """What a failed run says: the last line on stderr, with no traceback before it."""
     errors = capsys.readouterr().err
@@ -166,6 +179,16 @@ def at_call(patch: pytest.MonkeyPatch, owner: object, name: str, act, call: int 
         return real(*arguments, **keywords)
 
     patch.setattr(owner, name, acting)
+
+
+def interrupt(*_) -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def run_out(*_, **__) -> None:
+    """As PyTorch does where the GPU's memory is full."""
+    raise torch.OutOfMemoryError(FULL)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from lowmem.core.logits import LogitFunction
 from lowmem.errors import InputError
 from lowmem.models.build import build_model
 from lowmem.models.compatibility import check_pieces
+from reference import logits_of_pieces, mixed
 
 logging.set_verbosity_error()
 
@@ -53,14 +54,6 @@ def build_on_meta(config) -> nn.Module:
 
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(2, V, shape, generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def logits_of_pieces(decoder: Decoder, input_ids, position_ids=None, document_ids=None) -> torch.Tensor:
-    hidden, extras = decoder.embed(input_ids, position_ids, document_ids)
-    for index in range(len(decoder.blocks)):
-        hidden = decoder.block(index, hidden, extras[index])
-    return nn.functional.linear(decoder.final(hidden), decoder.head_weight, decoder.head_bias)
 
 
 @torch.no_grad()
@@ -139,27 +132,18 @@ def test_gradients_through_the_pieces_are_bitwise_those_of_the_whole_model(famil
     model(input_ids=input_ids, use_cache=False).logits.square().sum().backward()
     whole = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    hidden, extras = decoder.embed(input_ids)
-    for index, extra in enumerate(extras):
-        hidden = decoder.block(index, hidden, extra)
-    nn.functional.linear(decoder.final(hidden), decoder.head_weight, decoder.head_bias).square().sum().backward()
+    logits_of_pieces(decoder, input_ids).square().sum().backward()
     for name, parameter in model.named_parameters():
         # A tied weight's two contributions may be added in either order: a + b is b + a.
         assert torch.equal(parameter.grad, whole[name]), name
 
 
-def in_16_bit(model: nn.Module, residual: torch.dtype) -> nn.Module:
-    """Matrices in bf16, vectors in fp32, with the casts that training uses."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16 if parameter.dim() >= 2 else torch.float32)
-    cast_explicitly(model, residual)
-    return model
-
-
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "16-bit residual"])
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
 def test_the_check_passes_in_16_bit(family, residual):
-    check_pieces(Decoder(in_16_bit(build((FAMILIES | MORE_FAMILIES)[family]()), residual)), V)
+    model = mixed(build((FAMILIES | MORE_FAMILIES)[family]()), torch.bfloat16)
+    cast_explicitly(model, residual)
+    check_pieces(Decoder(model), V)
 
 
 # --- what a model does to its logits ---

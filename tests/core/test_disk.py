@@ -1,4 +1,4 @@
-"""States on a disk: no bit of the result changes, and the process holds none of their pages."""
+"""States on a disk: the process holds none of their pages. That no bit changes: test_step.py."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from test_step import BATCH, PLAIN, make_batches, train
+from test_step import make_batches
 
 from lowmem.core import homes, parameters
 from lowmem.core.decoder import Decoder
@@ -21,6 +21,7 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint
 from lowmem.units import MIB
 from reference import tiny_model
+from runs import mapping_of
 from steps import make_step
 
 STATE = {"step": 1, "updates": 1, "loss_scale": {}, "skipped": 0, "eval_first": None, "recoveries": []}
@@ -31,26 +32,6 @@ ON_DISK = {"states_on_gpu": 0, "states_on_disk": 99, "micro_batch": 1}
 def small_pieces(monkeypatch):
     """Several pieces to a part, so that they begin within its mappings, and not at the pages' ends."""
     monkeypatch.setattr(parameters, "PIECE", 512)
-
-
-@pytest.mark.parametrize(
-    ("family", "precision", "optimizer"),
-    [("gpt2", "fp32", "adamw"), ("gpt2", "bf16", "adamw"), ("gpt2", "fp16", "adamw"), ("llama", "bf16", "sgd")],
-)
-def test_states_on_a_disk_change_no_bit(family, precision, optimizer, small_pieces):
-    """With held gradients, in two passes and in the backward; all on the disk or some; weights in RAM, too."""
-    batches = make_batches(4)
-    for clip_norm in (0.5, None):
-        kind = {"family": family, "precision": precision, "optimizer": optimizer, "clip_norm": clip_norm}
-        plain = train(batches, **kind | PLAIN | {"micro_batch": 1})
-        for case in (
-            {"group": 1},
-            {"group": 2, "states_on_disk": 2},
-            {"group": 2, "states_on_disk": 3, "states_on_gpu": 2},
-            {"group": BATCH, "fate": "dropped" if clip_norm or precision == "fp16" else "applied"},
-            {"group": BATCH, "weights_on_gpu": 1, "boundaries_in_ram": True},
-        ):
-            assert train(batches, **kind | ON_DISK | case).differences(plain) == [], case
 
 
 def test_what_is_on_the_disk_is_spread_evenly():
@@ -219,13 +200,4 @@ def _mapped_bytes() -> int:
 
 def _resident(tensor: torch.Tensor) -> bool:
     """Whether any page of the mapping that `tensor` is in counts as this process's."""
-    address = tensor.untyped_storage().data_ptr()
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(number, 16) for number in first.split("-"))
-            found = start <= address < end
-        elif found and line.startswith("Rss:"):
-            return int(line.split()[1]) > 0
-    raise AssertionError("no such mapping")
+    return int(mapping_of(tensor.untyped_storage().data_ptr())["Rss"].split()[0]) > 0

@@ -17,6 +17,7 @@ from lowmem.core.encoder_decoder import take_apart
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, model_from_config
 from reference import VOCABULARY, plain_training
+from runs import at_call, interrupt
 
 SOURCE, TARGET, BATCH = 20, 12, 4
 RATE = 3e-3
@@ -221,16 +222,8 @@ def test_16_bit_training_stays_beside_autocast():
 
 def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that(monkeypatch):
     """Also not to the shared biases' gradients, of which each use has its own."""
-    batch, calls, add = make_batches(1)[0], [], accumulation._add_to_own
-
-    def interrupted(gradient, parameter):
-        calls.append(parameter)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        add(gradient, parameter)
-
-    uninterrupted, _ = make_step(t5())
-    monkeypatch.setattr(accumulation, "_add_to_own", interrupted)
+    batch, (uninterrupted, _) = make_batches(1)[0], make_step(t5())
+    at_call(monkeypatch, accumulation, "_add_to_own", interrupt, 2)
     step, _ = make_step(t5())
     with pytest.raises(KeyboardInterrupt):
         step(batch, 0, RATE)

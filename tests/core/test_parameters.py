@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig
 
 from lowmem.core import parameters as store_module
 from lowmem.core import precision
@@ -14,6 +12,7 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import BLOCK, OPTIMIZERS, Hyperparameters, update
 from lowmem.core.parameters import Store
 from lowmem.core.precision import split
+from lowmem.models.build import build_model
 from reference import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -21,20 +20,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FAMILIES = ["gpt2", "llama"]  # tied and not
 
 
-def on_meta(config) -> nn.Module:
-    """Parameters without storage, buffers real: how load.py builds a model."""
-    model = AutoModelForCausalLM.from_config(config)
-    replaced: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                meta = replaced.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
-                module._parameters[name] = meta
-    return model
-
-
 def make(family: str, dtype=torch.float32, optimizer: str = "adamw", states_on_gpu: int = 99) -> tuple[Decoder, Store]:
-    decoder = Decoder(on_meta(tiny_config(family)))
+    decoder = Decoder(build_model(tiny_config(family)))
     return decoder, Store(decoder, CPU, dtype, OPTIMIZERS[optimizer], Layout(1, states_on_gpu=states_on_gpu))
 
 
@@ -245,23 +232,10 @@ def test_padding_between_parameters_stays_zero_through_updates(optimizer):
 
 def test_buffers_are_on_the_stores_device():
     """Seen from real ones that are handed a device of another name: `meta` stands for a GPU."""
-    decoder = Decoder(on_meta(tiny_config("llama")))
+    decoder = Decoder(build_model(tiny_config("llama")))
     buffers = dict(decoder.model.named_buffers())
     assert buffers and all(buffer.device == CPU for buffer in buffers.values())
     Store(decoder, torch.device("meta"), torch.bfloat16, OPTIMIZERS["adamw"], Layout(1, states_on_gpu=99))
     assert {name: buffer.device.type for name, buffer in decoder.model.named_buffers()} == dict.fromkeys(
         buffers, "meta"
     )
-
-
-def test_a_unit_without_parameters_has_no_part():
-    """OPT with norms after its blocks and a tied head has nothing in its final unit."""
-    config = OPTConfig(
-        num_hidden_layers=2, hidden_size=32, ffn_dim=64, num_attention_heads=4, vocab_size=97,
-        max_position_embeddings=64, bos_token_id=0, eos_token_id=0, do_layer_norm_before=False,
-    )  # fmt: skip
-    decoder = Decoder(on_meta(config))
-    assert decoder.units[-1].parameters == {}
-    store = Store(decoder, CPU, torch.float32, OPTIMIZERS["adamw"], Layout(1, states_on_gpu=99))
-    assert {part.unit for part in store.parts} == {0, 1, 2}
-    assert store.parameter_count == sum(p.numel() for p in decoder.model.parameters())

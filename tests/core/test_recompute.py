@@ -29,9 +29,11 @@ def run(
     segments = [Segment(range(start, min(start + segment_blocks, 4)), keep) for start in range(0, 4, segment_blocks)]
     saved = []
     for segment in segments:
-        hidden, kept = forward(decoder, segment, hidden, extras, name, lessons.get(segment, 0) is None)
+        before = hidden
+        hidden, kept = forward(decoder, segment, before, extras, name, lessons.get(segment, 0) is None)
         assert not hidden.requires_grad
-        assert (kept.output is None) == (keep != ALL)
+        assert (kept.output is None) == (kept.boundary is before) == (keep != ALL)
+        assert (kept.products is None) == (keep != PRODUCTS)
         saved.append(kept)
     results = {"output": hidden}
     gradient = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
@@ -80,15 +82,6 @@ def test_in_segments_gradients_are_those_of_plain_autograd(family):
     assert_same(run(family, 0.0, 2, INPUT, Dropout(0, 0, 0)), plain)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("change", [{"seed": 9}, {"step": 9}, {"micro_batch": 9}])
-def test_another_run_step_or_micro_batch_has_other_masks_and_the_same_one_has_the_same(family, change):
-    name = {"seed": 1, "step": 2, "micro_batch": 3}
-    first = run(family, 0.1, 2, INPUT, Dropout(**name))
-    assert_same(run(family, 0.1, 2, INPUT, Dropout(**name)), first)
-    assert not torch.equal(run(family, 0.1, 2, INPUT, Dropout(**(name | change)))["output"], first["output"])
-
-
 def test_every_layer_has_masks_of_its_own():
     """One block's weights under another block's number: only the masks can differ."""
     decoder = Decoder(tiny_model("gpt2", 0.1).train())
@@ -110,18 +103,7 @@ def test_the_numbers_that_name_a_mask_are_not_mixed_up():
         Dropout(seed, step, micro_batch).begin(layer, CPU)
         streams.add(tuple(torch.rand(4).tolist()))
     assert len(streams) == 3 * 3 * 3 * 4
-
-
-def test_names_may_be_large():
-    Dropout(2**62, 10**9, 10**6).begin(10**4, CPU)
-
-
-def test_with_recompute_the_boundary_is_all_that_is_kept():
-    decoder = Decoder(tiny_model("gpt2", 0.1).train())
-    with torch.no_grad():
-        hidden, extras = decoder.embed(INPUT_IDS)
-    _, kept = forward(decoder, Segment(range(0, 4), INPUT), hidden, extras, Dropout(0, 0, 0))
-    assert kept.boundary is hidden and kept.output is kept.products is None and not hidden.requires_grad
+    Dropout(2**62, 10**9, 10**6).begin(10**4, CPU)  # numbers may be large
 
 
 def test_the_fused_gelu_is_the_same_function_and_saves_less():

@@ -1,4 +1,4 @@
-"""Weights, boundaries and gradients in RAM: no bit of the result changes, and few are on the device at once."""
+"""Weights, boundaries and gradients in RAM: few are on the device at once. That no bit changes: test_step.py."""
 
 import math
 from dataclasses import replace
@@ -12,6 +12,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.core.segment_windows import LEAVING, WEIGHT_SLOTS, BoundaryWindow, WeightWindow
 from lowmem.core.transfers import Lane, Transfers
 from reference import tiny_model
+from runs import at_call, interrupt
 from steps import make_step
 
 WEIGHTS = {"states_on_gpu": 0, "weights_on_gpu": 1}
@@ -20,39 +21,6 @@ GRADIENTS = {"fate": "sent", "states_on_gpu": 0, "micro_batch": 1, "group": BATC
 
 
 # --- weights ---
-
-
-@pytest.mark.parametrize(
-    ("family", "precision", "optimizer"),
-    [("gpt2", "fp32", "adamw"), ("gpt2", "bf16", "adamw"), ("gpt2", "fp16", "adamw"), ("llama", "bf16", "adamw"),
-     ("gpt2", "bf16", "adamw8bit"), ("mixtral", "bf16", "sgd")],
-)  # fmt: skip
-def test_streamed_weights_change_no_bit(family, precision, optimizer):
-    """Deferred updates and, in two passes, updates in the backward; few blocks and all of them."""
-    batches = make_batches(4)
-    kind = {"family": family, "precision": precision, "optimizer": optimizer, "micro_batch": 1}
-    plain = train(batches, **kind, **PLAIN)
-    assert min(plain.norms) > 0.5, "clipping must bite"
-    for case in (
-        {"group": 1, "segment_blocks": 1},
-        {"group": 2, "segment_blocks": 3},
-        {"group": BATCH, "segment_blocks": 2, "fate": "dropped"},
-        {"group": 2, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 3, "states_on_gpu": 2},
-        {"group": BATCH, "segment_blocks": 1, "weights_on_gpu": 4, "states_on_gpu": 4, "defer": False},
-        {"group": 1, "segment_blocks": 4},
-    ):
-        outcome = train(batches, **kind, **WEIGHTS | case)
-        assert outcome.differences(plain) == [], case
-
-
-def test_updates_in_the_backward_are_seen_by_the_next_forward():
-    """Without clipping; both slots hold weights of before the update then."""
-    batches = make_batches(6)
-    kind = {"clip_norm": None, "micro_batch": 1}
-    plain = train(batches, **kind, **PLAIN)
-    for segment_blocks in (1, 2, 4):
-        outcome = train(batches, **kind, **WEIGHTS, group=BATCH, fate="applied", segment_blocks=segment_blocks)
-        assert outcome.differences(plain) == []
 
 
 def test_evaluations_between_steps_see_the_last_update_and_change_nothing():
@@ -156,27 +124,6 @@ def test_slots_are_made_anew_for_segments_of_another_length_alone():
 # --- boundaries ---
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp16"), ("llama", "bf16")]
-)
-def test_boundaries_in_ram_change_no_bit(family, precision):
-    """Clipped in two passes and with held gradients, unclipped with updates in the backward, with weights in RAM, too.
-    What every boundary was is checked where it comes back."""
-    batches = make_batches(4)
-    for clip_norm in (0.5, None):
-        kind = {"family": family, "precision": precision, "clip_norm": clip_norm, "micro_batch": 1}
-        plain = train(batches, **kind, **PLAIN)
-        for case in (
-            {"group": 1},
-            {"group": 2, "segment_blocks": 3},
-            {"group": BATCH, "segment_blocks": 2, "fate": "dropped" if clip_norm or precision == "fp16" else "applied"},
-            {"group": BATCH, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 1},
-            {"group": 2, "kept": 5},
-            {"group": 1, "segment_blocks": 4},
-        ):
-            assert train(batches, **kind | BOUNDARIES | case).differences(plain) == [], case
-
-
 def test_every_boundary_comes_back_as_it_left(monkeypatch):
     left, back = {}, []
     leave, bring = BoundaryWindow.leave, BoundaryWindow.bring
@@ -230,47 +177,7 @@ def test_the_buffer_is_made_once_and_holds_a_group():
     assert step.boundaries._buffer is buffer
 
 
-def test_an_attempt_that_fails_leaves_no_boundary_in_flight():
-    step, _ = make_step(tiny_model("gpt2", 0.0, 0), group=2, segment_blocks=1, **BOUNDARIES)
-    batch = make_batches(1)[0]
-    calls = []
-
-    def fail(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return backward(*arguments)
-
-    backward = step.operations.segment_backward
-    step.operations.segment_backward = fail
-    with pytest.raises(KeyboardInterrupt):
-        step(batch, 0, 1e-3)
-    assert step.boundaries._coming
-    interrupted = step(batch, 0, 1e-3)
-    fresh, _ = make_step(tiny_model("gpt2", 0.0, 0), group=2, segment_blocks=1, **BOUNDARIES)
-    assert interrupted == fresh(batch, 0, 1e-3) and not step.boundaries._coming
-
-
 # --- gradients ---
-
-
-@pytest.mark.parametrize(
-    ("family", "precision", "optimizer"),
-    [("gpt2", "fp32", "adamw"), ("gpt2", "bf16", "adamw"), ("gpt2", "fp16", "sgd"), ("llama", "bf16", "adamw")],
-)
-def test_gradients_in_ram_change_no_bit(family, precision, optimizer):
-    batches = make_batches(4)
-    kind = {"family": family, "precision": precision, "optimizer": optimizer, "micro_batch": 1}
-    plain = train(batches, **kind, **PLAIN)
-    for case in (
-        {},
-        {"segment_blocks": 3, "kept": 1},
-        {"states_on_gpu": 2, "segment_blocks": 2},
-        {"weights_on_gpu": 1, "boundaries_in_ram": True},
-        {"states_on_disk": 3, "defer": False},
-        {"kept": 99},
-    ):
-        assert train(batches, **kind | GRADIENTS | case).differences(plain) == [], case
 
 
 def test_a_step_whose_gradients_are_not_finite_is_skipped_and_leaves_none_in_ram():
@@ -308,24 +215,24 @@ def test_on_the_device_are_gradients_of_two_segments():
     assert store.gradient_bytes == sum(4 * part.working.numel() for part in store.parts if part.unit)
 
 
-def test_an_attempt_that_fails_leaves_no_gradient_in_flight():
-    step, store = make_step(tiny_model("gpt2", 0.0, 0), segment_blocks=1, **GRADIENTS)
+@pytest.mark.parametrize(
+    ("case", "call", "in_flight"),
+    [
+        (BOUNDARIES | {"group": 2}, 3, lambda step: step.boundaries._coming),
+        (GRADIENTS, BATCH + 3, lambda step: step._gradients._window.sent),
+    ],
+    ids=["boundaries", "gradients"],
+)
+def test_an_attempt_that_fails_leaves_nothing_in_flight(monkeypatch, case, call, in_flight):
+    step, _ = make_step(tiny_model("gpt2", 0.0, 0), segment_blocks=1, **case)
     batch = make_batches(1)[0]
-    backward, calls = step.operations.segment_backward, []
-
-    def fail(*arguments):
-        calls.append(arguments)
-        if len(calls) == BATCH + 3:
-            raise KeyboardInterrupt
-        return backward(*arguments)
-
-    step.operations.segment_backward = fail
+    at_call(monkeypatch, step.operations, "segment_backward", interrupt, call)
     with pytest.raises(KeyboardInterrupt):
         step(batch, 0, 1e-3)
-    assert step._gradients._window.sent
+    assert in_flight(step)
     interrupted = step(batch, 0, 1e-3)
-    fresh, _ = make_step(tiny_model("gpt2", 0.0, 0), segment_blocks=1, **GRADIENTS)
-    assert interrupted == fresh(batch, 0, 1e-3) and not step._gradients._window.sent
+    fresh, _ = make_step(tiny_model("gpt2", 0.0, 0), segment_blocks=1, **case)
+    assert interrupted == fresh(batch, 0, 1e-3) and not in_flight(step)
 
 
 def test_several_groups_are_refused():

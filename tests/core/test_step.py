@@ -1,8 +1,8 @@
 """The invariant at the heart of the project: where tensors lie and in what order work is done changes no bit.
 
 Weights, low halves, m, v, losses and norms are compared after some steps with dropout, and with clipping that bites.
-They are equal for every layout in LAYOUTS and IN_BACKWARD (experiments/harness/trainings.py), in fp32, bf16 and fp16,
-with exact, 8-bit and SGD states.
+They are equal for every layout in LAYOUTS and IN_BACKWARD (experiments/harness/trainings.py) and MORE, in fp32, bf16
+and fp16, with exact, 8-bit and SGD states.
 
 What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
 product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other
@@ -19,7 +19,20 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from experiments.harness import trainings
-from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, Outcome, make_step
+from experiments.harness.trainings import (
+    APPLIED,
+    CPU,
+    IN_BACKWARD,
+    LAYOUTS,
+    PLAIN,
+    SENT,
+    STREAMED,
+    TWICE,
+    WEIGHTS_STREAMED,
+    WHOLE,
+    Outcome,
+    make_step,
+)
 from lowmem.core import parameters as stores
 from lowmem.core import window
 from lowmem.core.batch import Batch
@@ -31,6 +44,7 @@ from lowmem.core.step import StepAbandoned
 from lowmem.run.evaluation import summed_loss
 from lowmem.run.learning_rate import Course
 from reference import VOCABULARY, DocumentsApart, plain_training, tiny_model
+from runs import at_call, interrupt
 
 SEQ, BATCH = 24, 4
 
@@ -71,6 +85,34 @@ KINDS = {  # of trainings; a batch is four micro-batches, or two
 }
 
 
+BOUNDARIES = STREAMED | {"boundaries_in_ram": True}
+ON_DISK = STREAMED | {"states_on_disk": 99}
+MORE = {  # layouts: other lengths of segments, and combinations
+    "weights streamed, segments of 3, groups of 2": WEIGHTS_STREAMED | {"segment_blocks": 3, "group": 2},
+    "weights streamed, one segment": WEIGHTS_STREAMED | {"segment_blocks": 4},
+    "weights of some streamed, products of some kept": WEIGHTS_STREAMED
+    | {"group": 2, "kept": 2, "segment_blocks": 2, "weights_on_gpu": 3, "states_on_gpu": 2},
+    "weights of few streamed, one group": WHOLE | {"weights_on_gpu": 4, "states_on_gpu": 4},
+    "boundaries in RAM, groups of 1": BOUNDARIES,
+    "boundaries in RAM, one segment": BOUNDARIES | {"segment_blocks": 4},
+    "boundaries in RAM, segments of 3, groups of 2": BOUNDARIES | {"segment_blocks": 3, "group": 2},
+    "boundaries in RAM, forward and backward twice": BOUNDARIES | TWICE | {"segment_blocks": 2},
+    "boundaries and weights in RAM, products of some kept": BOUNDARIES
+    | WHOLE
+    | {"kept": 2, "segment_blocks": 2, "weights_on_gpu": 1},
+    "boundaries in RAM, a block kept whole": BOUNDARIES | {"group": 2, "kept": 5},
+    "gradients in RAM, no recompute": STREAMED | SENT | {"kept": 99},
+    "gradients in RAM, segments of 3, products of some kept": STREAMED | SENT | {"segment_blocks": 3, "kept": 1},
+    "gradients of some in RAM": STREAMED | SENT | {"segment_blocks": 2, "states_on_gpu": 2},
+    "some on a disk, some resident": ON_DISK | {"states_on_disk": 3, "states_on_gpu": 2, "group": 2},
+    "on a disk, forward and backward twice": ON_DISK | TWICE,
+    "on a disk, weights and boundaries in RAM": BOUNDARIES | ON_DISK | WHOLE | {"weights_on_gpu": 1},
+    "in backward, weights streamed, segments of 2": APPLIED | WEIGHTS_STREAMED | {"segment_blocks": 2},
+    "in backward, weights streamed, one segment": APPLIED | WEIGHTS_STREAMED | {"segment_blocks": 4},
+}
+EVERY_LAYOUT = LAYOUTS | IN_BACKWARD | MORE
+
+
 @functools.cache
 def plain_outcome(kind: str, clipped: bool) -> Outcome:
     outcome = train(make_batches(4), **KINDS[kind], **PLAIN, **({} if clipped else {"clip_norm": None}))
@@ -78,10 +120,10 @@ def plain_outcome(kind: str, clipped: bool) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", LAYOUTS | IN_BACKWARD)
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_placement_and_order_change_no_bit(kind, name):
-    case = (LAYOUTS | IN_BACKWARD)[name]
+    case = EVERY_LAYOUT[name]
     if "clip_norm" in case and KINDS[kind].get("precision") == "fp16":
         pytest.skip("scaled gradients wait until all of them are known to be finite")
     plain = plain_outcome(kind, "clip_norm" not in case)
@@ -91,38 +133,54 @@ def test_placement_and_order_change_no_bit(kind, name):
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("piece", [256, 1024])
 def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
-    """Of whatever depth. (The size of a piece decides how the norm is rounded, so it is the same for every layout.)"""
+    """Of whatever depth, on a disk too, where pieces begin inside a page. (The size of a piece decides how the norm is
+    rounded, so it is the same for every layout.)"""
     monkeypatch.setattr(stores, "PIECE", piece)
     batches = make_batches(4)
     plain = train(batches, **PLAIN)
     monkeypatch.setattr(window, "AHEAD", ahead)
-    outcome = train(batches, states_on_gpu=2)
-    assert len(outcome.step.states._window.slots) == ahead + 1
-    assert outcome.differences(plain) == []
+    for case in ({"states_on_gpu": 2}, ON_DISK):
+        outcome = train(batches, **case)
+        assert len(outcome.step.states._window.slots) == ahead + 1
+        assert outcome.differences(plain) == []
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "fp32")])
-def test_without_clipping_updates_during_backward_change_no_bit_and_hold_two_units_of_gradients(
-    monkeypatch, family, precision
+WATCHED = {
+    "applied": (Updates, "run"),
+    "dropped": (FinalGradients, "finish"),
+}  # by what becomes of gradients in backward
+
+
+@pytest.mark.parametrize(
+    ("fate", "family", "precision"),
+    [
+        *(("applied", "gpt2", "fp32"), ("dropped", "gpt2", "fp32"), ("applied", "gpt2", "bf16")),
+        *(("dropped", "gpt2", "fp16"), ("applied", "llama", "fp32"), ("dropped", "llama", "bf16")),
+    ],
+)
+def test_in_one_group_gradients_that_are_used_at_once_change_no_bit_and_are_never_all_there(
+    monkeypatch, fate, family, precision
 ):
-    """The whole batch as one group; one step's gradients are never all there."""
-    batches = make_batches(6)
-    kind = {"family": family, "precision": precision, "clip_norm": None, "micro_batch": 1}
+    """Without clipping updates are made during backward; with it, the norm comes first."""
+    applied = fate == "applied"
+    batches = make_batches(6 if applied else 4)
+    kind = {"family": family, "precision": precision, "micro_batch": 1, "clip_norm": None if applied else 0.5}
     plain = train(batches, **kind, **PLAIN)
+    assert min(plain.norms) > 0.5, "clipping must bite"
     most = 0
 
-    def watch(updates, units):
+    def watch(owner, until):
         nonlocal most
-        most = max(most, len({part.unit for part in updates._store.parts if part.gradient is not None}))
-        return run_updates(updates, units)
+        most = max(most, len({part.unit for part in owner._store.parts if part.gradient is not None}))
+        return real(owner, until)
 
-    run_updates = Updates.run
-    monkeypatch.setattr(Updates, "run", watch)
+    watched, name = WATCHED[fate]
+    real = getattr(watched, name)
+    monkeypatch.setattr(watched, name, watch)
     for case in ({"segment_blocks": 1}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
         most = 0
-        assert train(batches, **kind, group=BATCH, fate="applied", **case).differences(plain) == [], case
-        units = case.get("segment_blocks", 1) + 1
-        assert most <= units, "the tied embedding's gradient, and one segment's"
+        assert train(batches, **kind, group=BATCH, fate=fate, **case).differences(plain) == [], case
+        assert most <= case.get("segment_blocks", 1) + 1, "the tied embedding's gradient, and one segment's"
 
 
 def test_gradients_are_not_applied_in_backward_if_updates_wait_for_all_of_them():
@@ -131,51 +189,21 @@ def test_gradients_are_not_applied_in_backward_if_updates_wait_for_all_of_them()
             train(make_batches(1), micro_batch=1, group=BATCH, fate="applied", **waits)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("gpt2", "fp16"), ("llama", "bf16")])
-def test_with_the_norm_first_clipping_changes_no_bit_and_gradients_are_never_all_there(monkeypatch, family, precision):
-    batches = make_batches(4)
-    kind = {"family": family, "precision": precision, "micro_batch": 1}
-    plain = train(batches, **kind, **PLAIN)
-    assert min(plain.norms) > 0.5, "clipping must bite"
-    most = 0
-
-    def watch(gradients, lowest):
-        nonlocal most
-        most = max(most, len({part.unit for part in gradients._store.parts if part.gradient is not None}))
-        return finish(gradients, lowest)
-
-    finish = FinalGradients.finish
-    monkeypatch.setattr(FinalGradients, "finish", watch)
-    for case in ({}, {"segment_blocks": 2, "states_on_gpu": 2}, {"kept": 4}):
-        most = 0
-        assert train(batches, **kind, group=BATCH, fate="dropped", **case).differences(plain) == [], case
-        assert most <= case.get("segment_blocks", 1) + 1
-
-
-def test_with_the_norm_first_a_step_that_is_not_finite_is_skipped_whole():
+@pytest.mark.parametrize(("fate", "clip_norm"), [("dropped", 0.5), ("applied", None)])
+def test_a_step_that_is_not_finite_is_skipped_whole(fate, clip_norm):
     def break_weights(step, index):
         if index == 1:
+            step.flush()
             step.store.parts[-1].working.mul_(torch.inf)
 
-    outcome = train(make_batches(3), micro_batch=1, group=BATCH, fate="dropped", before_step=break_weights)
+    kind = {"clip_norm": clip_norm, "micro_batch": 1, "group": BATCH, "fate": fate}
+    outcome = train(make_batches(3), before_step=break_weights, **kind)
     assert outcome.updated == [True, False, False] and outcome.step.updates == 1
 
 
 def test_the_norm_comes_first_only_in_one_group():
     with pytest.raises(ValueError, match="one group"):
         train(make_batches(1), micro_batch=1, group=2, fate="dropped")
-
-
-def test_without_clipping_a_loss_that_is_not_finite_still_skips_the_step_whole():
-    batches = make_batches(3)
-
-    def break_weights(step, index):
-        if index == 1:
-            step.flush()
-            step.store.parts[-1].working.mul_(torch.inf)
-
-    outcome = train(batches, clip_norm=None, micro_batch=1, group=BATCH, fate="applied", before_step=break_weights)
-    assert outcome.updated == [True, False, False]
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_rather_than_leave_half_an_update(monkeypatch):
@@ -261,7 +289,10 @@ def test_a_decoder_without_parameters_after_its_blocks_trains(monkeypatch):
     batches = make_batches(3)
     plain = train(batches, **PLAIN)
     assert plain.updated == [True] * 3
-    assert train(batches, group=2, states_on_gpu=0).differences(plain) == []
+    outcome = train(batches, group=2, states_on_gpu=0)
+    assert outcome.differences(plain) == []
+    store = outcome.step.store
+    assert {part.unit for part in store.parts} == {0, 1, 2} and store.parameter_count == model.num_parameters()
 
 
 def test_a_micro_batch_without_trained_tokens_changes_nothing():
@@ -465,26 +496,14 @@ def test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autogr
         assert torch.allclose(gradient, parameter.grad, rtol=1e-4, atol=1e-6), name
 
 
-def _interrupted_at(step, call: int):
-    """Ctrl-C in that backward pass of a segment, once."""
-    backward, calls = step.operations.segment_backward, iter(range(1, 10_000))
-
-    def interrupted(*arguments):
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return backward(*arguments)
-
-    step.operations.segment_backward = interrupted
-
-
-def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that():
+def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that(monkeypatch):
     first, second = make_batches(2)
     weights = []
     for interrupts in (False, True):
         step, store = make_step(tiny_model("gpt2"), micro_batch=1)
         step(first, 0, 1e-3)
         if interrupts:
-            _interrupted_at(step, 3)
+            at_call(monkeypatch, step.operations, "segment_backward", interrupt, 3)
             with pytest.raises(KeyboardInterrupt):
                 step(second, 1, 1e-3)
         step(second, 1, 1e-3)
@@ -584,9 +603,9 @@ def test_a_step_keeps_the_homes_that_its_store_was_made_for():
             step.change_layout(layout)
 
 
-def test_no_step_follows_one_that_was_interrupted_while_it_updated():
+def test_no_step_follows_one_that_was_interrupted_while_it_updated(monkeypatch):
     step, _ = make_step(tiny_model("gpt2"), micro_batch=1, group=BATCH, clip_norm=None, fate="applied")
-    _interrupted_at(step, BATCH + 1)
+    at_call(monkeypatch, step.operations, "segment_backward", interrupt, BATCH + 1)
     batch = make_batches(1)[0]
     with pytest.raises(KeyboardInterrupt):
         step(batch, 0, 1e-3)

@@ -1,26 +1,16 @@
-"""The window of states: on the CPU for real, and CUDA transfers against streams that run in any order that is allowed.
+"""The window of states, and buffers in RAM. Orders of streams: tests/stream_order."""
 
-The second part needs no GPU. A stand-in for `torch.cuda` queues every copy on its stream and runs the queues in random
-order; only events hold a queue back. Sooner or later, it breaks every order that the events do not enforce.
-"""
-
-import contextlib
 import gc
-import random
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from lowmem.core import transfers
-from lowmem.core.deferred_updates import Updates
 from lowmem.core.homes import host_tensor, page_lock
-from lowmem.core.optimizers import Hyperparameters
-from lowmem.core.transfers import CudaTransfers, Lane, Transfers
-from lowmem.core.window import AHEAD, Slot, StateWindow
+from lowmem.core.transfers import Lane, Transfers
+from lowmem.core.window import AHEAD, StateWindow
 from lowmem.cudasim.recorder import Recorder
+from runs import mapping_of
 
 CPU = torch.device("cpu")
 
@@ -226,19 +216,6 @@ def test_a_host_tensor_keeps_its_memory_alive_and_its_own():
     assert all(tensor.data_ptr() % 4096 == 0 for tensor in tensors)  # what registration with CUDA wants
 
 
-def mapping_flags(address: int) -> list[str]:
-    """The kernel's flags of the mapping that begins at `address`; "dc" is: not copied on fork."""
-    within = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("VmFlags:"):
-            if within:
-                return line.split()[1:]
-        elif "-" in line.split()[0]:
-            first, _, last = line.split()[0].partition("-")
-            within = int(first, 16) <= address < int(last, 16)
-    raise AssertionError(f"nothing is mapped at {address:#x}")
-
-
 @pytest.mark.parametrize(("answer", "expected"), [(0, True), (1, False)])
 def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable_tensor(monkeypatch, answer, expected):
     asked, given_back = [], []
@@ -263,7 +240,9 @@ def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable
     address = tensor.data_ptr()
     assert page_lock(tensor) is expected
     assert asked == [(address, 4000, 0)]
-    assert ("dc" in mapping_flags(address)) is expected, "a forked process must not share what CUDA writes to"
+    assert ("dc" in mapping_of(address)["VmFlags"].split()) is expected, (
+        "a forked process must not share what CUDA writes to"
+    )
     assert checks == ([] if expected else ["cuda"]), "a refusal must not be left for an innocent kernel to report"
     assert tensor.fill_(2.0).sum() == 2000
     view = tensor[10:]
@@ -273,247 +252,3 @@ def test_a_page_lock_is_given_back_with_the_memory_and_a_refusal_leaves_a_usable
     del view
     gc.collect()
     assert given_back == ([address] if expected else [])
-
-
-# --- the CUDA transfers, on streams of our own ---
-
-
-class Event:
-    def __init__(self, stream: "Stream"):
-        self.recorded = stream, stream.issued  # this many operations of the stream must be done
-
-
-class Stream:
-    """A queue of operations; each is (what it waits for: stream and number of its operations, what it does)."""
-
-    def __init__(self, device=None):
-        self.queue: list = []
-        self.issued = 0
-        self.done = 0
-        streams.append(self)
-
-    def enqueue(self, action, needs=None):
-        self.queue.append((needs, action))
-        self.issued += 1
-
-    def record_event(self):
-        return Event(self)
-
-    def wait_event(self, event):
-        self.enqueue(lambda: None, event.recorded)
-
-    def ready(self) -> bool:
-        return bool(self.queue) and (self.queue[0][0] is None or self.queue[0][0][0].done >= self.queue[0][0][1])
-
-    def run_one(self):
-        _, action = self.queue.pop(0)
-        action()
-        self.done += 1
-
-    def synchronize(self):
-        while self.queue:
-            run_one_of([stream for stream in streams if stream.ready()])
-
-
-class Cell:
-    """A tensor whose copies are queued on the current stream; one number stands for its elements."""
-
-    def __init__(self, value=None):
-        self.value = value
-
-    def numel(self):
-        return 1
-
-    def __getitem__(self, _):
-        return self
-
-    def copy_(self, other, non_blocking=False):
-        assert non_blocking
-
-        def action():
-            self.value = other.value
-
-        current[-1].enqueue(action)
-
-
-streams: list[Stream] = []
-current: list[Stream] = []
-chance = random.Random()
-
-
-def run_one_of(ready: list[Stream]) -> None:
-    assert ready, "every stream waits for another"
-    chance.choice(ready).run_one()
-
-
-def drain_some() -> None:
-    """Between two calls of the host the device may have done nothing, something or everything."""
-    for _ in range(chance.choice([0, 0, 1, 3, 10, 100])):
-        ready = [stream for stream in streams if stream.ready()]
-        if not ready:
-            return
-        run_one_of(ready)
-
-
-class FakeCuda:
-    Stream = Stream
-
-    @staticmethod
-    def current_stream(device=None):
-        return current[-1]
-
-    @staticmethod
-    @contextlib.contextmanager
-    def stream(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-
-def update_on_fake_device(seed: int, passes: int, kind=CudaTransfers, beside: bool = False) -> list[list]:
-    """`passes` passes over 8 streamed pieces; every update appends its pass number. Returns what lies in RAM."""
-    chance.seed(seed)
-    streams.clear()
-    current[:] = [Stream()]
-    pieces = [Piece({"m": Cell([index])}, streamed=True) for index in range(8)]
-    lanes = kind(CPU, beside, host_tensor)
-    window = StateWindow(lanes, CPU, [])
-    window._window.slots = [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
-    for number in range(passes):
-        for index, (_, state) in enumerate(pass_over(window, pieces)):
-
-            def action(cell=state["m"], mark=(index, number)):
-                cell.value = [*cell.value, mark]
-
-            with lanes.updating():
-                current[-1].enqueue(action)
-            drain_some()
-    window.synchronize()
-    return [piece.state["m"].value for piece in pieces]
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    monkeypatch.setattr(transfers.torch, "cuda", FakeCuda)
-
-
-def test_cuda_transfers_give_every_update_its_state_in_whatever_order_streams_run(fake_cuda):
-    expected = [[index, *((index, number) for number in range(3))] for index in range(8)]
-    for seed in range(100):
-        assert update_on_fake_device(seed, passes=3, beside=seed % 2 == 0) == expected
-
-
-class NoWaitForWriteBack(CudaTransfers):
-    def copy(self, lane, pairs, *after):
-        return super().copy(lane, pairs, *(() if lane is Lane.STATES_IN else after))
-
-
-class NoWaitForFetch(CudaTransfers):
-    def wait(self, lane, *events):
-        super().wait(lane, *(() if lane is Lane.UPDATES else events))
-
-
-class NoWaitForUpdate(CudaTransfers):
-    def mark(self, lane):
-        return None if lane is Lane.UPDATES else super().mark(lane)
-
-
-@pytest.mark.parametrize("broken", [NoWaitForWriteBack, NoWaitForFetch, NoWaitForUpdate])
-def test_without_any_one_of_its_waits_the_fake_device_finds_the_race(fake_cuda, broken):
-    """The test above can fail: each wait in turn is left out."""
-    expected = update_on_fake_device(0, passes=3)
-    wrong = 0
-    for seed in range(100):
-        try:
-            wrong += update_on_fake_device(seed, passes=3, kind=broken) != expected
-        except TypeError:  # an update of a slot that nothing was fetched into yet
-            wrong += 1
-    assert wrong > 0
-
-
-@dataclass
-class Part:
-    """A unit with one parameter, of one piece."""
-
-    unit: int
-    gradient: Cell | None = None
-    pieces: list = field(default_factory=list)
-    updates: int = 0
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.gradient is not None
-
-    def drop_gradient(self) -> None:
-        self.gradient = None
-
-
-def train_on_fake_device(seed: int, downwards: bool, kind=CudaTransfers) -> tuple[list, list]:
-    """Three steps of four units, whose gradient in step n is 10**n. What the forward passes read of the weights, and
-    what the weights are in the end. A gradient's memory is used for something else once its unit is updated."""
-    chance.seed(seed)
-    streams.clear()
-    current[:] = [Stream()]
-    units, read = 4, []
-    weights, gradients = [Cell(0) for _ in range(units)], [Cell(0) for _ in range(units)]
-    parts = [Part(unit) for unit in range(units)]
-    pieces = [Piece({"m": Cell([])}, streamed=unit != 1) for unit in range(units)]
-    for part, piece in zip(parts, pieces, strict=True):
-        piece.part, part.pieces = part, [piece]
-
-    def compute(cell: Cell, value) -> None:
-        current[-1].enqueue(lambda: setattr(cell, "value", value))
-
-    def update(piece, state, hyper) -> None:
-        weight, gradient = weights[piece.part.unit], piece.part.gradient
-        current[-1].enqueue(lambda: setattr(weight, "value", weight.value + gradient.value))
-
-    store = SimpleNamespace(device=CPU, pieces=[], parts=parts)
-    lanes = kind(CPU, concurrent=True, host_buffer=host_tensor)
-    updates = Updates(store, units, Hyperparameters(0.0, 0.0, update=0), lanes, SimpleNamespace(update=update))
-    store.pieces, updates.states._window.slots = pieces, [Slot({"m": Cell()}) for _ in range(AHEAD + 1)]
-    for number in range(3):
-        if downwards:
-            updates.begin(1.0, 1.0, downwards=True)
-        for unit in reversed(range(units)):
-            parts[unit].gradient = gradients[unit]
-            compute(gradients[unit], 10**number)
-            drain_some()
-            if downwards:
-                updates.run(units - unit)
-                compute(gradients[unit], -1)
-        if not downwards:
-            updates.begin(1.0, 1.0, downwards=False)
-        for unit in range(units):
-            updates.run(unit + 1 if not downwards else units)
-            current[-1].enqueue(lambda unit=unit: read.append(weights[unit].value))
-            if not downwards:
-                compute(gradients[unit], -1)
-            drain_some()
-    updates.flush()
-    current[-1].synchronize()
-    return read, [weight.value for weight in weights]
-
-
-@pytest.mark.parametrize("downwards", [False, True])
-def test_updates_beside_what_computes_are_there_when_a_weight_is_read(fake_cuda, downwards):
-    expected = [1] * 4 + [11] * 4 + [111] * 4, [111] * 4
-    for seed in range(100):
-        assert train_on_fake_device(seed, downwards) == expected
-
-
-class NoWaitForGradients(CudaTransfers):
-    def mark(self, lane):
-        return None if lane is Lane.COMPUTE else super().mark(lane)
-
-
-class NoHold(CudaTransfers):
-    def wait(self, lane, *events):
-        super().wait(lane, *(() if lane is Lane.COMPUTE else events))
-
-
-@pytest.mark.parametrize("downwards", [False, True])
-@pytest.mark.parametrize("broken", [NoWaitForGradients, NoHold])
-def test_without_either_of_these_waits_a_weight_is_read_too_early_or_updated_too_early(fake_cuda, broken, downwards):
-    expected = train_on_fake_device(0, downwards)
-    assert any(train_on_fake_device(seed, downwards, broken) != expected for seed in range(100))

@@ -30,14 +30,17 @@ from lowmem.limits import Budget
 from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
 from lowmem.units import MIB
-from runs import assert_same_run, at_call, last_line, loss_rows, simulated, stopped_in_step, stored, weights
-
-FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
-
-
-def run_out(*_):
-    raise torch.OutOfMemoryError(FULL)
-
+from runs import (
+    assert_same_run,
+    at_call,
+    last_line,
+    loss_rows,
+    run_out,
+    simulated,
+    stopped_in_step,
+    stored,
+    weights,
+)
 
 # --- a whole run that runs out of the GPU's memory
 

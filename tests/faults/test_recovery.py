@@ -25,14 +25,13 @@ from lowmem.core.step import EVALUATION, STEP, UPDATES, TrainingStep
 from lowmem.core.window import StateWindow
 from lowmem.run.recovery import OutOfRoom, Recovery, with_micro_batch
 from reference import tiny_config
-from runs import at_call
+from runs import at_call, interrupt, run_out
 from steps import make_batch, make_step
 
 BLOCKS, SEQ, BATCH = 3, 8, 4
 UNITS = BLOCKS + 2
 SAMPLES = 5  # of the operations of a step
 RATE = 1e-2
-FULL = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines"
 
 DEFERRED = {"segment_blocks": 2}
 GROUPS = {"group": 2, "micro_batch": 1, "kept": 4, "states_on_gpu": 3}
@@ -59,14 +58,6 @@ ARRANGEMENTS = {
     "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},
     "bf16, 8-bit moments": DEFERRED | {"precision": "bf16", "optimizer": "adamw8bit"},
 }
-
-
-def run_out(*_, **__):
-    raise torch.OutOfMemoryError(FULL)
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
 
 
 class RunsOut(TorchDispatchMode):

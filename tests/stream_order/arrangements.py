@@ -77,6 +77,7 @@ ARRANGEMENTS = {
         LAYOUTS["one unit streamed, deferred"], evaluated=(0,), saved=(1,)
     ),
     "in backward, half streamed, saved": Arrangement(IN_BACKWARD["in backward, half streamed"], saved=(0,)),
+    "updates on the stream that computes, saved": Arrangement(STREAMED, kernels=False, saved=(0,)),
     "in backward, all streamed, SGD": Arrangement(IN_BACKWARD["in backward, all streamed"] | SGD),
     "forward and backward twice, fp32": Arrangement(STREAMED | TWICE | FP32),
     "streamed, fp16": Arrangement(STREAMED | FP16),
@@ -85,7 +86,6 @@ ARRANGEMENTS = {
     ),
     "all resident, evaluated": Arrangement({"defer": True}, evaluated=(1,)),
     "not deferred, fp16, evaluated": Arrangement({"states_on_gpu": 0} | FP16, evaluated=(0,)),
-    "updates on the stream that computes, saved": Arrangement(STREAMED, kernels=False, saved=(0,)),
     "8-bit moments, saved": Arrangement(STREAMED | EIGHT_BIT, saved=(1,)),
     "weights streamed, evaluated and saved": Arrangement(WEIGHTS_STREAMED, evaluated=(0,), saved=(1,)),
     "weights streamed, in backward": Arrangement(IN_BACKWARD["in backward, weights streamed"]),
