@@ -111,7 +111,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
             SEQ, micro_batches * micro_batch, Layout(micro_batch, kept=99, states_on_gpu=10**6),
             WORKING_DTYPES[precision], OPTIMIZERS["adamw"],
         )  # fmt: skip
-        return record_step(decoder(), case, gpu_target(card), {}, alike=True).seconds
+        return record_step(decoder(), case, gpu_target(card), {}).seconds
 
     return 2 * micro_batch / (seconds(4) - seconds(2))
 

@@ -134,7 +134,7 @@ def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
         return made[-1]
 
     with patch.object(simulated_step, "SimulatedTransfers", watched):
-        recording = simulated_step.record_step(decoder, case, target, {}, alike=True)
+        recording = simulated_step.record_step(decoder, case, target, {})
     stretches = made[0].stretches
     window = [(recording.began, recording.began + recording.seconds)]
     lanes = {lane: common(joined(stretches[lane]), window) for lane in LANES}

@@ -122,7 +122,7 @@ def _cpu_additions() -> None:
 def without_gpu_time(target: Target) -> Target:
     """Returns the same target with a GPU that needs no time: its clock shows only the host's time."""
     machine = dataclasses.replace(target.machine, seconds=lambda *_: 0.0)
-    return dataclasses.replace(target, machine=machine, copies_in=None, copies_out=None)
+    return dataclasses.replace(target, machine=machine, copies=None)
 
 
 def clock_of(case: Case, target: Target) -> tuple[float, float]:

@@ -11,8 +11,7 @@ from torch import Tensor
 from lowmem.core.deferred_updates import UpdateInterrupted, Updates
 from lowmem.core.layout import Fate
 from lowmem.core.parameters import Part, Store
-from lowmem.core.transfers import Lane
-from lowmem.core.window import Window
+from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
@@ -20,11 +19,11 @@ class FinalGradients:
     HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
-        self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: Window, updates: Updates,
+        self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. `window`: to RAM. The last
-        two are of updates by gradients that are APPLIED."""
+        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. The last two are for
+        APPLIED."""
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
@@ -51,11 +50,7 @@ class FinalGradients:
         norms = {id(part): self._norms_of(part) for part in parts}
         self._norms |= norms
         if self.fate is Fate.SENT:
-            self._window.release(0, Lane.STATES_IN)  # those sent before; copies back wait until they are in RAM
-            for part in parts:
-                if part.gradient_home is not None:
-                    self._window.send_away(part.gradient, part.gradient_home)
-                    part.gradient, part.gradient_left = None, True
+            self._window.leave(part for part in parts if part.gradient_home is not None)
         elif self.fate is Fate.DROPPED:
             for part in parts:
                 part.drop_gradient()
@@ -73,7 +68,7 @@ class FinalGradients:
         computed in fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
-            self._window.release(0, Lane.STATES_IN)
+            self._window.release()
         parts = [part for part in self._store.parts if id(part) in self._norms]
         norm = self._store.ranks.norm([(part, self._norms[id(part)]) for part in parts])
         self._norms = {}

@@ -197,6 +197,26 @@ class BoundaryWindow:
         self._coming[id(saved)] = slot
 
 
+class GradientWindow:
+    """Copies final gradients to RAM. They come back together with the optimizer states."""
+
+    def __init__(self, transfers: Transfers):
+        self._window = Window(transfers, out=Lane.RAM_OUT)
+
+    def leave(self, parts: Iterable[Part]) -> None:
+        """Starts to copy the gradients of `parts` (units' matrices or vectors) to RAM. Frees the device memory of those
+        that were copied before."""
+        self.release()
+        for part in parts:
+            self._window.send_away(part.gradient, part.gradient_home)
+            part.gradient, part.gradient_left = None, True
+
+    def release(self) -> None:
+        """Frees the device memory of gradients that were copied to RAM, for kernels launched from now on. Later copies
+        back to the device wait until the gradients are in RAM."""
+        self._window.release(0, Lane.STATES_IN)
+
+
 def _room(tensor: Tensor) -> int:
     """Returns the elements of the buffer that `tensor` takes: its own, rounded up to a multiple of _ALIGNMENT."""
     return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT

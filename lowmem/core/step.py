@@ -37,9 +37,8 @@ from lowmem.core.optimizers import Hyperparameters, checked_rate
 from lowmem.core.parameters import Store
 from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
-from lowmem.core.segment_windows import BoundaryWindow, WeightWindow
-from lowmem.core.transfers import Lane, Transfers, transfers_for
-from lowmem.core.window import Window
+from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
+from lowmem.core.transfers import Transfers, transfers_for
 from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
@@ -98,7 +97,7 @@ class TrainingStep:
             self.transfers, decoder, store, [each.blocks for each in self.segments]
         )
         self.boundaries = BoundaryWindow(self.transfers, store)
-        self._gradients = Window(self.transfers, out=Lane.RAM_OUT)
+        self._gradients = GradientWindow(self.transfers)
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
@@ -344,6 +343,6 @@ class TrainingStep:
             parameter.grad = None  # one that did not reach its accumulator
         self._accumulation.clear()
         self.boundaries.begin()
-        self._gradients.release(0, Lane.STATES_IN)
+        self._gradients.release()
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()

@@ -134,9 +134,9 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
     working, state, gradient = fresh()
     fused.update(optimizer, working, state, gradient, hyper, True)
     pieces, states, gradient = fresh()
-    for start, stop in ((0, cut), (cut, N)):
-        part = optimizers.slice_state(optimizer, states, start, stop)
-        fused.update(optimizer, pieces[start:stop], part, gradient[start:stop], hyper, True)
+    cuts = pieces.split(cut), optimizers.cut_state(optimizer, states, N, cut), gradient.split(cut)
+    for piece, part, of_piece in zip(*cuts, strict=True):
+        fused.update(optimizer, piece, part, of_piece, hyper, True)
     assert torch.equal(working, pieces)
     assert all(torch.equal(state[key], states[key]) for key in state)
 
@@ -418,9 +418,7 @@ def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
 
 
 def test_8_bit_updates_stay_on_the_stream_that_computes():
-    assert fused.may_run_beside(True, get_optimizer("adamw"))
-    assert not fused.may_run_beside(True, get_optimizer("adamw8bit"))
-    assert not fused.may_run_beside(False, get_optimizer("adamw"))
+    assert get_optimizer("adamw").any_stream and not get_optimizer("adamw8bit").any_stream
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_the_gpu_takes_no_time(target):
     with target.machine.functions(), Recorder(target.machine) as recorder:
         product_case(target.fused_kernels).make(META)()()
     assert recorder.clock.host > 0 and recorder.clock.gpu == 0
-    assert target.copies_in is None and target.copies_out is None
+    assert target.copies is None
 
 
 @pytest.mark.parametrize("case", operator_cases(), ids=lambda case: case.name)

@@ -140,7 +140,7 @@ def test_an_evaluation_leaves_two_blocks_gathered_also_of_those_that_stay():
 def test_cards_with_nvlink_do_not_wait_for_ram():
     linked, case = gpu_target(CARDS["h100"]), StepCase(64, 4, Layout(1, states_on_gpu=5), BF16, ADAMW, mesh=Mesh(8))
     assert linked.link == 0.8 * 450e9 and gpu_target(CARDS["h100-pcie"]).link is None
-    slow = replace(linked, copies_in=1e7)  # else a model as small as this waits for the host
+    slow = replace(linked, copies=1e7)  # else a model as small as this waits for the host
     seconds = [record_step(decoder(), case, target).seconds for target in (linked, slow, replace(slow, link=None))]
     assert seconds[0] == seconds[1] < seconds[2]
 

@@ -159,7 +159,7 @@ def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype,
     config = config_of(family, 0.1)
     machine = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
     update = fused.update if fused_kernels else optimizers.update
-    target = Target(machine, update=update, copies_in=1e9, copies_out=1e9)
+    target = Target(machine, update=update, copies=1e9)
     masked = family == "llama"
     case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family))
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)
@@ -235,9 +235,7 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
 
 
 def test_every_thread_takes_a_workspace_once_and_keeps_it():
-    machine = DeviceModel(
-        products=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}), workspace_bytes=(2 * MIB, MIB)
-    )
+    machine = DeviceModel(workspace_bytes=(2 * MIB, MIB))
     known: dict = {}
     for _ in range(2):  # replayed, too
         operations = list(of_demo(RESIDENT, machine, known=known).tape)
@@ -250,7 +248,7 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
-    machine = DeviceModel(products=frozenset({torch.ops.aten.mm.default}), workspace_bytes=(MIB,))
+    machine = DeviceModel(workspace_bytes=(MIB,))
     layout = replace(RESIDENT, group=2, fate="held" if clip_norm else "applied")
     operations = list(of_demo(layout, machine, clip_norm=clip_norm).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]

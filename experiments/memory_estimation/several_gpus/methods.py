@@ -94,7 +94,7 @@ def advise(
     possible = [row for row in rows if row.peak is not None]
     if not possible:
         return rows, f"No method can train this on {ranks} GPUs of {format_size(card_bytes)}: each row says why."
-    if target.copies_in:
+    if target.copies:
         best = min(possible, key=lambda row: row.step_seconds)
         reason = f"its step takes least, about {best.step_seconds:.3g} s"
     else:
@@ -178,7 +178,7 @@ def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_ra
 
 def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: Target) -> float:
     """Returns the seconds of a step: computation by the roofline, communication by the module's docstring."""
-    if not target.copies_in:
+    if not target.copies:
         return 0.0
     text = config.get_text_config()
     compute = peak.seconds + (accumulation - min(accumulation, 2)) * peak.micro_batch_seconds
@@ -192,7 +192,7 @@ def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: T
         hidden = (2 + 2 + 4) * parameters_here * share * accumulation
     activation = peak.micro_batch * seq * text.hidden_size * 2
     exposed = 2 * tensor_share * activation * (6 * text.num_hidden_layers + 2) * accumulation
-    return max(compute, hidden / target.copies_in) + exposed / target.copies_in
+    return max(compute, hidden / target.copies) + exposed / target.copies
 
 
 if __name__ == "__main__":
