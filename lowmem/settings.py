@@ -239,8 +239,9 @@ class Settings:
             yield "--states-folder is for streamed states: leave out --states resident."
         if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
             yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
-        if self.gradients == "streamed" and self.group not in (None, most):
-            yield "--gradients streamed takes the whole batch as one group: leave out --group."
+        for name in ("gradients", "boundaries"):
+            if getattr(self, name) == "streamed" and self.group not in (None, most):
+                yield f"--{name} streamed takes the whole batch as one group: leave out --group."
         if self.plan_only and self.preview is not None:
             yield "--preview shows data and --plan-only a plan: give one of them."
         if self.gpu is not None and self.device == "cpu":

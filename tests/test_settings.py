@@ -291,6 +291,7 @@ def test_two_spellings_that_agree_and_one_option_typed_again_are_not():
     ("--gradients streamed --states resident", ["--gradients streamed", "leave out --states resident"]),
     ("--gradients streamed --clip-norm 0", ["--gradients streamed", "leave out --clip-norm 0"]),
     ("--gradients streamed --batch 8 --group 2", ["--gradients streamed", "leave out --group"]),
+    ("--boundaries streamed --batch 8 --group 2", ["--boundaries streamed", "leave out --group"]),
     ("--steps 10 --warmup-steps 11", ["--warmup-steps 11", "10 steps"]),
     ("--warmup-steps 1.5", ["--warmup-steps 1.5", "whole"]), ("--seq 1", ["--seq 1"]),
     ("--batch 100000", ["--batch 100000", "67,108,864"]), ("--gpu t4 --device cpu", ["--gpu t4", "--device cpu"]),

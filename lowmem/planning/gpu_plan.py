@@ -166,11 +166,13 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         return sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
 
     smallest = smallest_room(ways(settings, simulations), simulations, room)
-    gpu_cap, ram = smallest_cap(smallest.gpu, case.margins), ram_bytes(simulations, smallest.ram)
+    gpu_cap = None if smallest.gpu is None else smallest_cap(smallest.gpu, case.margins)
+    ram = ram_bytes(simulations, smallest.ram)
     found = Ways(settings, simulations, room, ram_bytes).found()
     said = [way.to_dict() for way in found]
     if card_limit is None or gpu_cap <= card_limit:
-        said.insert(0, {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
+        first = {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
+        said = [first, *(way for way in said if way["options"] != first["options"])]
         only_ram = smallest.gpu == room.gpu  # then the first way says the same
         others = [way for way in found if way.changes or not only_ram]
         return PlanError(refusal(settings, case.gpu_limit, gpu_cap, ram) + in_a_sentence(others), said)

@@ -95,7 +95,7 @@ class Ways:
         return self._way("--states-folder DIR", self.simulations, on_disk, peak)
 
     def _in_8_bits(self, layout: Layout, peak: int) -> WayOut | None:
-        if self.settings.optimizer != "adamw":
+        if self.settings.optimizer != "adamw" or layout.states_on_gpu == self.simulations.units:
             return None
         simulations = self.simulations.changed(optimizer=OPTIMIZERS["adamw8bit"])
         return self._way("--optimizer adamw8bit", simulations, layout, peak)

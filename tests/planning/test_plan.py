@@ -7,6 +7,8 @@ through the scripts, in test_scripts.py; here the models are small.
 import dataclasses
 import json
 import re
+from contextlib import suppress
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +25,7 @@ from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
 from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
 from lowmem.planning.answer import answer
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
-from lowmem.planning.choices import open_choices
+from lowmem.planning.choices import open_choices, step_case, ways
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
@@ -37,6 +39,7 @@ from runs import ROOT, simulations_shared
 
 CONFIG = GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=5_000, n_positions=256)
 SMALL = Settings(model="small", init="random", seq=256, batch=8, gpu_limit_bytes=GIB)
+ONLY_RAM = {"gpu_limit_bytes": None, "ram_limit_bytes": GIB}
 PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
 
 
@@ -620,6 +623,31 @@ def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
 SMALL_LLAMA = LLAMA | {"model_type": "llama", "num_hidden_layers": 2}
+
+
+def test_without_a_cap_of_gpu_memory_only_ram_is_short():
+    """8-bit moments are no way out if all moments are on the GPU."""
+    error = refused(match="in 1.00 GiB of RAM; the smallest that would do is --ram-limit [0-9]*MiB.( |$)", **ONLY_RAM)
+    (way,) = error.ways_out
+    assert way["options"].startswith("--ram-limit ") and way["gpu_bytes"] is None
+    assert plan_for(**ONLY_RAM | {"ram_limit_bytes": way["ram_bytes"]})
+
+
+def test_whatever_settings_allow_has_a_layout():
+    homes = ("auto", "resident", "streamed")
+    fields = {
+        "states": (*homes, "disk"), "weights": homes, "boundaries": homes, "gradients": homes,
+        "recompute": ("auto", "products", "off"), "clip_norm": (1.0, None), "group": (None, 2, 8),
+        "micro_batch": (None, 1, 4), "states_folder": (None, "/states"),
+    }  # fmt: skip
+    tried = 0
+    for values in product(*fields.values()):
+        with suppress(InputError):
+            settings = dataclasses.replace(SMALL, **dict(zip(fields, values, strict=True)))
+            simulations = SimpleNamespace(units=6, blocks=4, base=step_case(settings, "bf16"))
+            assert ways(settings, simulations) and cpu_plan._layouts(settings, simulations), settings
+            tried += 1
+    assert tried > 1_000
 
 
 @pytest.mark.parametrize(
