@@ -629,8 +629,9 @@ def test_without_a_cap_of_gpu_memory_only_ram_is_short():
     """8-bit moments are no way out if all moments are on the GPU."""
     error = refused(match="in 1.00 GiB of RAM; the smallest that would do is --ram-limit [0-9]*MiB.( |$)", **ONLY_RAM)
     (way,) = error.ways_out
-    assert way["options"].startswith("--ram-limit ") and way["gpu_bytes"] is None
-    assert plan_for(**ONLY_RAM | {"ram_limit_bytes": way["ram_bytes"]})
+    option, size = way["options"].split()
+    assert option == "--ram-limit" and way["gpu_bytes"] is None
+    assert plan_for(**ONLY_RAM | {"ram_limit_bytes": parse_size(size)})
 
 
 def test_whatever_settings_allow_has_a_layout():
