@@ -3,6 +3,5 @@
 A step takes a decoder (decoder.py), its parameters in flat tensors (parameters.py), a batch (batch.py) and a layout
 (layout.py). It updates the weights, and returns the loss and the gradients' norm. Read docs/step.md first. Then read
 step.py for the order of the operations, and operations.py for the operations. window.py copies numbers from RAM or a
-disk to the device and back. This room knows nothing of files, plans or cards, and runs on the CPU too. No line of it
-has run on a real GPU yet.
+disk to the device and back. This room knows nothing of files, plans or cards, and runs on the CPU too.
 """

@@ -3,9 +3,8 @@
 The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order,
 while backward finishes the gradients. A pass over all units may be interrupted and continued.
 
-Optimizer states that are not on the device are copied there ahead of time, in the same order (window.py). If memory
-runs out in an update, that update has changed nothing (optimizers.py), and `run` repeats it. So nothing is updated
-twice, and nothing is left out.
+If memory runs out in an update, that update has changed nothing (optimizers.py), and `run` repeats it. So nothing is
+updated twice, and nothing is left out.
 """
 
 from collections.abc import Sequence

@@ -26,36 +26,21 @@ class Fate(StrEnum):
 class Layout:
     """Holds the numbers that define how a step is computed. Lists of groups and segments are derived from them when
     needed. "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used. Units are the
-    embeddings, each block, and the final norm.
+    embeddings, each block, and the final norm."""
 
-        micro_batch        sequences
-        group              micro-batches that pass a segment together
-        segment_blocks     consecutive blocks that are recomputed together, a segment
-        kept               how much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to
-                           `blocks`, one block after the other keeps its products too, the last one first; from there
-                           on, one after the other keeps everything (recompute.py)
-        states_on_gpu      how many units, the first ones, have optimizer states on the GPU; the others' are streamed
-        states_on_disk     how many of the streamed units have their matrices' states on a disk
-        weights_on_gpu     how many units, the first ones, have weights on the GPU (None: all); the last unit always has
-        boundaries_in_ram  whether inputs of segments wait in RAM for their backward
-        fate               of final gradients. If they are not HELD, the whole batch is one group. They can be APPLIED
-                           only if no update waits for the norm
-        gathered           how many blocks, the last ones, keep weights gathered from several ranks until backward. The
-                           others' are gathered again
-        evaluation_rows    sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
-    """
-
-    micro_batch: int
-    group: int = 1
-    segment_blocks: int = 1
+    micro_batch: int  # sequences
+    group: int = 1  # micro-batches that pass a segment together
+    segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
+    # How much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to `blocks`, one block
+    # after the other keeps its products too, the last one first; from there on, one after the other keeps everything.
     kept: int = 0
-    states_on_gpu: int = 0
-    states_on_disk: int = 0
-    weights_on_gpu: int | None = None
-    boundaries_in_ram: bool = False
-    fate: Fate = Fate.HELD
-    gathered: int = 0
-    evaluation_rows: int | None = None
+    states_on_gpu: int = 0  # how many units, the first ones, have optimizer states there; the others' are streamed
+    states_on_disk: int = 0  # how many of the streamed units have their matrices' states on a disk
+    weights_on_gpu: int | None = None  # how many units, the first ones, have weights there (None: all); the last has
+    boundaries_in_ram: bool = False  # whether inputs of segments wait in RAM for their backward
+    fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED only if no update waits for the norm
+    gathered: int = 0  # how many blocks, the last ones, keep weights gathered from several ranks until backward
+    evaluation_rows: int | None = None  # sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
 
     def __post_init__(self):
         object.__setattr__(self, "fate", Fate(self.fate))  # a str where it comes from a file

@@ -25,16 +25,11 @@ INPUT, PRODUCTS, ALL = "input", "products", "all"
 
 @dataclass(frozen=True)
 class LastProduct:
-    """Describes a segment's last matrix product, which backward does not need, as far as is known.
+    """Describes a segment's last matrix product, which backward does not need, as far as is known."""
 
-    number: its place among the segment's products.
-    layer:  the name of the module in the last block that makes this product and no other; None if none does.
-    tried:  whether a run without the product's values has shown that nothing needs them.
-    """
-
-    number: int
-    layer: str | None
-    tried: bool = False
+    number: int  # its place among the segment's products
+    layer: str | None  # name of the module in the last block that makes this product and no other; None if none does
+    tried: bool = False  # whether a run without the product's values has shown that nothing needs them
 
 
 # {segment, or kind of segment: its last product; None if backward needs it}.

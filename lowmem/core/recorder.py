@@ -48,18 +48,13 @@ def repeated(function: Callable[..., None], *arguments) -> None:
 
 @dataclass
 class _Call:
-    """Describes a call of `function`. Numbers are places in the list of values.
-
-    take:     gets the positional arguments from that list, as a tuple.
-    results:  the place of the result, or one place or None for each of several; None if no result is used.
-    dead:     the places that are not used afterwards, whose memory the recorded run freed here.
-    """
+    """Describes a call of `function`. Numbers are places in the list of values."""
 
     function: Callable
-    take: Callable[[list], tuple]
+    take: Callable[[list], tuple]  # gets the positional arguments from that list
     keywords: dict[str, Any]
-    results: int | tuple[int | None, ...] | None
-    dead: list[int] = field(default_factory=list)
+    results: int | tuple[int | None, ...] | None  # places of the result or of several; None for one that is not used
+    dead: list[int] = field(default_factory=list)  # not used afterwards: the recorded run freed their memory here
 
 
 class Recording:

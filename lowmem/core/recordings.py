@@ -1,8 +1,7 @@
 """Records the operations of a segment once, and repeats them without the model's own code (docs/recompute.md).
 
-A small micro-batch keeps a GPU busy for less time than Python takes to launch its operations. A recording is a flat
-list of these operations. Repeating it calls no module and builds no graph. It calls the same operations in the same
-order, and frees each result where the recorded run freed it. So bits and memory are those of the recorded run.
+Repeating calls no module and builds no graph. It calls the same operations in the same order, and frees each result
+where the recorded run freed it. So bits and memory are those of the recorded run.
 
 A gradient's accumulator, a seed: some code decides anew each time where numbers are. `repeated` (recorder.py) marks
 such calls. Segments that cannot be repeated run as before: Python may have seen values there, or a user has a hook.

@@ -1,13 +1,4 @@
-"""Trains one model on several ranks, of which each stores a share of every unit's matrices.
-
-The ranks of one machine store the model together, and each machine stores it once (PyTorch calls this HSDP). If one
-machine is too small, the ranks of all machines store it together.
-
-    forward    each block's weights are gathered once for all micro-batches
-    backward   they are gathered once more, unless they stay; the fp32 sum of a block's gradients over the micro-batches
-               is reduced once, first inside each machine and then between machines
-    norm       each rank's squares, added in fp64
-    updates    each rank updates its share, before it is gathered for the next forward pass
+"""Trains one model on several ranks, of which each stores a share of every unit's matrices (docs/several-gpus.md).
 
 Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
 Whatever sends the numbers is a subclass's: PyTorch's process groups (lowmem/distributed), or a simulated link

@@ -4,16 +4,8 @@
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A home is where numbers are stored; a slot is a buffer on the device; a window is a set of slots. A slot is filled again
-when its old content has been sent. Kinds of numbers differ in the number of slots, the order in which these are filled,
-and what is sent:
-
-    optimizer states   StateWindow      in the order of the updates, AHEAD pieces ahead; sent back
-    working weights    WeightWindow     segment by segment, one ahead; never sent             (segment_windows.py)
-    boundaries         BoundaryWindow   sent in forward, fetched in the opposite order        (segment_windows.py)
-    gradients          GradientWindow   sent when they are final; they come with the states   (segment_windows.py)
-
-No home and no order of copies changes a bit of the result.
+A home is where numbers are stored; a slot is a buffer on the device; a window is a set of slots (docs/step.md). A slot
+is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
 """
 
 from collections import deque

@@ -1,9 +1,4 @@
-"""Lists the layouts that the settings allow, in the order in which the search tries them.
-
-Working weights and saved block inputs are on the GPU or in RAM, optimizer states on the GPU, in RAM or on a disk.
-Gradients that wait for the norm are held on the GPU, sent to RAM, or dropped and computed a second time. If nothing is
-clipped or scaled, they can be applied in backward.
-"""
+"""Lists the layouts that the settings allow, in the order in which the search tries them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -25,23 +25,7 @@ from lowmem.units import GIB, MIB, format_size
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a layout and its predicted figures. On the CPU the card and all GPU figures are None.
-
-    ram                    bytes by phase of the training run and by name (ram.py)
-    fused_kernels          whether the step is expected to use the fused kernels
-    not_compared           why compatibility.py did not compare the model with its pieces; None if it did
-    seconds_with_more_ram  of a step with a RAM cap that is 1 GiB higher; None if RAM is not what limits
-    faster_with_ram        (RAM, seconds of a step) of a faster plan that needs more RAM; None if none was found
-    disk_state_bytes       of the states in --states-folder
-    typical_tokens         tokens of a step with rows as long as the data's, for which the seconds are predicted;
-                           None: full rows
-    steps                  optimizer steps of the whole training run; None if only the data tells
-    ranks                  processes that train together; all figures are of one of them
-    sharing                how many of them store a model together; others store it again
-    sent_bytes             to other ranks, in a step
-    smaller_layouts        layouts to go on with if memory runs out, the largest first. They allocate 5 to 50% less
-                           and change no bit. Empty if the plan is not for training
-    """
+    """Holds a layout and its predicted figures, of one process. On the CPU the card and all GPU figures are None."""
 
     settings: Settings
     parameters: int
@@ -54,21 +38,22 @@ class Plan:
     gpu_allocated_peak_bytes: int | None
     gpu_reserved_peak_bytes: int | None
     gpu_breakdown: dict[str, int]
-    ram: Ram
+    ram: Ram  # bytes by phase of the training run and by name
     step_seconds: float | None
     waiting_seconds: float | None
     timeline: list[tuple[float, int, int]] = field(repr=False)
-    fused_kernels: bool = False
-    not_compared: str | None = None
-    seconds_with_more_ram: float | None = None
-    faster_with_ram: tuple[int, float] | None = None
+    fused_kernels: bool = False  # whether they are expected to run
+    not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces
+    seconds_with_more_ram: float | None = None  # of a step with a RAM cap 1 GiB higher; None if RAM does not limit
+    faster_with_ram: tuple[int, float] | None = None  # (RAM, seconds of a step) of a faster plan that needs more RAM
     checkpoint_bytes: int = 0
-    disk_state_bytes: int = 0
-    typical_tokens: int | None = None
-    steps: int | None = None
-    ranks: int = 1
-    sharing: int = 1
-    sent_bytes: int = 0
+    disk_state_bytes: int = 0  # of the states in --states-folder
+    typical_tokens: int | None = None  # of a step with rows as long as the data's, as timed; None: full rows
+    steps: int | None = None  # of the whole training run; None if only the data tells
+    ranks: int = 1  # processes that train together
+    sharing: int = 1  # how many of them store a model together; others store it again
+    sent_bytes: int = 0  # to other ranks, in a step
+    # To go on with if memory runs out in training, the largest first: 5 to 50% less is allocated, no bit changes.
     smaller_layouts: tuple[Layout, ...] = ()
 
     @property

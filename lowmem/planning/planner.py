@@ -1,13 +1,4 @@
-"""Makes a plan from settings and a model's config: how to lay out the step, its memory, and its time.
-
-A plan predicts the code that trains, because it is made by simulating that code (simulated_step.py). The search takes
-the fastest layout whose simulation fits the caps of GPU memory and RAM. No weights are loaded and no GPU is needed. If
-nothing fits, the plan is refused; if only RAM is short, the refusal says whether 8-bit moments would fit.
-
-    GPU            the peak of the simulated step, with a margin left free (gpu_plan.py)
-    RAM            numbers that wait there, and the process itself, in all phases of training (ram.py)
-    without a GPU  everything is in RAM (cpu_plan.py)
-"""
+"""Makes a plan from settings and a model's config, without weights and without a GPU (docs/plan.md)."""
 
 import gc
 import math

@@ -2,7 +2,7 @@
 
 `record_step` executes the `TrainingStep` that trains, with its store, on meta tensors (recorder.py). It makes an
 evaluation, with which training begins, then two optimizer steps. The second step applies the updates of the first, as
-all later ones do. With states on a disk there is a third step, because late writes of one step delay the next. The
+all later ones do. With states on a disk there are two more steps, because late writes of one step delay the next. The
 layout fits if the tape of allocations completes under the cap (cudasim/tape.py).
 
 The search records many layouts. To save time, their first step has one micro-batch, or is left out if a step applies

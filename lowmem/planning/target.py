@@ -19,23 +19,16 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what a plan is made for: the model of `config` with these settings.
-
-    card            None: the CPU
-    ram_free_bytes  free RAM, another limit if the plan is for this machine
-    fused_kernels   whether they run; None: as expected of the card
-    process         the RAM of the process that will train; None: of one that is not here
-    mesh            the processes that train together; batch and caps are those of one
-    """
+    """Holds what a plan is made for: the model of `config` with these settings."""
 
     settings: Settings
     config: PretrainedConfig
     precision: str
-    card: Card | None
-    ram_free_bytes: int | None = None
-    fused_kernels: bool | None = None
-    process: Process | None = None
-    mesh: Mesh = ALONE
+    card: Card | None  # None: the CPU
+    ram_free_bytes: int | None = None  # another limit if the plan is for this machine
+    fused_kernels: bool | None = None  # whether they run; None: as expected of the card
+    process: Process | None = None  # the RAM of the process that will train; None: of one that is not here
+    mesh: Mesh = ALONE  # the processes that train together; batch and caps are those of one
 
     @property
     def make_decoder(self) -> partial:

@@ -1,10 +1,7 @@
 """Defines the Triton kernels of updates and of the loss, each in one pass over memory.
 
 The plain PyTorch code of AdamW moves about 140 bytes per parameter, and holds three temporary tensors. Here every
-number is read once and written once, 28 bytes per parameter with a 16-bit working weight:
-
-    working 2 + low 2 + m 4 + v 4, read and written      24
-    gradient, read                                        4
+number is read once and written once, 28 bytes per parameter with a 16-bit working weight.
 
 The arithmetic is optimizers.py's, line by line, in fp32; square root and division round correctly. A compiler may fuse
 a product and a sum in either version, so the two agree to a few units of the last place. Halves are split and joined
