@@ -19,7 +19,7 @@ OUTPUTS = "outputs.png"
 BETWEEN, BACKWARD = "norms, sums", "backward"
 STAGES = ("embedding", "attention", "MLP", BETWEEN, "head, loss", BACKWARD)  # in the order of the picture
 SEED = [  # its own figures, of one batch of random words, forward only
-    *("a Llama, random words, forward only", "the seed: nested", "", "", "0.07 to 0.10", "1,314", "0.55", ""),
+    *("a Llama, random words, forward only", "the seed: nested", "", "", "0.07 to 0.10", "1,314", "0.55", "")
 ]
 
 

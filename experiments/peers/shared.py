@@ -105,10 +105,7 @@ def groups(model: nn.Module, settings: Settings) -> list[dict]:
     for parameter in model.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's stage 3 leaves nothing of the second
         (matrices if len(shape) >= 2 else vectors).append(parameter)
-    return [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    return [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ CASES = {
         if ranks > 1 or "sequence" not in model
     ]
     + [  # rates at which the loss falls: rounding grows, and stays small in fp64
-        "--model llama --ranks 2 --steps 100 --batch 16 --learning-rate 3e-3 --dtype fp64 --compare",
+        "--model llama --ranks 2 --steps 100 --batch 16 --learning-rate 3e-3 --dtype fp64 --compare"
     ]
     + [
         f"--model resnet --learning-rate 5e-4 --batch 32 --ranks {ranks} --dtype {dtype} --compare"

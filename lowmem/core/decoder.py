@@ -131,10 +131,7 @@ class Decoder:
         usually."""
         # The embedding runs again, on token 0, forward only: a lookup is little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        with (
-            self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)),
-            forward_replaced(self._head, _stop),
-        ):
+        with self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)), forward_replaced(self._head, _stop):
             return self._run(zeros)
 
     def run_once(self) -> None:
@@ -273,12 +270,7 @@ class Decoder:
 
             hook = nn.modules.module.register_module_forward_pre_hook(note)
             try:
-                with (
-                    torch.no_grad(),
-                    _AnswerYes(),
-                    self._blocks_replaced(pass_on),
-                    forward_replaced(self._head, _stop),
-                ):
+                with torch.no_grad(), _AnswerYes(), self._blocks_replaced(pass_on), forward_replaced(self._head, _stop):
                     shapes.append(self._run(input_ids).shape)
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 failure = f" ({error})"

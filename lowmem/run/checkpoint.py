@@ -33,16 +33,7 @@ from lowmem.core.homes import drop_pages
 from lowmem.core.optimizers import state_layout
 from lowmem.core.parameters import Part, Store
 from lowmem.errors import InputError, LowmemError
-from lowmem.files import (
-    CHUNK_BYTES,
-    Damaged,
-    Manifest,
-    flush_path,
-    safetensors_header,
-    to_json,
-    write,
-    write_manifest,
-)
+from lowmem.files import CHUNK_BYTES, Damaged, Manifest, flush_path, safetensors_header, to_json, write, write_manifest
 from lowmem.run.folder import ASIDE, MARGIN_BYTES, TEMPORARY, checkpoint_of, checkpoints_in, step_of, sweep
 from lowmem.run.identity import refuse_another_run
 from lowmem.run_folder import json_object
