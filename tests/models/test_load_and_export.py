@@ -6,8 +6,6 @@ import http.server
 import json
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +28,7 @@ from lowmem.models import export as lowmem_export
 from lowmem.models.build import build_model, check_length, load_config, model_folder
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
+from runs import python
 
 IDS = torch.arange(2, 22).view(2, 10)
 
@@ -328,8 +327,7 @@ def test_memory_stays_at_a_few_runs_whatever_the_size_of_folders_and_tensors(tmp
     model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16", max_shard_size="64MB")
     del model, tensors, halves
 
-    program = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = python("-c", MEMORY_PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path)  # pytest would keep the gigabyte for three runs
     rows = json.loads(done.stdout.splitlines()[-1])
@@ -384,7 +382,7 @@ def test_a_model_whose_constructor_sets_a_parameter_is_built_whole():
 
 def export(folder, model, parameters=None, **changes):
     settings = dict(tokenizer=None, generation_config=None, readme="# A run\n") | changes
-    export_model(folder, model.config, parameters or model.named_parameters(), **settings)
+    return export_model(folder, model.config, parameters or model.named_parameters(), **settings)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
