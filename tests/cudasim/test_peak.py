@@ -144,14 +144,10 @@ def test_the_card_decides():
 
 
 REFUSED = {
-    "item reads a number": lambda x: x.sum().item(),
-    "__bool__ reads a number": lambda x: bool(x.sum() > 0),
-    "tolist reads a number": lambda x: x.tolist(),
-    "numpy reads a number": lambda x: x.numpy(),
-    "nonzero": lambda x: x.nonzero(),
-    "unique": lambda x: x.unique(),
-    "copy out of meta": lambda x: x.cpu(),
-}
+    "item reads a number": lambda x: x.sum().item(), "__bool__ reads a number": lambda x: bool(x.sum() > 0),
+    "tolist reads a number": lambda x: x.tolist(), "numpy reads a number": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", REFUSED)

@@ -400,14 +400,10 @@ def test_a_list_in_an_array_is_the_list():
 # --- the command, with real processes
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--schedule zb-h1 --stages 2 --task gpt2 --clip 0.5 --batch 7",
-        "--schedule interleaved --stages 2 --chunks 2 --norm batch --recompute",
-        "--schedule pipedream-vs --stages 2",
-    ],
-)
+@pytest.mark.parametrize("options", [
+    "--schedule zb-h1 --stages 2 --task gpt2 --clip 0.5 --batch 7",
+    "--schedule interleaved --stages 2 --chunks 2 --norm batch --recompute", "--schedule pipedream-vs --stages 2",
+])  # fmt: skip
 def test_real_processes_leave_the_bits_of_one(options, tmp_path, capsys):
     """Tied embeddings, clipping, dropout; batch norm; stale weights."""
     words = [*options.split(), "--micro-batches", "3", "--steps", "2", "--compare", "--out", str(tmp_path)]

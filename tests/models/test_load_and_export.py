@@ -568,16 +568,12 @@ def test_config_from_folder_or_bare_file(tmp_path):
         assert type(loaded) is transformers.LlamaConfig and loaded.rope_parameters["rope_theta"] == 77.0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json:1: bad JSON: Expecting property name"),
-        ("[]", "model.type"),
-        ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
-        ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),
-        ('{"model_type": "llama", "hidden_size": "many"}', "not a valid llama config"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "config.json:1: bad JSON: Expecting property name"), ("[]", "model.type"),
+    ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
+    ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),
+    ('{"model_type": "llama", "hidden_size": "many"}', "not a valid llama config"),
+])  # fmt: skip
 def test_bad_config_is_refused_by_its_path(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=message) as caught:
