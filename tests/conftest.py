@@ -48,17 +48,14 @@ def gpt2_tokenizer():
 @pytest.fixture(scope="session")
 def bpe_tokenizer():
     """A small GPT-2-like tokenizer: byte-level BPE with merges, trained on this file."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False, initial_alphabet=alphabet
-    )
-    backend.train_from_iterator([Path(__file__).read_text()], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    from tests.data.tokenizer_kinds import bpe
+
+    end, bytes_alone = "<|endoftext|>", pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = bpe([end], 400, None, bytes_alone, byte_level=True, corpus=[Path(__file__).read_text()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
 
 
 @pytest.fixture(scope="session")

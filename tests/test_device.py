@@ -63,18 +63,14 @@ def test_whether_segments_grow_is_what_the_environment_says(monkeypatch, name, t
     assert expandable_segments() == grow
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2]"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:1"},
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
-        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    ],
-)
+@pytest.mark.parametrize("environment", [
+    {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+    {"PYTORCH_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2]"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:1"},
+    {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+    {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+])  # fmt: skip
 def test_what_no_plan_can_be_made_for_is_refused_by_name(monkeypatch, environment):
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(InputError, match="|".join(environment)):

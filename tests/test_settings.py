@@ -353,15 +353,11 @@ def test_two_dashes_are_no_value(name):
     assert refusal(f"{name}=--") == f"{name} needs a value."
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        *[{"seq": "64"}, {"batch": True}, {"seq": 64.0}, {"seq": None}, {"lr": "1"}, {"lr": True}],
-        {"lr": float("nan")},
-        *[{"lr": 10**400}, {"plan_only": 1}, {"model": None}, {"model": 5}, {"out": "a\0b"}, {"precision": "fp8"}],
-        *[{"wandb": "no"}, {"gpu_limit_bytes": 1.5}, {"gpu_limit_bytes": MIB - 1}],
-    ],
-)
+@pytest.mark.parametrize("values", [
+    *[{"seq": "64"}, {"batch": True}, {"seq": 64.0}, {"seq": None}, {"lr": "1"}, {"lr": True}], {"lr": float("nan")},
+    *[{"lr": 10**400}, {"plan_only": 1}, {"model": None}, {"model": 5}, {"out": "a\0b"}, {"precision": "fp8"}],
+    *[{"wandb": "no"}, {"gpu_limit_bytes": 1.5}, {"gpu_limit_bytes": MIB - 1}],
+])  # fmt: skip
 def test_settings_made_in_code_are_checked_too(values):
     with pytest.raises(InputError, match=option_name(next(iter(values)))):
         Settings(**values)

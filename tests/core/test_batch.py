@@ -61,16 +61,12 @@ def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder():
     assert loss / tokens == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"labels": None}, "it has no labels"),
-        ({"position_ids": torch.zeros(4, 9)}, "position_ids cannot be used"),
-        ({"attention_mask": hf_batch()["attention_mask"].flip(1)}, 'tokenizer.padding_side = "right"'),
-        ({"labels": torch.zeros(4, 8)}, r"input_ids are \[4, 9\] and labels \[4, 8\]"),
-        ({"input_ids": torch.zeros(9)}, r"input_ids \[9\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"labels": None}, "it has no labels"), ({"position_ids": torch.zeros(4, 9)}, "position_ids cannot be used"),
+    ({"attention_mask": hf_batch()["attention_mask"].flip(1)}, 'tokenizer.padding_side = "right"'),
+    ({"labels": torch.zeros(4, 8)}, r"input_ids are \[4, 9\] and labels \[4, 8\]"),
+    ({"input_ids": torch.zeros(9)}, r"input_ids \[9\]"),
+])  # fmt: skip
 def test_a_dict_that_cannot_be_meant_is_refused(change, said):
     with pytest.raises(InputError, match=said):
         Batch.from_hf(hf_batch() | change)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import Mock
@@ -18,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 import lowmem.core.kernels
@@ -37,6 +35,7 @@ from reference import tiny_config
 from stand_in.interpreted import language_interpreted
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss
+from tests.core.test_products import Counting
 from tests.core.test_step import PLAIN, make_batches, train
 
 triton = pytest.importorskip("triton")
@@ -156,32 +155,21 @@ def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, fami
     assert train(batches, **kind, **arrangement).differences(plain) == []
 
 
-class Counting(TorchDispatchMode):
-    """How often each operator of ours runs, and which matrices autograd was given a gradient of."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "lowmem":
-            self.counts[function._schema.name.removeprefix("lowmem::")] += 1
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpreted, family):
     """Two micro-batches, one of them at a time; four products a block for GPT-2, seven for Llama."""
     with Counting() as counting:
         outcome = train(make_batches(1), family=family, precision="bf16", fused_kernels=True, **PLAIN)
-    blocks = len(outcome.step.segments)
+    blocks, ours = len(outcome.step.segments), torch.ops.lowmem
     products = {"gpt2": 4, "llama": 7}[family] * blocks
-    assert counting.counts["cross_entropy"] == 2
-    assert counting.counts["add_product"] == 2 * (products + 2), "and the head, in two: 8 does not divide 97 words"
-    assert counting.counts["adamw"] >= 2 * blocks
+    assert counting.operations[ours.cross_entropy.default] == 2
+    assert counting.operations[ours.add_product.default] == 2 * (products + 2), (
+        "and the head, in two: 8 does not divide 97 words"
+    )
+    assert counting.operations[ours.adamw.default] >= 2 * blocks
     with Counting() as counting:
         train(make_batches(1), family=family, precision="bf16", **PLAIN)
-    assert not counting.counts
+    assert not any(function.namespace == "lowmem" for function in counting.operations)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -37,6 +37,11 @@ def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
+def caller(gpu: Gpu) -> Callable[..., Call]:
+    """Returns a function that makes a call and returns its record."""
+    return lambda func, *args, **kwargs: call_on_meta(gpu, func, *args, **kwargs)[0]
+
+
 def operators(gpu: Gpu) -> Iterator[Call]:
     """Calls of the operators of the table, and of some that are to have no temporaries."""
     yield from whose_sums_have_an_order(gpu)
@@ -67,10 +72,7 @@ def dtypes_of(gpu: Gpu) -> tuple[torch.dtype, ...]:
 
 def lookups(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
     """Yields lookups of rows of a table, and the sums of their gradients."""
-
-    def call(func: Callable, *args) -> Call:
-        return call_on_meta(gpu, func, *args)[0]
-
+    call = caller(gpu)
     for number, words, width in (
         *((1024, 50257, 1280), (3072, 50257, 1280), (3073, 50257, 1280), (4096, 50257, 768), (8192, 1024, 768)),
         *((65536, 32000, 1024), (16384, 5000, 512)),
@@ -102,9 +104,7 @@ def norms(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
 
 
 def of_logits(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
-    def call(func: Callable, *args) -> Call:
-        return call_on_meta(gpu, func, *args)[0]
-
+    call = caller(gpu)
     for rows, words in ((128, 50257), (1024, 32000), (512, 128256), (16384, 1024)):
         x, targets = meta(rows, words, dtype=dtype), meta(rows, dtype=torch.int64)
         for func in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
@@ -157,9 +157,7 @@ def flash_attention(
 
 
 def reductions(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
-    def call(func: Callable, *args, **kwargs) -> Call:
-        return call_on_meta(gpu, func, *args, **kwargs)[0]
-
+    call = caller(gpu)
     for rows, columns in MATRICES:
         x = meta(rows, columns, dtype=dtype)
         for matrix in (x, x.mT, meta(rows, columns + 3, dtype=dtype)[:, 1:-2], x.view(1, rows, columns)[0, :1]):
@@ -179,9 +177,7 @@ def reductions(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
 
 
 def products(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
-    def call(func: Callable, *args, **kwargs) -> Call:
-        return call_on_meta(gpu, func, *args, **kwargs)[0]
-
+    call = caller(gpu)
     for rows, terms, columns in ((1024, 768, 2304), (1000, 1600, 4800), (1, 768, 768), (768, 8, 768)):
         bias, right = meta(columns, dtype=dtype), meta(columns, terms, dtype=dtype).t()
         left = meta(rows, terms, dtype=dtype)

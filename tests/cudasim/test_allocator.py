@@ -1,9 +1,6 @@
 """The allocator model against recordings of real GPUs, sequences worked out by hand from the source, and invariants."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +9,8 @@ from hypothesis import strategies as st
 from lowmem.allocator import main
 from lowmem.cudasim.allocator import FREE, UNMAPPED, USED, CachingAllocator, SimulatedOutOfMemory
 from lowmem.units import MIB
+from runs import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 TAPES_FOLDER = ROOT.parent / "shared" / "allocator_tapes"
 TAPES = sorted(TAPES_FOLDER.glob("*.jsonl"))
 
@@ -322,9 +319,7 @@ def test_the_command_prints_one_json_object(tmp_path):
     tape = tmp_path / "tape.jsonl"
     tape.write_text('["a", 7, 26214400, 0]\n["a", 8, 1, 3]\n\n["f", 7]\n["e"]\n["a", 7, 512, 3]\n')
     # 25 takes 26 (operation 0), 1 B takes 2 (operation 1), 26 goes back, the last is in the 2 of stream 3.
-    done = subprocess.run(
-        [sys.executable, "-m", "lowmem.allocator", str(tape)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = python("-m", "lowmem.allocator", tape)
     assert json.loads(done.stdout) == {
         "peak_reserved": 28 * MIB,
         "final_reserved": 2 * MIB,

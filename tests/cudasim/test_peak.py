@@ -1,10 +1,7 @@
 """`lowmem.cuda_peak`: the peak of plain PyTorch code that says "cuda", on a machine without a GPU."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import lowmem
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.units import MIB
+from runs import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS = 1024, 512
 WEIGHTS = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
 
@@ -147,14 +144,10 @@ def test_the_card_decides():
 
 
 REFUSED = {
-    "item reads a number": lambda x: x.sum().item(),
-    "__bool__ reads a number": lambda x: bool(x.sum() > 0),
-    "tolist reads a number": lambda x: x.tolist(),
-    "numpy reads a number": lambda x: x.numpy(),
-    "nonzero": lambda x: x.nonzero(),
-    "unique": lambda x: x.unique(),
-    "copy out of meta": lambda x: x.cpu(),
-}
+    "item reads a number": lambda x: x.sum().item(), "__bool__ reads a number": lambda x: bool(x.sum() > 0),
+    "tolist reads a number": lambda x: x.tolist(), "numpy reads a number": lambda x: x.numpy(),
+    "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", REFUSED)
@@ -189,6 +182,6 @@ def test_nothing_of_the_simulation_is_left_behind():
 def test_the_example_in_docs_runs_as_it_stands():
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text("utf-8"), re.DOTALL)[1]
     assert "cuda_peak" in code
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d+\.\d GiB", done.stdout)

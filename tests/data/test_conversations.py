@@ -268,20 +268,16 @@ def test_roles_that_the_chat_template_names_stay_and_others_are_refused():
         messages_of({"messages": [{"role": "critic", "content": "a"}]})
 
 
-@pytest.mark.parametrize(
-    ("rows", "count"),
-    [
-        ([{"text": "a" * 20}, {"text": None}, {"text": ""}], 2),
-        ([{"text": None}, {"text": "a" * 20}], 1),
-        ([PAIR, PAIR | {"prompt": None}, PAIR | {"completion": None}], 2),
-        ([{"prompt": None, "completion": None}, {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}], 1),
-        ([ALPACA, ALPACA | {"output": None}, ALPACA | {"instruction": None}], 2),
-        ([{"messages": CONVERSATION}, {"messages": None}, {"messages": []}], 2),
-        ([{"messages": CONVERSATION}, {"messages": [CONVERSATION[0], {"role": "assistant", "content": None}]}], 1),
-        ([{"text": None, "messages": CONVERSATION}, {"text": None, "messages": CONVERSATION}], 0),
-        ([{"text": None, "messages": None}, {"text": None, "messages": CONVERSATION}], 1),
-    ],
-)
+@pytest.mark.parametrize(("rows", "count"), [
+    ([{"text": "a" * 20}, {"text": None}, {"text": ""}], 2), ([{"text": None}, {"text": "a" * 20}], 1),
+    ([PAIR, PAIR | {"prompt": None}, PAIR | {"completion": None}], 2),
+    ([{"prompt": None, "completion": None}, {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]}], 1),
+    ([ALPACA, ALPACA | {"output": None}, ALPACA | {"instruction": None}], 2),
+    ([{"messages": CONVERSATION}, {"messages": None}, {"messages": []}], 2),
+    ([{"messages": CONVERSATION}, {"messages": [CONVERSATION[0], {"role": "assistant", "content": None}]}], 1),
+    ([{"text": None, "messages": CONVERSATION}, {"text": None, "messages": CONVERSATION}], 0),
+    ([{"text": None, "messages": None}, {"text": None, "messages": CONVERSATION}], 1),
+])  # fmt: skip
 def test_nulls_are_empty_and_a_column_of_nulls_is_no_second_reading(tmp_path, rows, count):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")

@@ -1,9 +1,7 @@
 import json
 import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from lowmem.data.records import Reading
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
+from runs import python
 from tests.data.loading import (
     CONVERSATION,
     END,
@@ -111,8 +110,7 @@ def test_batch_order_is_the_same_in_another_process_and_does_not_touch_the_globa
     states = np.random.get_state()[1].copy(), torch.get_rng_state()
     here = load(tmp_path / "a.txt").train.batch(5).input_ids.tolist()
     assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
-    command = [sys.executable, "-c", program, tmp_path / "a.txt"]
-    there = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    there = python("-c", program, tmp_path / "a.txt")
     assert json.loads(there.stdout) == here
 
 

@@ -2,8 +2,6 @@
 
 import errno
 import re
-import subprocess
-import sys
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.records import Reading
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError, PlanError
+from runs import python
 from tests.data.loading import CONVERSATION, load, write_rows, write_texts
 from tests.data.test_long_text import small_windows
 
@@ -149,8 +148,9 @@ for path in sys.argv[2:]:
     data = load_data(Settings(data=path, seq=128), tokenizer, 50257)
     print(ram_peak_bytes() - before, len(data.train.parts[0].documents.tokens))
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "model"), *(str(tmp_path / f"{n}.txt") for n in shapes)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    done = python("-c", program, tmp_path / "model", *(tmp_path / f"{name}.txt" for name in shapes))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert len(lines) == len(shapes)
     for line, name in zip(lines, shapes, strict=True):
         grown, tokens = map(int, line.split())

@@ -343,33 +343,20 @@ def test_bf16_is_left_out_where_a_card_has_none(monkeypatch, capability, half):
 # --- what the update adds, and where copies lie
 
 
-@dataclasses.dataclass
-class Event:
+def event(name: str, start: int, duration: int) -> SimpleNamespace:
     """Imitates the profiler's events of a card."""
-
-    called: str
-    start: int
-    duration: int
-
-    def name(self) -> str:
-        return self.called
-
-    def start_ns(self) -> int:
-        return self.start
-
-    def duration_ns(self) -> int:
-        return self.duration
+    return SimpleNamespace(name=lambda: name, start_ns=lambda: start, duration_ns=lambda: duration)
 
 
 def test_a_cards_events_become_lanes_and_what_is_hidden_is_counted():
     events = [
-        Event("Memcpy HtoD (Pinned -> Device)", 1_000, 4_000),
-        Event("Memcpy HtoD (Pinned -> Device)", 5_000, 1_000),
-        Event("Memcpy DtoH (Device -> Pinned)", 4_000, 4_000),
-        Event("void adamw_kernel", 3_000, 2_000),
-        Event("Memset (Device)", 9_000, 1_000),
-        Event("Memcpy DtoD (Device -> Device)", 10_000, 1_000),
-        Event("Stream Wait Event", 1_000, 9_000),
+        event("Memcpy HtoD (Pinned -> Device)", 1_000, 4_000),
+        event("Memcpy HtoD (Pinned -> Device)", 5_000, 1_000),
+        event("Memcpy DtoH (Device -> Pinned)", 4_000, 4_000),
+        event("void adamw_kernel", 3_000, 2_000),
+        event("Memset (Device)", 9_000, 1_000),
+        event("Memcpy DtoD (Device -> Device)", 10_000, 1_000),
+        event("Stream Wait Event", 1_000, 9_000),
     ]
     found = timeline.timeline_of(events, streamed_bytes=3 * GIB)
     assert found.lanes["copies in"] == [(0.0, 5e-6)]
@@ -394,10 +381,10 @@ def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
     assert figures["step_seconds"] - figures["compute_busy_seconds"] == pytest.approx(recording.waiting_seconds)
     assert 0 < recording.waiting_seconds < figures["copying_seconds"] and 0 < figures["hidden_share"] < 1
     assert figures["copies_in_seconds"] == pytest.approx(found.streamed_bytes / card.copy_bytes_per_second)
-    contents = [timeline.content(found), timeline.content(timeline.timeline_of([Event("kernel", 0, 9)], 0))]
+    contents = [timeline.content(found), timeline.content(timeline.timeline_of([event("kernel", 0, 9)], 0))]
     assert [len(content["panels"]) for content in contents] == [2, 1]
-    twice = [Event("long", 0, 5_000), *(Event("short", start, 2_000) for start in (5_000, 7_000))]
-    more = timeline.timeline_of([*twice, Event("Stream Wait Event", 0, 90_000)], 0)  # a wait is no work
+    twice = [event("long", 0, 5_000), *(event("short", start, 2_000) for start in (5_000, 7_000))]
+    more = timeline.timeline_of([*twice, event("Stream Wait Event", 0, 90_000)], 0)  # a wait is no work
     kernels = timeline.content(more)["kernels"]
     assert [(name, calls) for name, _, calls in kernels] == [("long", 1), ("short", 2)]
     assert kernels[1][1] == pytest.approx(4e-6)

@@ -7,23 +7,16 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from experiments.harness import rows as row_file
 from experiments.nested_tensors import eval, main, memory, picture, ragged, run, table, time_profiling, timeline
 from experiments.nested_tensors.attention import Documents
+from reference import VOCABULARY, tiny_config
 
-VOCABULARY = 97
-SHAPES = {
-    "gpt2": GPT2Config(
-        n_layer=2, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=ragged.LONGEST,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    ),
-    "llama": LlamaConfig(
-        num_hidden_layers=2, hidden_size=48, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=ragged.LONGEST, bos_token_id=0, eos_token_id=0,
-    ),
-}  # fmt: skip
+SHAPES = {name: tiny_config(name) for name in ("gpt2", "llama")}
+for config in SHAPES.values():
+    config.num_hidden_layers, config.max_position_embeddings = 2, ragged.LONGEST
 CPU = torch.device("cpu")
 
 

@@ -5,11 +5,9 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +33,7 @@ from lowmem.cudasim.tape import FREED
 from lowmem.errors import InputError, LowmemError
 from lowmem.models.build import build_model
 from lowmem.planning.simulated_step import gpu_target
+from tests import runs
 
 T = 64
 RTX3090 = gpu_target(CARDS["rtx3090"])
@@ -301,10 +300,7 @@ def test_two_real_processes_peak_where_the_simulation_says():
     copy, DDP's second set of buckets, which replaces the first one in an earlier step, or anything of CUDA: streams,
     other kernels, NCCL. Both sides run the same model code on the CPU, FSDP2 also the same recipe.
     """
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    run = subprocess.run([sys.executable, __file__], env={**os.environ, "PYTHONPATH": paths}, capture_output=True,
-                         text=True, timeout=300)  # fmt: skip
+    run = runs.python(__file__)
     assert run.returncode == 0, run.stderr
     measured = json.loads(run.stdout.splitlines()[-1])
     for method in ("ddp", "fsdp2"):

@@ -1,9 +1,9 @@
 """Which method, with which micro-batch, on cards of which size; and how that is told."""
 
 import json
+from functools import partial
 
 import pytest
-from transformers import GPT2Config
 
 from experiments.memory_estimation.several_gpus import methods
 from experiments.memory_estimation.several_gpus.methods import advise, describe, to_dict
@@ -14,14 +14,13 @@ from lowmem.errors import InputError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.units import GIB, MIB
+from tests.experiments import test_rank
 from tests.experiments.test_rank import rank_peak
 
 T = 64
 
 
-def gpt2(**changes) -> GPT2Config:
-    shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 1000}
-    return GPT2Config(**{**shape, "bos_token_id": 1, "eos_token_id": 1, **changes})
+gpt2 = partial(test_rank.gpt2, **test_rank.DROPOUT)
 
 
 def test_advice_is_the_largest_micro_batch_that_completes():

@@ -41,23 +41,19 @@ IN_BACKWARD_KEPT = APPLIED | {"kept": 4, "states_on_gpu": 99}
 WEIGHTS = {"weights_on_gpu": 2, "states_on_gpu": 1, "group": 2, "micro_batch": 1}
 TWICE = {"fate": "dropped", "group": 4, "micro_batch": 1, "segment_blocks": 2, "states_on_gpu": 1}
 ARRANGEMENTS = {
-    "streamed, deferred": DEFERRED,
-    "streamed, not deferred": {"defer": False},
+    "streamed, deferred": DEFERRED, "streamed, not deferred": {"defer": False},
     "groups, some blocks kept, half resident": GROUPS,
-    "nothing recomputed, resident": {"kept": 2 * BLOCKS, "states_on_gpu": 99},
-    "in backward": IN_BACKWARD,
+    "nothing recomputed, resident": {"kept": 2 * BLOCKS, "states_on_gpu": 99}, "in backward": IN_BACKWARD,
     "in backward, some blocks kept": IN_BACKWARD_KEPT,
     "in backward, nothing recomputed": IN_BACKWARD | {"kept": 2 * BLOCKS, "segment_blocks": 1},
-    "forward and backward twice": TWICE,
-    "weights streamed": WEIGHTS | {"kept": 1},
+    "forward and backward twice": TWICE, "weights streamed": WEIGHTS | {"kept": 1},
     "weights streamed, in backward": WEIGHTS | APPLIED | {"group": 4, "segment_blocks": 2},
     "boundaries in RAM, in backward": IN_BACKWARD | {"boundaries_in_ram": True},
-    "gradients in RAM": TWICE | {"fate": "sent"},
-    "bf16": DEFERRED | {"precision": "bf16", "states_on_gpu": 2},
+    "gradients in RAM": TWICE | {"fate": "sent"}, "bf16": DEFERRED | {"precision": "bf16", "states_on_gpu": 2},
     "bf16, in backward": IN_BACKWARD | {"precision": "bf16"},
     "fp16, SGD": DEFERRED | {"precision": "fp16", "optimizer": "sgd"},
     "bf16, 8-bit moments": DEFERRED | {"precision": "bf16", "optimizer": "adamw8bit"},
-}
+}  # fmt: skip
 
 
 class RunsOut(TorchDispatchMode):

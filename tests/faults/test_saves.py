@@ -600,17 +600,13 @@ def change_header(path: Path, change) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[size:])
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda header: {key: value for key, value in header.items() if key != "v"}, "the tensor v: missing"),
-        (lambda header: header | {"w": header["v"]}, "the tensor w: unknown here"),
-        (lambda header: header | {"m": header["v"]}, "the tensor m: not as in this run"),
-        (lambda header: header | {"__metadata__": {"part": "x"}}, "the parameters: not as in this run"),
-        (lambda header: dict(reversed(header.items())), "order"),
-        (lambda header: [], "missing"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda header: {key: value for key, value in header.items() if key != "v"}, "the tensor v: missing"),
+    (lambda header: header | {"w": header["v"]}, "the tensor w: unknown here"),
+    (lambda header: header | {"m": header["v"]}, "the tensor m: not as in this run"),
+    (lambda header: header | {"__metadata__": {"part": "x"}}, "the parameters: not as in this run"),
+    (lambda header: dict(reversed(header.items())), "order"), (lambda header: [], "missing"),
+])  # fmt: skip
 def test_a_header_that_is_not_this_runs_is_refused(tmp_path, change, said):
     checkpoint = save(tmp_path, make_store(), 1)
     rewrite(checkpoint, lambda folder: change_header(folder / "block-0-matrices.safetensors", change))

@@ -4,9 +4,10 @@ import copy
 import json
 
 import pytest
+import test_load_and_export
 import torch
 import transformers
-from test_load_and_export import family_config, real_model, tiny_tokenizer
+from test_load_and_export import export, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem.errors import InputError
@@ -17,9 +18,7 @@ from lowmem.models.export import BeyondRange, export_model
 SAMPLING = {"temperature": 0.9, "top_p": 0.6}
 
 
-@pytest.fixture(scope="module")
-def gpt2():
-    return real_model(family_config("gpt2"))
+gpt2 = test_load_and_export.gpt2
 
 
 @pytest.mark.parametrize(("published", "said"), [
@@ -52,11 +51,6 @@ def test_a_published_generation_config_is_exported_as_it_came(published, said, g
 def rehearse(*given) -> list[str]:
     with rehearsed(*given) as rehearsal:
         return rehearsal.remarks
-
-
-def export(folder, model, parameters=None, **changes) -> list[str]:
-    settings = dict(tokenizer=None, readme="# A run\n") | changes
-    return export_model(folder, model.config, parameters or model.named_parameters(), **settings)
 
 
 @pytest.mark.parametrize(

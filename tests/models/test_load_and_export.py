@@ -6,8 +6,6 @@ import http.server
 import json
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +30,7 @@ from lowmem.models import export as lowmem_export
 from lowmem.models.build import build_model, check_length, load_config, model_folder
 from lowmem.models.export import export_model
 from lowmem.models.load import random_weights, read_weights
+from runs import python
 
 IDS = torch.arange(2, 22).view(2, 10)
 
@@ -330,8 +329,7 @@ def test_memory_stays_at_a_few_runs_whatever_the_size_of_folders_and_tensors(tmp
     model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16", max_shard_size="64MB")
     del model, tensors, halves
 
-    program = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = python("-c", MEMORY_PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path)  # pytest would keep the gigabyte for three runs
     rows = json.loads(done.stdout.splitlines()[-1])
@@ -386,7 +384,7 @@ def test_a_model_whose_constructor_sets_a_parameter_is_built_whole():
 
 def export(folder, model, parameters=None, **changes):
     settings = dict(tokenizer=None, generation_config=None, readme="# A run\n") | changes
-    export_model(folder, model.config, parameters or model.named_parameters(), **settings)
+    return export_model(folder, model.config, parameters or model.named_parameters(), **settings)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -581,16 +579,12 @@ def test_config_from_folder_or_bare_file(tmp_path):
         assert type(loaded) is transformers.LlamaConfig and loaded.rope_parameters["rope_theta"] == 77.0
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json:1: bad JSON: Expecting property name"),
-        ("[]", "model.type"),
-        ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
-        ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),
-        ('{"model_type": "llama", "hidden_size": "many"}', "not a valid llama config"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "config.json:1: bad JSON: Expecting property name"), ("[]", "model.type"),
+    ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', "needs Python code .* not run here"),
+    ('{"model_type": "nosuch"}', "'nosuch' is not known to transformers"),
+    ('{"model_type": "llama", "hidden_size": "many"}', "not a valid llama config"),
+])  # fmt: skip
 def test_bad_config_is_refused_by_its_path(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=message) as caught:

@@ -1,8 +1,6 @@
 """Things that people give as --model: each is refused with its kind and with advice."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,7 +8,7 @@ import lowmem
 from lowmem.errors import InputError
 from lowmem.models.recognize import Recognized, is_hub_name, recognize
 from lowmem.run.main import main
-from runs import ROOT, SCRIPTS
+from runs import SCRIPTS, python
 from tests.data.loading import POINTER
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 1}
@@ -167,10 +165,7 @@ def test_a_folder_in_the_way_of_a_name_on_the_hub_is_said_to_be_that(tmp_path, m
 
 @pytest.mark.parametrize("program", [["train_gpt2_large.py"], ["-m", "lowmem.plan"]], ids=" ".join)
 def test_it_is_said_in_a_real_process(tmp_path, program):
-    run = subprocess.run(
-        [sys.executable, *program, "--model", str(made(tmp_path, {"x.gguf": ""}))],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    run = python(*program, "--model", made(tmp_path, {"x.gguf": ""}))
     assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1) and "GGUF" in run.stderr
 
 

@@ -134,15 +134,11 @@ def in_order_of_birth(tape: Tape) -> list:
 
 
 REPLAYED = [
-    Layout(1, 1, 1, states_on_gpu=2),
-    Layout(1, 4, 2, states_on_gpu=99),
-    Layout(1, 2, 2, kept=99),
-    Layout(1, 1, 3, kept=99, states_on_gpu=99),
-    Layout(2, 1, 2, states_on_gpu=1),
-    Layout(1, 2, 1, kept=4, states_on_gpu=2),
-    Layout(1, 2, 2, kept=1, weights_on_gpu=1),
+    Layout(1, 1, 1, states_on_gpu=2), Layout(1, 4, 2, states_on_gpu=99), Layout(1, 2, 2, kept=99),
+    Layout(1, 1, 3, kept=99, states_on_gpu=99), Layout(2, 1, 2, states_on_gpu=1),
+    Layout(1, 2, 1, kept=4, states_on_gpu=2), Layout(1, 2, 2, kept=1, weights_on_gpu=1),
     Layout(1, 4, 1, kept=1, boundaries_in_ram=True),
-]
+]  # fmt: skip
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 
 

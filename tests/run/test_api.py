@@ -144,15 +144,11 @@ def test_a_plan_for_a_card_that_is_not_here():
         lowmem.train(replace(TINY, plan_only=True))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ([], 2, "the commands are train, plan, demo and report"),
-        (["trian"], 2, "'trian' is no command"),
-        (["train", "--stpes", "3"], 2, "lowmem: Unknown option --stpes"),
-        (["plan", "--model", "gpt2", "--gpu", "no card"], 2, "lowmem.plan: "),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "said"), [
+    ([], 2, "the commands are train, plan, demo and report"), (["trian"], 2, "'trian' is no command"),
+    (["train", "--stpes", "3"], 2, "lowmem: Unknown option --stpes"),
+    (["plan", "--model", "gpt2", "--gpu", "no card"], 2, "lowmem.plan: "),
+])  # fmt: skip
 def test_bad_usage_of_the_command(words, code, said):
     done = python("-m", "lowmem", *words)
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr and done.stderr.count("\n") == 1

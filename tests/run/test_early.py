@@ -27,25 +27,21 @@ except SystemExit as ended:
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("train_gpt2_large.py --model no/such/folder", "'no/such/folder' is neither a folder here nor a name"),
-        ("train_gpt2_large.py --data missing.txt", "missing.txt: no such file"),
-        ("train_gpt2_large.py --eval-data missing.txt", "missing.txt: no such file"),
-        ("train_gpt2_large.py --config missing.json", "--config missing.json: cannot be read"),
-        ("train_gpt2_large.py --resume nowhere", "--resume nowhere: there is no such folder"),
-        ("train_gpt2_large.py --out README.md/run", "README.md/run cannot be written: Not a directory"),
-        ("train_gpt2_large.py --plan-only --out README.md", "README.md cannot be written: Not a directory"),
-        ("train_gpt2_large.py --states-folder README.md", "folder README.md cannot be written: it is no folder"),
-        ("train_gpt2_large.py --plan-only --gpu nonsense", "--gpu nonsense: there is no such card"),
-        ("train_gpt2_large.py --model " + 300 * "a", "give another path"),
-        ("lowmem.plan --model nonsense.json", "'nonsense.json' is neither a folder here"),
-        ("lowmem.plan --model pyproject.toml", "pyproject.toml cannot be read as a config.json"),
-        ("lowmem.plan --model gpt2 --gpu nonsense", "--gpu nonsense: there is no such card"),
-        ("lowmem.plan --help", ""),
-    ],
-)
+@pytest.mark.parametrize(("program", "said"), [
+    ("train_gpt2_large.py --model no/such/folder", "'no/such/folder' is neither a folder here nor a name"),
+    ("train_gpt2_large.py --data missing.txt", "missing.txt: no such file"),
+    ("train_gpt2_large.py --eval-data missing.txt", "missing.txt: no such file"),
+    ("train_gpt2_large.py --config missing.json", "--config missing.json: cannot be read"),
+    ("train_gpt2_large.py --resume nowhere", "--resume nowhere: there is no such folder"),
+    ("train_gpt2_large.py --out README.md/run", "README.md/run cannot be written: Not a directory"),
+    ("train_gpt2_large.py --plan-only --out README.md", "README.md cannot be written: Not a directory"),
+    ("train_gpt2_large.py --states-folder README.md", "folder README.md cannot be written: it is no folder"),
+    ("train_gpt2_large.py --plan-only --gpu nonsense", "--gpu nonsense: there is no such card"),
+    ("train_gpt2_large.py --model " + 300 * "a", "give another path"),
+    ("lowmem.plan --model nonsense.json", "'nonsense.json' is neither a folder here"),
+    ("lowmem.plan --model pyproject.toml", "pyproject.toml cannot be read as a config.json"),
+    ("lowmem.plan --model gpt2 --gpu nonsense", "--gpu nonsense: there is no such card"), ("lowmem.plan --help", ""),
+])  # fmt: skip
 def test_what_leads_nowhere_is_refused_before_pytorch_is_imported(program, said):
     run = python("-c", WATCHED, *program.split())
     code = 2 if said else 0

@@ -113,17 +113,13 @@ def test_prompts_with_completions_are_sources_and_targets(train_t5, tmp_path, ca
     assert "a row is a source of at most 24 tokens and a target of at most 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--document-mask", "on"], "one source and one target in a row"),
-        (["--pack", "packed"], "one source and one target in a row"),
-        (["--train-on", "all"], "learns targets, never sources"),
-        (["--target-tokens", "32"], "leave no token for a source"),
-        (["--target-tokens", "0"], "at least 1"),
-        (["--model", "gpt2-demo", "--target-tokens", "8"], "is for encoder-decoders"),
-    ],
-)
+@pytest.mark.parametrize("options, said", [
+    (["--document-mask", "on"], "one source and one target in a row"),
+    (["--pack", "packed"], "one source and one target in a row"),
+    (["--train-on", "all"], "learns targets, never sources"),
+    (["--target-tokens", "32"], "leave no token for a source"), (["--target-tokens", "0"], "at least 1"),
+    (["--model", "gpt2-demo", "--target-tokens", "8"], "is for encoder-decoders"),
+])  # fmt: skip
 def test_what_an_encoder_decoder_does_not_do_is_refused_and_nothing_written(train_t5, tmp_path, capsys, options, said):
     assert train_t5(tmp_path / "out", *options) == 2
     assert said in last_line(capsys)

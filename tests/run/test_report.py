@@ -15,6 +15,7 @@ from lowmem.run.figures import build_report
 from lowmem.run.identity import run_identity
 from lowmem.run.report import device_name, opening_remarks, versions
 from lowmem.settings import FIELD_NAMES, Settings
+from tests.test_settings import OPTION_VALUES
 
 PLAN = {"fits": True, "model": "tiny"}
 PEAKS = {"gpu_allocated_peak_bytes": None, "gpu_reserved_peak_bytes": None, "ram_peak_bytes": 5}
@@ -73,22 +74,10 @@ def test_versions_are_those_of_the_packages_that_a_result_depends_on():
 
 # --- the identity of a run
 
-CHANGED = {  # every setting, and a value that is not its default
-    **{"model": "gpt2-xl", "init": "random", "data": "wikitext", "eval_data": "wikitext", "eval_fraction": 0.5},
-    **{"text_field": "content", "train_on": "all", "chat_template": "chat.jinja", "seq": 512, "document_mask": True},
-    **{"split": "test", "max_samples": 9, "prompt_field": "q", "completion_field": "a", "messages_field": "m"},
-    **{"pack": "packed", "batch": 32, "steps": 7, "epochs": 3.0, "fixed_batch": True, "lr": 1e-4},
-    **{"schedule": "linear", "warmup_steps": 5.0, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
-    **{"weight_decay": 0.1, "clip_norm": None, "seed": 1, "optimizer": "sgd", "precision": "fp16"},
-    **{"residual": "16bit", "device": "cpu", "gpu_limit_bytes": None, "ram_limit_bytes": 2**40, "micro_batch": 2},
-    **{"group": 2, "segment_blocks": 2, "recompute": "on", "states": "streamed", "states_folder": "elsewhere/states"},
-    **{"target_tokens": 7, "disk_rate_bytes": 2**30, "weights": "streamed", "boundaries": "streamed"},
-    **{"network_rate_bytes": 2**30},
-    **{"gradients": "streamed", "plan_only": True, "preview": 2, "verbose": True, "demo": True, "gpu": "t4"},
-    **{"out": "elsewhere", "run_name": "name", "resume": "never", "save_every": 5, "keep_last": 1, "eval_every": 5},
-    **{"eval_batches": 1, "log_every": 5, "sample_prompt": "x", "wandb": "offline", "export_dtype": "bf16"},
-    **{"keep_best": True, "patience": 3, "sample_every": 5, "sample_temperature": 0.7, "report_to": "tensorboard"},
-}
+DEFAULTS = Settings()
+# Every setting, and the first value of test_settings.py that is not its default.
+CHANGED = {field: value for _, field, value in reversed(OPTION_VALUES) if value != getattr(DEFAULTS, field)}
+CHANGED |= {"demo": True}
 # The settings that a resumed run must share. The others change no bit, or the identity has them by another name: the
 # data's fingerprint, the number of steps, the planned precision and micro-batch.
 SHARED = {
@@ -107,7 +96,7 @@ def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precisio
 
 def test_the_table_above_has_every_setting():
     assert CHANGED.keys() == set(FIELD_NAMES)
-    assert all(getattr(Settings(), name) != value for name, value in CHANGED.items())
+    assert all(getattr(DEFAULTS, name) != value for name, value in CHANGED.items())
 
 
 @pytest.mark.parametrize("name", sorted(CHANGED))

@@ -140,242 +140,133 @@ COPIES = [
     _lanes("copies are recorded on the stream that computes", COPY, RECORDED_ON_COMPUTE),
 ]
 
+# fmt: off
 SLOTS = [
-    _window(
-        "copies in do not wait for what used the slots' memory before",
-        "        return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))\n",
-        "        return Slot(tensors)\n",
-    ),
+    _window("copies in do not wait for what used the slots' memory before",
+        "        return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))\n", "        return Slot(tensors)\n"),
     _window("one slot too few", "self._window.fit(AHEAD + 1,", "self._window.fit(AHEAD,"),
     _window("a piece is fetched one piece too early", "self._used + AHEAD + 1,", "self._used + AHEAD + 2,"),
     _window("a slot is refilled without waiting for its write-back", FETCH, FETCH.replace(" slot.left,", "")),
-    _window(
-        "a slot is refilled after the write-back of the one before",
-        FETCH,
-        FETCH.replace("slot.left,", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left,"),
-    ),  # fmt: skip
-    _window(
-        "the wait for a slot's write-back comes after the copies in",
-        FETCH,
-        FETCH.replace(" slot.left,", "") + "        self.transfers.wait(self.into, slot.left)\n",
-    ),  # fmt: skip
-    _window(
-        "what computes waits for a slot's write-back, not the copies in",
-        FETCH,
-        "        self.transfers.wait(Lane.COMPUTE, slot.left)\n" + FETCH.replace(" slot.left,", ""),
-    ),  # fmt: skip
+    _window("a slot is refilled after the write-back of the one before", FETCH,
+        FETCH.replace("slot.left,", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left,")),
+    _window("the wait for a slot's write-back comes after the copies in", FETCH,
+        FETCH.replace(" slot.left,", "") + "        self.transfers.wait(self.into, slot.left)\n"),
+    _window("what computes waits for a slot's write-back, not the copies in", FETCH,
+        "        self.transfers.wait(Lane.COMPUTE, slot.left)\n" + FETCH.replace(" slot.left,", "")),
     _window("arrivals are noted in another slot", FETCH, FETCH.replace("slot.arrived", "self.slots[-1].arrived")),
 ]
 
 WEIGHTS = [
     _segments("weights do not wait for what used their slot", WEIGHTS_AFTER, "mark(Lane.STATES_OUT))"),
     _segments("weights do not wait for their write-back", WEIGHTS_AFTER, "mark(Lane.COMPUTE))"),
-    _segments(
-        "what computes does not wait for its weights",
-        USE_WEIGHTS,
-        USE_WEIGHTS.replace("self._window.use(slot)", "pass"),
-    ),
-    _segments(
-        "what computes waits for the other slot's weights",
-        USE_WEIGHTS,
-        USE_WEIGHTS.replace("use(slot)", "use(*(s for s in self._window.slots if s is not slot))"),
-    ),
-    Mutation(
-        "core/step.py",
-        "weights are fetched before their update",
+    _segments("what computes does not wait for its weights", USE_WEIGHTS,
+        USE_WEIGHTS.replace("self._window.use(slot)", "pass")),
+    _segments("what computes waits for the other slot's weights", USE_WEIGHTS,
+        USE_WEIGHTS.replace("use(slot)", "use(*(s for s in self._window.slots if s is not slot))")),
+    Mutation("core/step.py", "weights are fetched before their update",
         "                self._updates.run(following.blocks.stop + 1)  # before its weights are on their way\n",
-        "                pass\n",
-    ),
-    Mutation(
-        "core/deferred_updates.py",
-        "weights that were updated are taken for those of before",
-        "part.updates += 1",
-        "part.updates += 0",
-    ),
+        "                pass\n"),
+    Mutation("core/deferred_updates.py", "weights that were updated are taken for those of before", "part.updates += 1",
+        "part.updates += 0"),
 ]
 
 BOUNDARIES = [
-    _segments(
-        "a boundary's memory is free before it has left",
+    _segments("a boundary's memory is free before it has left",
         "        self._window.release(LEAVING - 1)\n        self._window.send_away(tensor, saved.boundary)\n",
-        "        self._window.send_away(tensor, saved.boundary)\n        self._window.sent.clear()\n",
-    ),
-    _segments(
-        "boundaries come back before they have left",
-        "        self._window.release()  # the copy below",
-        "        # the copy below",
-    ),
-    _segments(
-        "boundaries come back into memory that is in use",
+        "        self._window.send_away(tensor, saved.boundary)\n        self._window.sent.clear()\n"),
+    _segments("boundaries come back before they have left", "        self._window.release()  # the copy below",
+        "        # the copy below"),
+    _segments("boundaries come back into memory that is in use",
         '        self._window.fetch(slot, [(slot.tensors["boundary"]',
-        '        slot.left = None\n        self._window.fetch(slot, [(slot.tensors["boundary"]',
-    ),
-    _segments(
-        "what computes does not wait for its boundary",
-        USE_BOUNDARY,
-        USE_BOUNDARY.replace("self._window.use(slot)", "pass"),
-    ),
+        '        slot.left = None\n        self._window.fetch(slot, [(slot.tensors["boundary"]'),
+    _segments("what computes does not wait for its boundary", USE_BOUNDARY,
+        USE_BOUNDARY.replace("self._window.use(slot)", "pass")),
 ]
 
 GRADIENTS = [
-    _window(
-        "what is sent leaves before it is made",
-        SEND,
-        SEND.replace("self.transfers.mark(self.user)", "self.transfers.mark(self.user) if self.slots else None"),
-    ),
-    _segments(
-        "fetches do not wait for gradients to arrive in RAM", RELEASE_GRADIENTS, "        self._window.release()\n"
-    ),
-    _segments(
-        "fetches wait for what computes, not for gradients",
-        RELEASE_GRADIENTS,
-        "        self._window.release()\n"
+    _window("what is sent leaves before it is made", SEND,
+        SEND.replace("self.transfers.mark(self.user)", "self.transfers.mark(self.user) if self.slots else None")),
+    _segments("fetches do not wait for gradients to arrive in RAM", RELEASE_GRADIENTS,
+        "        self._window.release()\n"),
+    _segments("fetches wait for what computes, not for gradients", RELEASE_GRADIENTS, "        self._window.release()\n"
         "        transfers = self._window.transfers\n"
         "        transfers.wait(Lane.STATES_IN, transfers.mark(Lane.COMPUTE))\n",
-        equivalent="what computes has waited for them by then, since their memory is free",
-    ),
-    _segments(
-        "a gradient's memory is free before it has left",
-        SEND_GRADIENT,
-        SEND_GRADIENT + "            self._window.sent.clear()\n",
-    ),
-    _window(
-        "of what was sent only the newest is waited for",
-        FREE,
+        equivalent="what computes has waited for them by then, since their memory is free"),
+    _segments("a gradient's memory is free before it has left", SEND_GRADIENT,
+        SEND_GRADIENT + "            self._window.sent.clear()\n"),
+    _window("of what was sent only the newest is waited for", FREE,
         "            for lane in (self.user, *lanes) if len(self.sent) == keep + 1 else ():\n",
-        equivalent="a lane's copies are made in order: what waits for the newest waits for all",
-    ),
-    _window(
-        "of what was sent only the oldest is waited for",
-        FREE,
-        "            for lane in (self.user, *lanes) if len(self.sent) > keep + 1 else ():\n",
-    ),
+        equivalent="a lane's copies are made in order: what waits for the newest waits for all"),
+    _window("of what was sent only the oldest is waited for", FREE,
+        "            for lane in (self.user, *lanes) if len(self.sent) > keep + 1 else ():\n"),
 ]
 
 DISK = [
     _window("the host does not wait for what it writes to a disk", HOST_WAITS, "            # the host"),
-    _window(
-        "the host waits for what the slot before holds",
-        HOST_WAITS,
-        HOST_WAITS.replace("slot.left", "self._slot(self._fetched - 1).left"),
-    ),
-    _window(
-        "slots share their buffers for a disk",
-        "        return _views(slot, slot.buffers, {",
+    _window("the host waits for what the slot before holds", HOST_WAITS,
+        HOST_WAITS.replace("slot.left", "self._slot(self._fetched - 1).left")),
+    _window("slots share their buffers for a disk", "        return _views(slot, slot.buffers, {",
         "        slot.buffers = self._window.slots[0].buffers or slot.buffers\n"
-        "        return _views(slot, slot.buffers, {",
-    ),
-    _window(
-        "what belongs on a disk stays in the buffers",
-        SYNCHRONIZE + "        for slot in self._window.slots:\n",
-        SYNCHRONIZE + "        for slot in ():\n",
-    ),
-    _window(
-        "what belongs on a disk is written before it has arrived",
-        SYNCHRONIZE,
-        "        for slot in self._window.slots:\n            self._settle(slot)\n" + SYNCHRONIZE,
-    ),
+        "        return _views(slot, slot.buffers, {"),
+    _window("what belongs on a disk stays in the buffers", SYNCHRONIZE + "        for slot in self._window.slots:\n",
+        SYNCHRONIZE + "        for slot in ():\n"),
+    _window("what belongs on a disk is written before it has arrived", SYNCHRONIZE,
+        "        for slot in self._window.slots:\n            self._settle(slot)\n" + SYNCHRONIZE),
 ]
 
 UPDATES = [
     _window("an update does not wait for its state", TAKE, "        slot = self._slot(self._used)\n"),
     _window("an update waits for the slot before", TAKE, TAKE.replace("use(slot)", "use(self._slot(self._used - 1))")),
     _window("an update waits for the next slot", TAKE, TAKE.replace("use(slot)", "use(self._slot(self._used + 1))")),
-    _window(
-        "what computes waits for a state, not the updates",
-        TAKE,
-        TAKE.replace("self._window.use(slot)", "self._transfers.wait(Lane.COMPUTE, slot.arrived)"),
-    ),
+    _window("what computes waits for a state, not the updates", TAKE,
+        TAKE.replace("self._window.use(slot)", "self._transfers.wait(Lane.COMPUTE, slot.arrived)")),
     _lanes("updates run on the stream that computes", UPDATING, "        return nullcontext()\n"),
     _updates("updates are not recorded", MARK_UPDATED, ""),
     _updates("updates are recorded before they are made", UPDATE + MARK_UPDATED, MARK_UPDATED + UPDATE),
-    _updates(
-        "updates are recorded on the stream that computes", MARK_UPDATED, MARK_UPDATED.replace("UPDATES", "COMPUTE")
-    ),
+    _updates("updates are recorded on the stream that computes", MARK_UPDATED,
+        MARK_UPDATED.replace("UPDATES", "COMPUTE")),
     _updates("updates do not wait for what computes", WAIT_FOR_GRADIENTS, "        pass\n"),
-    _updates(
-        "what computes waits for the updates, not they for it",
-        WAIT_FOR_GRADIENTS,
-        "        self._transfers.wait(Lane.COMPUTE, self._transfers.mark(Lane.UPDATES))\n",
-    ),
+    _updates("what computes waits for the updates, not they for it", WAIT_FOR_GRADIENTS,
+        "        self._transfers.wait(Lane.COMPUTE, self._transfers.mark(Lane.UPDATES))\n"),
     _updates("what computes does not wait for updates", HOLD, "            pass\n"),
-    _updates(
-        "what computes waits for states, not for updates",
-        HOLD,
-        HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)"),
-    ),
+    _updates("what computes waits for states, not for updates", HOLD,
+        HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)")),
     _updates("updates are made ready without a wait for what computes", BEGIN, "        self.units_done = 0\n"),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
-    _updates(
-        "updates in backward wait for the first gradients alone",
-        "        if self.downwards:",
-        "        if self.downwards and self.units_done == 0:",
-    ),
-    _updates(
-        "what computes is held before updates, not after",
-        RUN + HOLD,
-        RUN.replace("            while", HOLD + "            while") + "            pass\n",
-    ),
-    _updates(
-        "updates are not launched as updates",
-        "            with self._transfers.updating():\n",
-        "            if True:\n",
-    ),
-    Mutation(
-        "core/optimizers.py",
-        "8-bit updates count as running on any stream",
-        "        any_stream=False,",
-        "        any_stream=True,",
-    ),
+    _updates("updates in backward wait for the first gradients alone", "        if self.downwards:",
+        "        if self.downwards and self.units_done == 0:"),
+    _updates("what computes is held before updates, not after", RUN + HOLD,
+        RUN.replace("            while", HOLD + "            while") + "            pass\n"),
+    _updates("updates are not launched as updates", "            with self._transfers.updating():\n",
+        "            if True:\n"),
+    Mutation("core/optimizers.py", "8-bit updates count as running on any stream", "        any_stream=False,",
+        "        any_stream=True,"),
 ]
 
 COPIES_OUT = [
     _window("copies out do not wait for the update", SEND, SEND.replace("self.transfers.mark(self.user)", "None")),
-    _window(
-        "copies out wait for what computes, not for the update",
-        SEND,
-        SEND.replace("mark(self.user)", "mark(Lane.COMPUTE)"),
-    ),
-    _window(
-        "copies out wait for the copies in, not for the update",
-        SEND,
-        SEND.replace("mark(self.user)", "mark(self.into)"),
-    ),
-    _window(
-        "the wait for the update comes after the copies out",
-        SEND,
-        SEND.replace(
-            ", self.transfers.mark(self.user))",
-            ")\n        self.transfers.wait(self.out, self.transfers.mark(self.user))",
-        ),
-    ),
-    _updates(
-        "a state is written back before it is updated",
-        UPDATE + MARK_UPDATED + GIVE_BACK,
-        indented(GIVE_BACK) + UPDATE + MARK_UPDATED,
-    ),
-    _window(
-        "copies out are recorded for the slot before",
-        SEND,
-        SEND.replace("slot.left", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left"),
-    ),
+    _window("copies out wait for what computes, not for the update", SEND,
+        SEND.replace("mark(self.user)", "mark(Lane.COMPUTE)")),
+    _window("copies out wait for the copies in, not for the update", SEND,
+        SEND.replace("mark(self.user)", "mark(self.into)")),
+    _window("the wait for the update comes after the copies out", SEND,
+        SEND.replace(", self.transfers.mark(self.user))",
+        ")\n        self.transfers.wait(self.out, self.transfers.mark(self.user))")),
+    _updates("a state is written back before it is updated", UPDATE + MARK_UPDATED + GIVE_BACK,
+        indented(GIVE_BACK) + UPDATE + MARK_UPDATED),
+    _window("copies out are recorded for the slot before", SEND,
+        SEND.replace("slot.left", "(self.slots[self.slots.index(slot) - 1] if slot in self.slots else slot).left")),
 ]
 
 SYNCHRONIZING = [
-    _lanes(
-        "the host does not wait for copies out",
-        "            stream.synchronize()\n",
-        "            if stream is not self._streams[Lane.STATES_OUT]:\n                stream.synchronize()\n",
-    ),  # fmt: skip
-    _lanes(
-        "the host does not wait for copies in",
-        "            stream.synchronize()\n",
+    _lanes("the host does not wait for copies out", "            stream.synchronize()\n",
+        "            if stream is not self._streams[Lane.STATES_OUT]:\n                stream.synchronize()\n"),
+    _lanes("the host does not wait for copies in", "            stream.synchronize()\n",
         "            if stream is not self._streams[Lane.STATES_IN]:\n                stream.synchronize()\n",
         equivalent="flush() has completed the pass before: every copy in was awaited by the stream of the updates, and "
-        "that by the copies out, for which the host waits",
-    ),
+        "that by the copies out, for which the host waits"),
     _window("the window is not synchronized", SYNCHRONIZE, ""),
     _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
 ]
-
+# fmt: on
 MUTATIONS = COPIES + SLOTS + WEIGHTS + BOUNDARIES + GRADIENTS + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING
