@@ -9,6 +9,7 @@ QUICK_CASES = {
     "core/test_step.py::test_packed_documents_train_as_in_rows_of_their_own": 3,
     "core/test_ragged.py::test_placement_and_order_change_no_bit_of_ragged_batches": 1,
     "core/test_parameters.py::test_masters_come_back_as_they_were_written": 12,
+    "core/test_step.py::test_the_staging_ring_changes_no_bit": 6,
     "core/test_step.py::test_in_one_group_gradients_that_are_used_at_once_change_no_bit_and_are_never_all_there": 4,
     "core/test_step.py::test_a_step_that_is_abandoned_anywhere_leaves_what_the_step_before_it_left": 2,
     "core/test_encoder_decoder.py::test_fp32_follows_plain_transformers_and_torch_adamw": 2,

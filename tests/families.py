@@ -23,6 +23,21 @@ def config(model_type: str, *sizes: dict, **more) -> Callable[[], PretrainedConf
     return partial(AutoConfig.for_model, model_type, **fields)
 
 
+DROPOUTS = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout", "dropout_rate"),
+)
+
+
+def with_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
+    """Sets every rate that `config` has, and returns it; no layer is left out as a whole."""
+    for name in DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+    config.layerdrop = 0.0
+    return config
+
+
 FAMILIES = {
     "gpt2": config("gpt2", OLD),
     # alternating global and local attention: the blocks' masks differ

@@ -132,15 +132,16 @@ def test_placement_and_order_change_no_bit(kind, name):
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("piece", [256, 1024])
-def test_the_staging_ring_changes_no_bit(monkeypatch, ahead, piece):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_staging_ring_changes_no_bit(monkeypatch, precision, piece, ahead):
     """Of whatever depth, on a disk too, where pieces begin inside a page. (The size of a piece decides how the norm is
     rounded, so it is the same for every layout.)"""
     monkeypatch.setattr(stores, "PIECE", piece)
     batches = make_batches(4)
-    plain = train(batches, **PLAIN)
+    plain = train(batches, precision=precision, **PLAIN)
     monkeypatch.setattr(window, "AHEAD", ahead)
     for case in ({"states_on_gpu": 2}, ON_DISK):
-        outcome = train(batches, **case)
+        outcome = train(batches, precision=precision, **case)
         assert len(outcome.step.states._window.slots) == ahead + 1
         assert outcome.differences(plain) == []
 

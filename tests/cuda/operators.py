@@ -55,6 +55,7 @@ from lowmem.models.build import make_decoder
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from tests.cuda import calls
 from tests.cuda.allocations import VERSION, Call, measure, peaks_on, peaks_simulated, record_of
+from tests.families import with_dropout
 
 LLAMA = {
     **{"vocab_size": 32000, "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2816},
@@ -82,10 +83,6 @@ FAMILIES: dict[str, Callable] = {  # two blocks of each, as wide as a small publ
     "gemma2": lambda: Gemma2Config(**LLAMA, head_dim=128),
     "mpt": lambda: MptConfig(n_layers=2, d_model=1024, n_heads=16, vocab_size=50368),
 }
-DROPOUTS = (
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
-    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout"),
-)
 
 
 def steps(gpu: Gpu, family: str) -> Iterator[Call]:
@@ -105,10 +102,7 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
         (half, "16bit", False, (1000, 3, True)),
         ("fp32", "fp32", False, (1000, 3, False)),
     ):
-        config = FAMILIES[family]()
-        for name in DROPOUTS:
-            if hasattr(config, name):
-                setattr(config, name, 0.0 if masked else 0.1)
+        config = with_dropout(FAMILIES[family](), 0.0 if masked else 0.1)
         card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
         target = gpu_target(card, fused)
         target = replace(target, machine=replace(target.machine, hidden_bytes=watch))

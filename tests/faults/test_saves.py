@@ -586,13 +586,6 @@ def test_a_state_that_lacks_what_a_run_needs_is_refused(tmp_path, key):
     assert f"state.json lacks {key}" in refused(checkpoint, make_store(), {})
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"])
-def test_a_state_that_is_no_state_is_refused(tmp_path, content):
-    checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: replace(folder / "state.json", content))
-    assert "state.json" in refused(checkpoint, make_store(), {})
-
-
 def change_header(path: Path, change) -> None:
     content = path.read_bytes()
     size = 8 + struct.unpack("<Q", content[:8])[0]
@@ -614,11 +607,17 @@ def test_a_header_that_is_not_this_runs_is_refused(tmp_path, change, said):
     assert "block-0-matrices.safetensors" in sentence and said in sentence
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8])
-def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
+NOTHING_SUCH = {  # None: the file is missing
+    "state.json": [None, b"", b"[]", b"7", b"{", b"[" * 100_000, b"\xff"],
+    "final-vectors.safetensors": [None, b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 3) + b"{}", b"\0" * 8],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, each in NOTHING_SUCH.items() for one in each])
+def test_a_file_that_lacks_what_its_name_says_is_refused(tmp_path, name, content):
     checkpoint = save(tmp_path, make_store(), 1)
-    rewrite(checkpoint, lambda folder: replace(folder / "final-vectors.safetensors", content))
-    assert "final-vectors.safetensors" in refused(checkpoint, make_store(), {})
+    rewrite(checkpoint, lambda folder: replace(folder / name, content))
+    assert name in refused(checkpoint, make_store(), {})
 
 
 def test_another_optimizer_precision_or_model_is_refused(tmp_path):
@@ -689,6 +688,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.run.checkpoint import load_newest, save_checkpoint
 from lowmem.run.folder import find_checkpoints
 from lowmem.core.parameters import Store
+from lowmem.limits import ram_peak_bytes, reset_ram_peak
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=24000))
@@ -699,13 +699,10 @@ for tensor in tensors:
 assert sum(tensor.nbytes for tensor in tensors) > 280 * 2**20
 
 def rise_mib(work):
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = mark()
+    assert reset_ram_peak()
+    before = ram_peak_bytes()
     work()
-    return (mark() - before) / 1024
-
-def mark():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return (ram_peak_bytes() - before) / 2**20
 
 folder = Path(sys.argv[1])
 state = dict.fromkeys(("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries"), 1)

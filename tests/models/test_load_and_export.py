@@ -270,23 +270,21 @@ from lowmem.core.optimizers import get_optimizer
 from lowmem.models.export import export_model
 from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.core.parameters import Store
+from lowmem.limits import ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.models.load import random_weights, read_weights
-
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 def measure(work):
     ctypes.CDLL(None).malloc_trim(0)  # what is free but kept would hide what comes
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before, start = status("VmRSS"), time.perf_counter()
+    assert reset_ram_peak()
+    before, start = ram_now_bytes(), time.perf_counter()
     work()
     seconds = time.perf_counter() - start
-    return {"peak": status("VmHWM") - before, "left": status("VmRSS") - before, "seconds": seconds, "before": before}
+    return {"peak": ram_peak_bytes() - before, "left": ram_now_bytes() - before, "seconds": seconds, "before": before}
 
 def drain(pairs):
     for _, tensor in pairs:
         del tensor
-        at_last["bytes"] = status("VmRSS")  # while the generator still lives
+        at_last["bytes"] = ram_now_bytes()  # while the generator still lives
 
 folder, at_last = Path(sys.argv[1]), {}
 config = load_config(str(folder / "fp32"), "pretrained")

@@ -567,14 +567,9 @@ def test_an_answer_breaks_between_words_on_a_terminal(monkeypatch):
     [
         (["--model", "gpt2", "--batch", "4", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
         (["--model", "gpt2-xl", "--gpu-limit", "11GBs"], 2, "not a size"),
-        (["--model", "gpt2-xl", "--gpu-limit", "0"], 2, "not a size"),
         (["--model", "gpt2-xl", "--seq", "1"], 2, "--seq 1 is too short"),
-        (["--model", "gpt2-xl", "--batch", "-1"], 2, "--batch -1 is too small"),
-        (["--model", "gpt2-xl", "--micro-batch", "3"], 2, "cut into micro-batches of 3"),
-        (["--model", "gpt2-xl", "--batch", "64", "--micro-batch", "4", "--group", "3"], 2, "--group 3 must divide"),
         (["--model", "/nowhere/config.json"], 2, "/nowhere/config.json"),
         (["--model", "gpt2", "--seq", "4096"], 2, "1024 positions"),
-        (["--model", "gpt2", "--gpu-limit", ""], 2, "--gpu-limit: '' is not a size"),
         (["--model", "gpt2", "--ram-limit", "1"], 2, "--ram-limit is 1 byte"),
         (["--model", "/nowhere/config.json", "--gpu", "voodoo"], 2, "--gpu voodoo"),  # before the model is looked for
         (["--model", "gpt2", "--gpu", "RTX 3080 D"], 2, "did you mean one of rtx3080"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.harness.at_peak import tape_of_cpu
-from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES
+from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, with_dropout
 from lowmem.core import optimizers
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import fused
@@ -30,10 +30,6 @@ from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
 
 CPU = torch.device("cpu")
 SEQ, BATCH = 32, 4
-DROPOUTS = (
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
-    *("hidden_dropout_prob", "resid_dropout", "embed_dropout", "activation_dropout", "dropout_rate"),
-)
 SETTINGS = {  # the layout, dropout, a mask where the family has one
     "accumulation, recomputed block by block": (Layout(1, states_on_gpu=99), 0.0, False),
     "one group of two, nothing recomputed, dropout": (Layout(2, 2, 2, kept=99, states_on_gpu=99), 0.1, False),
@@ -48,12 +44,7 @@ RESIDENT = Layout(2, states_on_gpu=99)
 
 
 def config_of(family: str, dropout: float):
-    config = (FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)[family]()
-    for name in DROPOUTS:
-        if hasattr(config, name):
-            setattr(config, name, dropout)
-    config.layerdrop = 0.0
-    return config
+    return with_dropout((FAMILIES | MORE_FAMILIES | ENCODER_DECODERS)[family](), dropout)
 
 
 def target_of(family: str) -> int | None:

@@ -253,6 +253,7 @@ def test_what_the_environment_says_holds_where_nothing_was_typed_and_waiting_is_
     assert begun(guest) == [], "disabled"
     started(tmp_path, wandb="online").close()
     started(tmp_path, wandb="offline", first_step=1).close()
+    started(tmp_path, wandb="offline").close()
     environment = {"MODE": "offline", "PROJECT": "theirs", "NAME": "from-environment", "DIR": "/elsewhere"}
     for name, value in (environment | {"RUN_ID": "their-id", "RESUME": "must"}).items():
         monkeypatch.setenv(f"WANDB_{name}", value)
@@ -263,12 +264,13 @@ def test_what_the_environment_says_holds_where_nothing_was_typed_and_waiting_is_
     assert how == [
         ["online", "lowmem", tmp_path.name, folder, None, "allow"],
         ["offline", "lowmem", tmp_path.name, folder, "an-id", "allow"],
+        ["offline", "lowmem", tmp_path.name, folder, None, "allow"],  # a new run in a folder of another
         ["offline", "theirs", "from-environment", "/elsewhere", "their-id", "must"],
         ["online", "theirs", "typed", "/elsewhere", "their-id", "must"],
     ]
     settings = begun(guest)[0]["settings"]
     assert 0 < settings["init_timeout"] <= 30 and 0 < settings["finish_timeout"] <= 30
-    assert guest.finish.call_count == guest.teardown.call_count == 4  # here and within a limit, not when Python exits
+    assert guest.finish.call_count == guest.teardown.call_count == 5  # here and within a limit, not when Python exits
 
 
 def test_wandb_that_does_not_answer_or_calls_exit_is_left_alone(tmp_path, monkeypatch, capsys, guest):
@@ -315,19 +317,7 @@ def test_gpu_peaks_go_to_wandb_in_gib_and_a_loss_too_large_for_its_perplexity_is
     assert (values["eval/loss of a.txt"], values["eval/loss of b/c.txt"]) == (1.0, 3.0)
 
 
-def test_a_run_that_goes_on_has_the_same_id_in_wandb_and_a_new_one_in_its_folder_another(tmp_path):
-    ids = []
-    for first_step in (0, 1, 0):
-        result = run_with_wandb(tmp_path, "offline", {}, first_step=first_step)
-        assert result.returncode == 0 and "wandb sync" in result.stderr
-        newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-        (run,) = wandb_records(newest, "run")
-        assert (tmp_path / "wandb-run-id").read_text() == f"{run.run_id}\n"
-        ids.append(run.run_id)
-    assert ids[0] == ids[1] != ids[2]
-
-
-def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
+def test_samples_and_pictures_are_in_wandbs_run_and_one_that_goes_on_has_its_id(tmp_path):
     shown = (
         "from lowmem.run.plots import draw_loss\n"
         f"picture = Path({str(tmp_path / 'loss.png')!r})\n"
@@ -339,6 +329,10 @@ def test_samples_and_pictures_are_in_wandbs_run(tmp_path):
     result = run_with_wandb(tmp_path, "offline", {}, in_the_middle=shown)
     assert result.returncode == 0 and "wandb sync" in result.stderr, result.stderr
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert run_with_wandb(tmp_path, "offline", {}, first_step=1).returncode == 0
+    (other,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {path}
+    ids = [run.run_id for file in (path, other) for run in wandb_records(file, "run")]
+    assert ids == [(tmp_path / "wandb-run-id").read_text().strip()] * 2, "a run that goes on has the same id"
     history = [items(logged.item) for logged in wandb_records(path, "history")]
     shown = {name: value for logged in history for name, value in logged.items()}  # of each the last
     assert json.loads((path.parent / "files" / shown["samples/path"]).read_text())["data"] == [
