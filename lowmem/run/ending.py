@@ -19,7 +19,7 @@ from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_li
 from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
-from lowmem.run.evaluation import Sampler
+from lowmem.run.evaluation import take_samples
 from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
 from lowmem.run.folder import checkpoint_of, find_checkpoints
 from lowmem.run.log import read_metrics, write_json
@@ -72,14 +72,14 @@ class Ending:
             reason = error if expected else first_line(error)
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
-    def finish(self, done: int, sampler: Sampler) -> None:
+    def finish(self, done: int) -> None:
         """Writes model/, report.json, report.html and the pictures into the folder of the training run, and logs a
         summary. `done`: number of steps done. Raises LowmemError if a part of the end failed."""
         session = self._session
         session.log.end_bar()
         exported = self._take_best(done)
         with self.part("the last sample"):
-            sampler.take(done, last=True)
+            take_samples(session, done, last=True)
         session.ranks.on_first(lambda: self._write(exported))
 
     def _write(self, exported: int | None) -> None:
