@@ -157,7 +157,7 @@ class Ending:
     def _report(self, exported_step: int | None) -> dict:
         session, plan = self._session, self._session.model.plan
         report = build_report(
-            plan.to_dict(), session.log.rows, asdict(session.budget.peaks()), device_name(session.step.store.device),
+            plan.to_dict(), session.log.rows, session.budget.peaks(), device_name(session.step.store.device),
             versions(), session.settings.batch, session.eval_first, exported_step,
         )  # fmt: skip
         report["ram_phases"] = {  # bytes
@@ -173,7 +173,7 @@ class Ending:
         """Draws loss.png and memory.png, and returns those that could be drawn. A missing matplotlib is not counted as
         a failure."""
         session, folder = self._session, self._session.folder
-        peaks, phases = asdict(session.budget.peaks()), session.budget.ram_phases
+        peaks, phases = session.budget.peaks(), session.budget.ram_phases
         loss, memory = folder / "loss.png", folder / "memory.png"
         problems = {
             loss: draw(loss, draw_loss, session.log.rows, loss, session.eval_first),

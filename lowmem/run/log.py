@@ -34,7 +34,6 @@ from lowmem.units import format_size
 if TYPE_CHECKING:  # importing transformers takes four seconds
     from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
-    from lowmem.limits import Peaks
 
 _MOST_LINES = 50  # of steps, unless --log-every says otherwise
 _ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
@@ -69,7 +68,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def step_row(
-    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: "Peaks"
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
     go through the model, prompts and padding included."""
@@ -84,7 +83,7 @@ def step_row(
         "tokens_per_second": tokens / seconds,
         "computed_tokens_per_second": result.positions / seconds,
         "step_ms": seconds * 1000,
-        **asdict(peaks),
+        **peaks,
     }
 
 
