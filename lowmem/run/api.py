@@ -14,7 +14,6 @@ of the scripts. Only the scripts have schedules, pictures, the report, signals, 
 import json
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -100,7 +99,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         ranks = ExitStack().enter_context(joined(settings.device))  # for as long as the process lives
         checkpoints = []
         if resume is not None:
-            checkpoints = ranks.on_first(lambda: _checkpoints(Path(resume).expanduser(), said.append))
+            path = Path(resume).expanduser()
+            checkpoints = ranks.on_first(
+                lambda: [path] if (path / MANIFEST).exists() else find_checkpoints(path, "auto", said.append)
+            )
         saved = newest_state(checkpoints)
         question = with_saved_micro_batch(ask(settings), saved)
         settings, config = question.settings, question.config
@@ -112,7 +114,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes)
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
-        model = model.resumed(checkpoints, said.append)
+        _, state = model.read(checkpoints, model.identity(), said.append, required=True)
+        model = replace(model, done=state["step"])
     else:
         write_weights(model, weights)
     model = page_locked(model, said.append)
@@ -120,11 +123,6 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model
-
-
-def _checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints in `folder`, newest first. `folder` may also be one."""
-    return [folder] if (folder / MANIFEST).exists() else find_checkpoints(folder, "auto", say)
 
 
 @warnings_end_nothing()
