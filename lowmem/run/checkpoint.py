@@ -54,15 +54,12 @@ _UNREADABLE = "unreadable-"
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `reason`: the step and the system's error. `advice`: what the user
-    can do."""
+    """Says that a checkpoint could not be written. `args`: the step with the system's error, and what the user can
+    do."""
 
-    def __init__(self, reason: str, advice: str):
-        self.reason, self._advice = reason, advice
-        super().__init__(f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again")
-
-    def __reduce__(self):  # it is sent to other ranks
-        return NotSaved, (self.reason, self._advice)
+    def __str__(self) -> str:
+        reason, advice = self.args
+        return f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again"
 
 
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:

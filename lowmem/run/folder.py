@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lowmem.errors import InputError, PlanError
-from lowmem.files import MANIFEST
+from lowmem.files import MANIFEST, remove
 from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.units import MIB, format_size
@@ -110,10 +110,7 @@ def sweep(root: Path) -> None:
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
     for stale in root.glob(f"{TEMPORARY}*"):
-        if stale.is_symlink():  # a checkpoint that was moved to another disk
-            stale.unlink()
-        else:
-            shutil.rmtree(stale, ignore_errors=True)
+        remove(stale)  # a link if the checkpoint was moved to another disk
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
