@@ -131,7 +131,7 @@ class Ending:
         session, store = self._session, self._session.step.store
         write = partial(
             export_model, session.folder / "model", session.model.config, order=store.names(),
-            readme=self._readme(step), tokenizer=session.rehearsal.tokenizer,
+            readme=self._readme(step), tokenizer=session.model.tokenizer,
             tokenizer_files=session.rehearsal.folder, generation_config=session.rehearsal.generation_config,
         )  # fmt: skip
         wanted = session.settings.export_dtype

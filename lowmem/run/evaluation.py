@@ -63,7 +63,7 @@ def take_samples(session: Session, done: int, last: bool = False) -> None:
     with session.budget.phase("evaluate"):
         for prompt in prompts:
             text = sample(
-                session.model.decoder, session.rehearsal.tokenizer, prompt, chat=session.data.chat,
+                session.model.decoder, session.model.tokenizer, prompt, chat=session.data.chat,
                 temperature=session.settings.sample_temperature, seed=session.settings.seed,
             )  # fmt: skip
             session.log.sample(done, text, last, prompt)

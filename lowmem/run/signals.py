@@ -83,7 +83,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, _nothing) for number in caught}
+        # Without its default action, a signal's number arrives through a pipe.
+        self._before = {number: signal.signal(number, lambda *_: None) for number in caught}
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -118,10 +119,6 @@ class StopRequest:
         else:
             _say(f"{number.name} again: it {self._second}; the next one ends at once")
         self.requests += 1
-
-
-def _nothing(number: int, frame) -> None:
-    """Does nothing; installed so that a signal has no default action. The signal's number arrives through a pipe."""
 
 
 def _say(sentence: str) -> None:
