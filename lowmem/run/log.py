@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from lowmem.run.figures import short_names
 from lowmem.run.terminal import beside, for_terminal, has_room_for_a_bar, output
-from lowmem.run.trackers import Trackers, charts, evaluated, planned
+from lowmem.run.trackers import Trackers, charts, eval_charts, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
@@ -120,7 +120,7 @@ class RunLog:
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
         if held_out:
-            self._trackers.row(evaluated(held_out), 0)
+            self._trackers.show("row", eval_charts(held_out), 0)
             self.say(f"before training: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
@@ -153,7 +153,7 @@ class RunLog:
                 print(line, file=sys.stderr, flush=True)
         if "eval_loss" in row:
             self.say(f"step {row['step']}: {_held_out(row)}")
-        self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
+        self._trackers.show("row", charts(row, self._tokens) | self._planned, row["step"])
         if "eval_loss" in row or row["step"] == self._last_step:
             self._trackers.together(self.rows, self._planned)
 
@@ -172,7 +172,7 @@ class RunLog:
                 self.say(line)
         self._samples = [*others, row]
         replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
-        self._trackers.sample(self._samples)
+        self._trackers.show("sample", self._samples)
 
     def end_bar(self) -> None:
         """Ends the progress bar, which stays on the terminal as it is. Later sentences are printed below it."""
@@ -182,7 +182,7 @@ class RunLog:
 
     def pictures(self, paths: list[Path]) -> None:
         """Gives the pictures of the training run to the trackers."""
-        self._trackers.pictures(paths, self.rows[-1]["step"] if self.rows else self._last_step)
+        self._trackers.show("pictures", paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
         """Closes the progress bar, the trackers and the files. Does nothing before `start`, or a second time."""
