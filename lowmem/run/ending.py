@@ -27,7 +27,7 @@ from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
 from lowmem.run.report import device_name, versions
-from lowmem.run_folder import read_json
+from lowmem.run_folder import read_run_json
 from lowmem.units import counted
 
 
@@ -42,7 +42,7 @@ class Ending:
     def was_finished(self) -> bool:
         """Returns True, and says how to go on, if the same command has finished this training run before."""
         session = self._session
-        report, settings = (read_json(session.folder / name) for name in ("report.json", "settings.json"))
+        report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = read_metrics(session.folder / "metrics.jsonl")
         if (
             not session.resumed or not (session.folder / "model").is_dir() or "failed" in report

@@ -25,7 +25,7 @@ from lowmem.run.figures import (
     total_steps,
 )
 from lowmem.run.log import continuation, finite, read_metrics, replace_file
-from lowmem.run_folder import is_run, read_json
+from lowmem.run_folder import is_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
@@ -55,8 +55,8 @@ def run_data(folder: Path, name: str) -> dict:
     """Returns everything that the page shows of the training run in `folder`, under the name `name`. Raises InputError
     if the files there are not those of a run of this version."""
     try:
-        plan, settings = read_json(folder / "plan.json"), read_json(folder / "settings.json")
-        rows, report = read_metrics(folder / "metrics.jsonl"), read_json(folder / "report.json")
+        plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
+        rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")
         finished = is_report_of(report, rows)
         if not finished:
             report = _report_so_far(plan, rows, settings)

@@ -277,8 +277,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether a checkpoint
-    was expected to be undamaged, so that the plan was not printed yet."""
+    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether the state of
+    one could be read; then the plan is not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

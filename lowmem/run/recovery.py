@@ -64,7 +64,7 @@ class Recovery:
         last = (smaller or [step.layout])[-1]
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
         self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
-        self._at = (0, "", 0)  # step and place of the last failure, and the measures before it, which have helped
+        self._at = (0, "", 0)  # step and place of the last failure; how many measures were taken before it
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
