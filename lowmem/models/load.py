@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from lowmem.core.homes import host_tensor
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, model_folder, model_from_config, parameters_placed
-from lowmem.models.entries import Entry, entries_of, exact_empty, read_runs, same_values
+from lowmem.models.entries import Entry, entries_of, read_runs, same_values
 from lowmem.models.names import match
 from lowmem.models.weight_files import usual_weight_files, weight_files
 
@@ -133,7 +134,8 @@ def _by_turns(
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:
             owner, leaf = owners[name]
-            setattr(owner, leaf, nn.Parameter(exact_empty(getattr(owner, leaf).shape, torch.float32)))
+            shape = getattr(owner, leaf).shape
+            setattr(owner, leaf, nn.Parameter(host_tensor(shape.numel(), torch.float32).view(shape)))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator)
             _initialize(*turn)
@@ -148,7 +150,9 @@ def _by_turns(
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of a whole model. Each has memory of its own, which can be freed."""
-    on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
+    on_its_own = parameters_placed(
+        lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
+    )
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
         model = model_from_config(config)
