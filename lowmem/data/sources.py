@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lowmem.data.downloaded import find_split_files
 from lowmem.data.hub_data import hub_source, joined_articles, saved_to_disk
-from lowmem.data.records import Reading, Record, Source, StableHash
+from lowmem.data.records import Reading, Record, Source, stable_hash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
 from lowmem.paths import shown
@@ -110,7 +110,7 @@ def _library_files() -> dict[str, Path]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # site-packages can be large
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    return {name: root / name for name in sorted(names, key=lambda name: (StableHash(name).value(), name))}
+    return {name: root / name for name in sorted(names, key=lambda name: (stable_hash(name), name))}
 
 
 def _library(files: dict[str, Path], reading: Reading) -> Iterator[Record]:
