@@ -1,14 +1,9 @@
 """Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
 
-`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage. The
-caller moves each tensor to its final place before the next one is read:
-
-    model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
-    for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
-    for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
-
-Quantised files, .bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped
-bit inside a tensor goes unnoticed: neither format has checksums.
+`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage, and
+the caller moves each tensor to its final place before the next one is read. Quantised files, .bin files from before
+torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a tensor goes unnoticed:
+neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator

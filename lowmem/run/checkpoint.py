@@ -9,12 +9,6 @@ No random state or data position is saved. Dropout masks depend on (seed, step, 
 step), and the learning rate on the number of updates. A checkpoint gets its final name when every byte is on the disk:
 
     write .tmp-step-00000123/, fsync every file, then the folder  ->  rename  ->  fsync the parent  ->  remove old ones
-
-So after a kill at any moment, the newest complete checkpoint is the new one or the previous one. Bytes that change
-later are found by their hash, and the previous checkpoint is used.
-
-RAM: one chunk of 16 MiB. Disk: the whole state (12 bytes per parameter for AdamW with 16-bit weights; XL: 17.4 GiB),
-keep_last times, and once more while saving.
 """
 
 import errno

@@ -1,9 +1,4 @@
-"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints.
-
-checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
-checkpoints/.tmp-step-...    a checkpoint that is being written or removed
-checkpoints/.old-step-...    a checkpoint that a save of the same step is replacing
-"""
+"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints (checkpoint.py)."""
 
 import itertools
 import os
@@ -22,7 +17,7 @@ from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.units import MIB, format_size
 
 MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
-TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes of names that do not count as checkpoints
+TEMPORARY, ASIDE = ".tmp-", ".old-"  # of what is written or removed; of what a save of the same step replaces
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 

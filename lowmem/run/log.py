@@ -1,13 +1,8 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-A terminal shows the bar. Above it, each evaluation, save and sample has a line that stays. Instead of the bar, log.txt
-and piped output have a line for some 40 of the steps.
-
 metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
 resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
-is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock. All
-other values are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write
-(NaN or inf: a diverged loss, a skipped fp16 step) is null in the file, and NaN when read back.
+is written with the next one. A number that JSON cannot write is null in the file, and NaN when read back.
 """
 
 import json
