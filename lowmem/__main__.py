@@ -7,9 +7,17 @@ report   a page about one run or several: report RUN [RUN ...] [--out FILE]
 """
 
 import sys
+from importlib import import_module
 
 from lowmem.run.terminal import say
 from lowmem.settings import Settings
+
+_PROGRAMS = {  # by command: module, function and its first argument
+    "train": ("main", "main", Settings()),
+    "plan": ("plan_command", "main"),
+    "demo": ("demo", "demo"),
+    "report": ("report_command", "main"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,22 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     line. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
-    if command == "plan":
-        from lowmem.run.plan_command import main as plan
-
-        return plan(options)
-    if command == "report":
-        from lowmem.run.report_command import main as report
-
-        return report(options)
-    if command == "demo":
-        from lowmem.run.demo import demo
-
-        return demo(options)
-    if command == "train":
-        from lowmem.run.main import main as train
-
-        return train(Settings(), options)
+    if command in _PROGRAMS:
+        module, function, *first = _PROGRAMS[command]
+        return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options)
     if command in ("-h", "--help"):
         print(__doc__)
         return 0

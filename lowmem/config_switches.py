@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Attributes of a config: {field: the user's value}.
-OWN = "own_switches"  # of fields that training sets otherwise
+OWN = "own_switches"  # of fields that training overrides; they are exported again
 LEFT_OUT = "left_out_switches"  # of fields that are not exported
 _NEEDED = {  # {field: values that training can have}
     **dict.fromkeys(

@@ -1,18 +1,16 @@
 """Writes files so that they survive a power cut, and checks them when they are read.
 
-A file that was written and closed may exist only in the page cache, and so may a folder's list of names. A power cut
-loses both until they are fsynced. Years later a disk may return a changed bit. So a folder of files is written as
+A power cut loses bytes, and names in folders, that are only in the page cache. Years later a disk may return a changed
+bit. So a folder of files is written as
 
     entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
     write_manifest(folder, entries)                            last: a folder without a manifest is unfinished
     flush_path(folder)
 
-and read through `Manifest.checked`, which hashes the bytes while it reads them. The hash is XXH3 of 128 bits if xxhash
-is installed (4 GiB/s on one core or more), else BLAKE2b (0.8 GiB/s). The manifest names the hash.
+and read through `Manifest.checked`, which hashes the bytes while it reads them.
 
-By itself, the kernel starts to write late, while the disk idles. If it is told to start after each chunk, the same
-bytes and the fsync take a third of the time (measured by tests/faults/saving.py). Written bytes also leave the page
-cache. So a save of 17 GiB does not push out other data that the machine needs.
+The kernel is told to start writing after each chunk. Then the same bytes and the fsync take a third of the time
+(measured by tests/faults/saving.py), and a save of 17 GiB pushes nothing else out of the page cache.
 """
 
 import hashlib
@@ -29,21 +27,17 @@ from io import RawIOBase
 from pathlib import Path
 
 import torch
+from xxhash import xxh3_128
 
 from lowmem.errors import InputError, LowmemError
 from lowmem.units import MIB
-
-try:
-    from xxhash import xxh3_128
-except ImportError:
-    xxh3_128 = None
 
 Fill = Callable[[memoryview], None]
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 16 * MIB
-_HASHES = {"blake2b": partial(hashlib.blake2b, digest_size=16), "xxh3_128": xxh3_128}
-_HASH = "blake2b" if xxh3_128 is None else "xxh3_128"
+_HASH = "xxh3_128"
+_HASHES = {_HASH: xxh3_128, "blake2b": partial(hashlib.blake2b, digest_size=16)}  # the second: of earlier checkpoints
 _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"
 }  # fmt: skip
@@ -164,8 +158,7 @@ def _not_read(path: Path, error: OSError) -> LowmemError:
 
 
 class Manifest:
-    """Reads a folder's manifest, and the files it lists. Raises Damaged if the manifest is missing or was changed.
-    Raises InputError if the hash needs a package that is not installed."""
+    """Reads a folder's manifest, and the files it lists. Raises Damaged if the manifest is missing or was changed."""
 
     def __init__(self, folder: Path):
         path = folder / MANIFEST
@@ -183,8 +176,6 @@ class Manifest:
             sound = False
         if not sound:
             raise Damaged(f"{path} is not a manifest")
-        if _HASHES[self.hash] is None:
-            raise InputError(f"{folder} was hashed with xxhash, which is not installed here; pip install xxhash")
         if own != _HASHES[self.hash](to_json(content)).hexdigest():
             raise Damaged(f"{path} is damaged: its checksum does not match")
         self.folder = folder

@@ -15,7 +15,6 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,16 +28,6 @@ OVERSHOOT_BYTES = 18 * MIB  # that growing segments may map beyond the allocator
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """Holds the largest memory use since the process began, in bytes. A figure is None if the device does not have
-    it."""
-
-    gpu_allocated_peak_bytes: int | None
-    gpu_reserved_peak_bytes: int | None
-    ram_peak_bytes: int
 
 
 class Budget:
@@ -100,19 +89,23 @@ class Budget:
         finally:
             self.enter(before)
 
-    def peaks(self) -> Peaks:
-        ram = max(self._ram_peak_bytes, ram_peak_bytes())
-        if self.device.type != "cuda":
-            return Peaks(None, None, ram)
-        return Peaks(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device), ram)
+    def peaks(self) -> dict[str, int | None]:
+        """Returns the largest memory use since the process began, in bytes, by its names in metrics.jsonl. A figure is
+        None if the device does not have it."""
+        cuda = self.device.type == "cuda"
+        return {
+            "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            "gpu_reserved_peak_bytes": torch.cuda.max_memory_reserved(self.device) if cuda else None,
+            "ram_peak_bytes": max(self._ram_peak_bytes, ram_peak_bytes()),
+        }
 
     def check(self, where: str) -> None:
         """Raises CapExceeded if a measured peak is above its cap. `where`, for the message, names the place in the
         training run."""
         peaks = self.peaks()
         for what, peak, limit in (
-            ("GPU memory", peaks.gpu_reserved_peak_bytes, self.gpu_limit_bytes),
-            ("RAM", peaks.ram_peak_bytes, self.ram_limit_bytes),
+            ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),
+            ("RAM", peaks["ram_peak_bytes"], self.ram_limit_bytes),
         ):
             if limit is not None and peak is not None and peak > limit:
                 over = f"{format_size(peak - limit)} over the cap of {format_size(limit)}"

@@ -129,10 +129,10 @@ def no_folder_to_resume(path: str | Path) -> InputError:
 
 
 def _is_plan(path: Path) -> bool:
-    return read_json(path).keys() >= {"fits", "tokens_per_step", "predicted"}
+    return read_run_json(path).keys() >= {"fits", "tokens_per_step", "predicted"}
 
 
-def read_json(path: Path) -> dict:
+def read_run_json(path: Path) -> dict:
     """Returns the object in a JSON file of a training run; an empty dict if the file is missing or damaged."""
     try:
         return json_object(path.read_bytes())

@@ -41,7 +41,7 @@ from experiments.harness.options import (
     positive,
     size,
 )
-from lowmem.data.records import StableHash
+from lowmem.data.records import stable_hash
 from lowmem.data.tokenizer import load_tokenizer
 from lowmem.device import select_device
 from lowmem.errors import InputError, LowmemError, Stopped, first_line
@@ -184,7 +184,7 @@ def make_inputs(options: argparse.Namespace, train: Sequence[str], held_out: Seq
     of_model = {"before": options.before} if options.before else {
         "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary,
     }  # fmt: skip
-    made_of = of_model | {"seed": options.seed, "data": StableHash(json.dumps([train, held_out])).value()}
+    made_of = of_model | {"seed": options.seed, "data": stable_hash(json.dumps([train, held_out]))}
     if path.exists():
         try:
             known = json.loads(path.read_text())

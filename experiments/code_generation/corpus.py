@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from experiments.code_generation.scoring import line_parses
-from lowmem.data.records import Reading, Record, StableHash
+from lowmem.data.records import Reading, Record, stable_hash
 from lowmem.data.sources import open_source
 from lowmem.errors import InputError
 
@@ -37,7 +37,7 @@ def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], 
     else:
         train, held_out = [], []
         for text in _until(_documents(source.train), train_bytes + held_out_bytes):
-            (train if StableHash(text).value() % HELD_OUT_EVERY else held_out).append(text)
+            (train if stable_hash(text) % HELD_OUT_EVERY else held_out).append(text)
         held_out = list(_until(held_out, held_out_bytes))
     train = list(train)
     if not train or not held_out:
@@ -102,7 +102,7 @@ class Beginning:
 def beginnings(texts: Iterable[str], count: int, seed: int) -> list[Beginning]:
     """Functions and methods of held-out documents, each cut once behind its first statement, at random."""
     draw, found = random.Random(seed), []
-    for text in sorted(texts, key=lambda text: StableHash(text).value()):
+    for text in sorted(texts, key=stable_hash):
         functions = [function for function in _functions(text) if function.cuts]
         for function in draw.sample(functions, min(MOST_PER_DOCUMENT, len(functions))):
             cut = draw.choice(function.cuts)

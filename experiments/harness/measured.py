@@ -116,7 +116,8 @@ def measure(
     finally:
         if history:
             torch.cuda.memory._record_memory_history(None)
-    return Measured(peaks.gpu_allocated_peak_bytes, peaks.gpu_reserved_peak_bytes, returned, left, tape)
+    allocated, reserved = peaks["gpu_allocated_peak_bytes"], peaks["gpu_reserved_peak_bytes"]
+    return Measured(allocated, reserved, returned, left, tape)
 
 
 def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, steps: int) -> Ran:

@@ -102,9 +102,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after` is the
-        text up to this answer. Special tokens that follow the answer in both texts belong to it, or else the first one
-        in `text`."""
+        """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after`: the
+        conversation rendered through this answer. The first special token after the answer belongs to it, and those
+        that follow in both texts."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]

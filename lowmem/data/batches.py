@@ -56,9 +56,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the numbers of an epoch's rows, in no particular order. All rows, repeated endlessly, form a
-        sequence, of which each epoch takes the next `in_epoch` rows. A repetition that epochs share is shuffled for
-        text number `part`."""
+        """Returns the numbers of an epoch's rows, in no particular order. Epoch e takes rows e*n to (e+1)*n of an
+        endless repetition of all rows; n is `in_epoch`. If it takes only a part of a repetition, that repetition is
+        shuffled first, with `part`, the text's number."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:

@@ -6,6 +6,7 @@ very long words or rows (docs/data.md). While held-out documents are written, th
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import re
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.encoder import Encoder
 from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_filled
 from lowmem.data.long_text import LongText
-from lowmem.data.records import Reading, Record, Source, StableHash
+from lowmem.data.records import Reading, Record, Source
 from lowmem.data.seams import Example, Seams, Segments
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.errors import InputError
@@ -200,7 +201,7 @@ class _Writer:
 
     def _begin_document(self) -> None:
         self.long_text: LongText | None = None  # if its text goes on in the next record
-        self.document_tokens, self.document_hash, self.last_characters = 0, StableHash(), ""
+        self.document_tokens, self.document_hash, self.last_characters = 0, hashlib.blake2b(digest_size=8), ""
 
     @property
     def rows(self) -> int:
@@ -278,7 +279,7 @@ class _Writer:
         self.token_count += len(ids)
         self.document_tokens += len(ids)
         for text in texts:
-            self.document_hash.update(text)
+            self.document_hash.update(text.encode())
         if not record.goes_on:
             self._end_document(record)
 
@@ -294,7 +295,7 @@ class _Writer:
 
     def _end_document(self, record: Record) -> None:
         self.lengths.append(self.document_tokens)
-        self.keys.append(self.document_hash.value())
+        self.keys.append(int.from_bytes(self.document_hash.digest(), "little"))
         file, number = _PLACE.fullmatch(record.where).groups(default="0")
         self.places.extend((self.files.setdefault(file, len(self.files)), int(number)))
         self._begin_document()

@@ -27,7 +27,7 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 Splits = dict[str, list[Path]]
 
 
-class Layout(NamedTuple):
+class SplitFiles(NamedTuple):
     """Lists the files of a data set's training split, and of its held-out split called `name`."""
 
     train: list[Path]
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     splits: tuple[str, ...]  # the names of all
 
 
-def find_layout(folder: Path, files: list[Path], config: str | None, split: str | None) -> Layout | None:
+def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
     """Finds the splits of a data set downloaded into `folder`. Returns None if nothing shows that it is one."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
@@ -62,7 +62,8 @@ def find_layout(folder: Path, files: list[Path], config: str | None, split: str 
         if file.suffix.lower() not in KNOWN_SUFFIXES:
             raise InputError(f"{file}: files of kind {file.suffix or '(none)'} are not read; unpack or convert it")
     readable = [file for file in splits.get(held_out, ()) if file.suffix.lower() in KNOWN_SUFFIXES]
-    return Layout(splits[train], readable, held_out or "", f"{name and f' (configuration {name})'}{remark}", (*splits,))
+    remark = f"{name and f' (configuration {name})'}{remark}"
+    return SplitFiles(splits[train], readable, held_out or "", remark, (*splits,))
 
 
 def _card(folder: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ class LongText:
         self._before = 0  # characters before that
         self._window: Tokens | None = None  # the last window's; None until there is enough text for it
         self._end = WINDOW  # of the last window in _text
-        self._given = 0  # tokens of the last window that the window before it has, too
+        self._given = 0  # leading tokens of the last window that were already returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
         """Adds a piece of the text. Returns the tokens that no later piece can change; all after the `last` one."""

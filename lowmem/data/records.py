@@ -72,14 +72,6 @@ def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
         yield record
 
 
-class StableHash:
-    """Hashes a text, which may arrive in pieces, to 64 bits that are the same on every machine."""
-
-    def __init__(self, text: str = ""):
-        self._digest = hashlib.blake2b(text.encode(), digest_size=8)
-
-    def update(self, text: str) -> None:
-        self._digest.update(text.encode())
-
-    def value(self) -> int:
-        return int.from_bytes(self._digest.digest(), "little")
+def stable_hash(text: str) -> int:
+    """Returns 64 bits that are the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

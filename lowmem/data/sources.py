@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lowmem.data.downloaded import find_layout
+from lowmem.data.downloaded import find_split_files
 from lowmem.data.hub_data import hub_source, joined_articles, saved_to_disk
-from lowmem.data.records import Reading, Record, Source, StableHash
+from lowmem.data.records import Reading, Record, Source, stable_hash
 from lowmem.data.tables import KNOWN_SUFFIXES, TABLE_SUFFIXES, read_file
 from lowmem.errors import InputError
 from lowmem.paths import shown
@@ -110,7 +110,7 @@ def _library_files() -> dict[str, Path]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]  # site-packages can be large
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    return {name: root / name for name in sorted(names, key=lambda name: (StableHash(name).value(), name))}
+    return {name: root / name for name in sorted(names, key=lambda name: (stable_hash(name), name))}
 
 
 def _library(files: dict[str, Path], reading: Reading) -> Iterator[Record]:
@@ -147,18 +147,18 @@ def _local(path: Path, reading: Reading, out: Path | None, config: str | None = 
     own = any(file.suffix.lower() in KNOWN_SUFFIXES for file in files)  # texts beside a run's files
     if is_of_a_run(path, out) and not (own and (is_run(path) or out is not None and path.samefile(out))):
         raise InputError(f"{path}: a run or a model is in this folder, and its files are no data; give your texts")
-    layout = find_layout(path, files, config, reading.split)
-    if layout is None:
+    found = find_split_files(path, files, config, reading.split)
+    if found is None:
         return _files(str(path), "the folder holds", files, reading, remark)
-    source = _files(str(path), "the folder holds", layout.train, reading, layout.remark + remark, files)
+    source = _files(str(path), "the folder holds", found.train, reading, found.remark + remark, files)
     train, evaluation = (
         (replace(row, may_be_blank=True) for row in rows)  # the publisher's rows, which the user did not write
-        for rows in (source.train, _rows(layout.held_out, reading))
+        for rows in (source.train, _rows(found.held_out, reading))
     )
-    content = (*layout.train, *layout.held_out)
-    evaluation = evaluation if layout.held_out else None
+    content = (*found.train, *found.held_out)
+    evaluation = evaluation if found.held_out else None
     return replace(
-        source, train=train, evaluation=evaluation, content=content, held_out=layout.name, splits=layout.splits
+        source, train=train, evaluation=evaluation, content=content, held_out=found.name, splits=found.splits
     )
 
 

@@ -17,7 +17,7 @@ from lowmem.errors import LowmemError, PlanError
 from lowmem.files import CHUNK_BYTES, HashedFile
 from lowmem.units import MIB, format_size
 
-_NEARLY_ALL = 1.02  # bytes of texts / bytes that were read: below it, a held-out share is being written
+_NEARLY_ALL = 1.02  # bytes of all texts / bytes read so far; below it, a held-out share is being written
 _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 

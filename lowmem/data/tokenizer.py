@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, __version__, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lowmem import hub
 from lowmem.config_switches import without_switches
@@ -97,7 +98,8 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer of 257 ids that decodes any text exactly: id b is the byte b, id 256 is <|endoftext|>."""
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    # Byte-level tokenizers write each byte as a printable character, by GPT-2's table.
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -215,11 +217,3 @@ def _is_json(path: Path) -> bool:
     except InputError:
         return False
     return True
-
-
-def byte_characters() -> list[str]:
-    """Returns the printable characters by which byte-level tokenizers write the 256 bytes (GPT-2's table). Visible
-    characters stand for their own byte. Other bytes get the next free character from U+0100 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

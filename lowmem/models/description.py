@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from lowmem import hub
 from lowmem.config_switches import as_given
@@ -42,7 +42,6 @@ _TOKENIZER_FILES = (
 class Rehearsal:
     """Holds what an export needs besides weights, with a folder that has the tokenizer's files."""
 
-    tokenizer: PreTrainedTokenizerBase | None
     generation_config: GenerationConfig | None
     folder: Path
     remarks: list[str]  # sentences on differences from transformers' own export
@@ -68,7 +67,7 @@ def rehearsed(
             remarks.append(
                 "the exported config.json is for transformers 5 only: version 4 has no fields for its rotary embedding"
             )
-        yield Rehearsal(tokenizer, generation_config, folder, remarks)
+        yield Rehearsal(generation_config, folder, remarks)
     finally:
         remove(folder)
 

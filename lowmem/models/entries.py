@@ -6,9 +6,8 @@ with the model, then bytes are read by offset. A memory map would count as RAM u
 
 import json
 import math
-import mmap
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem.core.homes import host_tensor
 from lowmem.core.precision import RUN_ELEMENTS
 from lowmem.errors import InputError, some_of
 from lowmem.text_files import ZIP, refuse_disguised
@@ -133,18 +133,9 @@ def _holds_tensors(content: object) -> bool:
     return isinstance(content, Tensor) or any(map(_holds_tensors, inner))
 
 
-def exact_empty(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Allocates zeros in a memory map that is freed with the tensor. malloc would keep blocks of up to 32 MiB."""
-    shape = tuple(shape)
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 def chunks(entry: Entry) -> Iterator[Tensor]:
     """Yields the tensor's elements in the file's dtype, in flat pieces [n]. Each piece overwrites the one before."""
-    staging = exact_empty([min(RUN_ELEMENTS, entry.elements)], entry.dtype)
+    staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
         for start in range(0, entry.elements, RUN_ELEMENTS):
@@ -160,7 +151,7 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
         return
-    flat = exact_empty([entry.elements], torch.float32)
+    flat = host_tensor(entry.elements, torch.float32)
     for start, chunk in zip(range(0, entry.elements, RUN_ELEMENTS), chunks(entry), strict=True):
         flat[start : start + len(chunk)] = chunk
     yield flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)

@@ -1,14 +1,9 @@
 """Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
 
-`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage. The
-caller moves each tensor to its final place before the next one is read:
-
-    model = build_model(load_config("gpt2-xl", "pretrained"))    shapes on `meta`: about a second, no RAM
-    for name, values in read_weights(model, "gpt2-xl"): ...      fp32; RAM: some MiB
-    for name, tensor in random_weights(model.config, seed): ...  fp32; RAM: one module's tensors
-
-Quantised files, .bin files from before torch 1.6, and weights that transformers merges or splits are refused. A flipped
-bit inside a tensor goes unnoticed: neither format has checksums.
+`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage, and
+the caller moves each tensor to its final place before the next one is read. Quantised files, .bin files from before
+torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a tensor goes unnoticed:
+neither format has checksums.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from lowmem.core.homes import host_tensor
 from lowmem.errors import InputError
 from lowmem.models.build import build_model, model_folder, model_from_config, parameters_placed
-from lowmem.models.entries import Entry, entries_of, exact_empty, read_runs, same_values
+from lowmem.models.entries import Entry, entries_of, read_runs, same_values
 from lowmem.models.names import match
 from lowmem.models.weight_files import usual_weight_files, weight_files
 
@@ -133,7 +129,8 @@ def _by_turns(
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:
             owner, leaf = owners[name]
-            setattr(owner, leaf, nn.Parameter(exact_empty(getattr(owner, leaf).shape, torch.float32)))
+            shape = getattr(owner, leaf).shape
+            setattr(owner, leaf, nn.Parameter(host_tensor(shape.numel(), torch.float32).view(shape)))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator)
             _initialize(*turn)
@@ -148,7 +145,9 @@ def _by_turns(
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the weights of a whole model. Each has memory of its own, which can be freed."""
-    on_its_own = parameters_placed(lambda tensor: exact_empty(tensor.shape, torch.float32).copy_(tensor))
+    on_its_own = parameters_placed(
+        lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
+    )
     with torch.random.fork_rng(devices=[]), on_its_own:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
         model = model_from_config(config)

@@ -1,20 +1,10 @@
-"""Defines the Python interface, `import lowmem`: plans, whole training runs, and the step for your own training loop.
-
-    model = lowmem.load(lowmem.Settings(model="gpt2", seq=512, batch=8, gpu_limit="6GiB"), resume="runs/mine")
-    for number in range(model.done, 100):
-        result = model.step(batch, number, learning_rate=3e-5)  # a Batch, or a dict of transformers' collators
-    print(model.evaluate(held_out_batches))
-    model.save("runs/mine", 100)
-    lowmem.export(model, "my_model")
-
-Your loop has its own data, learning rates and log. Planning, loading, the update, checkpoints and the export are those
-of the scripts. Only the scripts have schedules, pictures, the report, signals, and recovery from full memory.
-"""
+"""Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and the step for your own
+training loop. Planning, loading, the update, checkpoints and the export are those of the scripts. Only the scripts have
+schedules, pictures, the report, signals, and recovery from full memory."""
 
 import json
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,13 +42,10 @@ def _warn(sentence: str) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan for the card that `settings.gpu` names; the card need not be in this machine. Without a name,
-    plans for the GPU of this machine, or for its CPU. `gpus`: how many of them torchrun trains on, on each of
-    `machines`; the figures are of one. Loads no weights.
-
-    Raises PlanError if nothing fits; its message names the smallest caps that do. Raises InputError for a model that
-    cannot be trained block by block.
-    """
+    """Returns the plan for the card that `settings.gpu` names, which need not be in this machine. Without a name, plans
+    for this machine's GPU, or for its CPU. `gpus`: how many torchrun trains on, on each of `machines`; the figures are
+    of one. Loads no weights. Raises PlanError, which names the smallest caps that fit, if nothing fits. Raises
+    InputError for a model that cannot be trained block by block."""
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     return plan_for(ask(settings), gpus, machines)
@@ -83,16 +70,11 @@ def train(settings: Settings) -> dict:
 
 @warnings_end_nothing()
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
-    """Plans for this machine under both caps, caps GPU memory, and loads the weights. RAM is planned and not measured.
-
-    `resume`: a folder that `LoadedModel.save` writes, or that of a run of the scripts. Weights and states are then
-    those of its newest undamaged checkpoint, and `done` counts the steps made so far. Without a checkpoint there,
-    training starts from the model's first weights.
-
-    One model per process: the cap and deterministic kernels are settings of the whole process. A batch may have at most
-    `settings.batch` sequences of `settings.seq` tokens. Warns (UserWarning) if fused
-    kernels or page-locked memory are missing, which makes steps slower. Raises the errors of `train`.
-    """
+    """Plans for this machine under both caps, caps GPU memory, and loads the weights, one model per process. A batch
+    may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a folder that `LoadedModel.save` or
+    a run of the scripts writes. The model is then that of its newest undamaged checkpoint, if there is one, with `done`
+    steps made. RAM is planned and not measured. Warns (UserWarning) if fused kernels or page-locked memory are missing,
+    which makes steps slower. Raises the errors of `train`."""
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
@@ -100,7 +82,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         ranks = ExitStack().enter_context(joined(settings.device))  # for as long as the process lives
         checkpoints = []
         if resume is not None:
-            checkpoints = ranks.on_first(lambda: _checkpoints(Path(resume).expanduser(), said.append))
+            path = Path(resume).expanduser()
+            checkpoints = ranks.on_first(
+                lambda: [path] if (path / MANIFEST).exists() else find_checkpoints(path, "auto", said.append)
+            )
         saved = newest_state(checkpoints)
         question = with_saved_micro_batch(ask(settings), saved)
         settings, config = question.settings, question.config
@@ -112,7 +97,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes)
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
-        model = model.resumed(checkpoints, said.append)
+        _, state = model.read(checkpoints, model.identity(), said.append, required=True)
+        model = replace(model, done=state["step"])
     else:
         write_weights(model, weights)
     model = page_locked(model, said.append)
@@ -120,11 +106,6 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model
-
-
-def _checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints in `folder`, newest first. `folder` may also be one."""
-    return [folder] if (folder / MANIFEST).exists() else find_checkpoints(folder, "auto", say)
 
 
 @warnings_end_nothing()

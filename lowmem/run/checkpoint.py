@@ -9,12 +9,6 @@ No random state or data position is saved. Dropout masks depend on (seed, step, 
 step), and the learning rate on the number of updates. A checkpoint gets its final name when every byte is on the disk:
 
     write .tmp-step-00000123/, fsync every file, then the folder  ->  rename  ->  fsync the parent  ->  remove old ones
-
-So after a kill at any moment, the newest complete checkpoint is the new one or the previous one. Bytes that change
-later are found by their hash, and the previous checkpoint is used.
-
-RAM: one chunk of 16 MiB. Disk: the whole state (12 bytes per parameter for AdamW with 16-bit weights; XL: 17.4 GiB),
-keep_last times, and once more while saving.
 """
 
 import errno
@@ -45,15 +39,12 @@ _UNREADABLE = "unreadable-"
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `reason`: the step and the system's error. `advice`: what the user
-    can do."""
+    """Says that a checkpoint could not be written. `args`: the step with the system's error, and what the user can
+    do."""
 
-    def __init__(self, reason: str, advice: str):
-        self.reason, self._advice = reason, advice
-        super().__init__(f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again")
-
-    def __reduce__(self):  # it is sent to other ranks
-        return NotSaved, (self.reason, self._advice)
+    def __str__(self) -> str:
+        reason, advice = self.args
+        return f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again"
 
 
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:

@@ -7,6 +7,7 @@ plan`` has the same options and two more.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -32,6 +33,7 @@ TRAIN = {
     "signals, 1 anything else.",
 }
 
+_NEGATIVE = re.compile(r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan)$", re.IGNORECASE)
 _HINTS = {item.name: item.type for item in fields(Settings)}
 _REPLACED = {  # options of a lower layer that an option of a higher layer replaces, because they set the same thing
     **{"steps": ("epochs",), "epochs": ("steps",)},
@@ -116,9 +118,10 @@ def _chosen(
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
-    known, unknown = parser.parse_known_args(_joined(argv), argparse.Namespace(typed={}, config=None))
+    known, unknown = parser.parse_known_args(argv, argparse.Namespace(typed={}, config=None))
     if unknown:
-        misspelt = list(dict.fromkeys(word.split("=")[0] for word in unknown if word.startswith("-")))
+        named = (word for word in unknown if word.startswith("-") and not _NEGATIVE.match(word))
+        misspelt = list(dict.fromkeys(word.split("=")[0] for word in named))
         if not misspelt:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
         raise InputError(_listed("the options", [_explain_unknown(name) for name in misspelt]))
@@ -126,24 +129,6 @@ def _chosen(
     lower, upper = ({field: value for field, (_, value) in layer.items()} for layer in (in_file, known.typed))
     spelled = {field: spelling for field, (spelling, _) in (in_file | known.typed).items()}
     return with_batch(_over(lower, upper), spelled, say), known
-
-
-def _joined(argv: list[str]) -> list[str]:
-    """Joins an option with a negative number such as -1e-4, which argparse takes for another option."""
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative(word):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
-
-
-def _is_negative(word: str) -> bool:
-    try:
-        return word.startswith("-") and float(word) is not None
-    except ValueError:
-        return False
 
 
 def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
@@ -163,6 +148,7 @@ def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, objec
 
 def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.ArgumentParser:
     parser = CommandParser(**program, formatter_class=Help, allow_abbrev=False)
+    parser._negative_number_matcher = _NEGATIVE  # argparse's own takes -1e-4 for an option
     for item in fields(Settings):
         if item.name in TITLES:
             section = parser.add_argument_group(TITLES[item.name])

@@ -19,7 +19,7 @@ from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_li
 from lowmem.models.export import BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
-from lowmem.run.evaluation import Sampler
+from lowmem.run.evaluation import take_samples
 from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
 from lowmem.run.folder import checkpoint_of, find_checkpoints
 from lowmem.run.log import read_metrics, write_json
@@ -27,7 +27,7 @@ from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
 from lowmem.run.report import device_name, versions
-from lowmem.run_folder import read_json
+from lowmem.run_folder import read_run_json
 from lowmem.units import counted
 
 
@@ -42,7 +42,7 @@ class Ending:
     def was_finished(self) -> bool:
         """Returns True, and says how to go on, if the same command has finished this training run before."""
         session = self._session
-        report, settings = (read_json(session.folder / name) for name in ("report.json", "settings.json"))
+        report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = read_metrics(session.folder / "metrics.jsonl")
         if (
             not session.resumed or not (session.folder / "model").is_dir() or "failed" in report
@@ -72,14 +72,14 @@ class Ending:
             reason = error if expected else first_line(error)
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
-    def finish(self, done: int, sampler: Sampler) -> None:
+    def finish(self, done: int) -> None:
         """Writes model/, report.json, report.html and the pictures into the folder of the training run, and logs a
         summary. `done`: number of steps done. Raises LowmemError if a part of the end failed."""
         session = self._session
         session.log.end_bar()
         exported = self._take_best(done)
         with self.part("the last sample"):
-            sampler.take(done, last=True)
+            take_samples(session, done, last=True)
         session.ranks.on_first(lambda: self._write(exported))
 
     def _write(self, exported: int | None) -> None:
@@ -131,7 +131,7 @@ class Ending:
         session, store = self._session, self._session.step.store
         write = partial(
             export_model, session.folder / "model", session.model.config, order=store.names(),
-            readme=self._readme(step), tokenizer=session.rehearsal.tokenizer,
+            readme=self._readme(step), tokenizer=session.model.tokenizer,
             tokenizer_files=session.rehearsal.folder, generation_config=session.rehearsal.generation_config,
         )  # fmt: skip
         wanted = session.settings.export_dtype
@@ -157,7 +157,7 @@ class Ending:
     def _report(self, exported_step: int | None) -> dict:
         session, plan = self._session, self._session.model.plan
         report = build_report(
-            plan.to_dict(), session.log.rows, asdict(session.budget.peaks()), device_name(session.step.store.device),
+            plan.to_dict(), session.log.rows, session.budget.peaks(), device_name(session.step.store.device),
             versions(), session.settings.batch, session.eval_first, exported_step,
         )  # fmt: skip
         report["ram_phases"] = {  # bytes
@@ -173,7 +173,7 @@ class Ending:
         """Draws loss.png and memory.png, and returns those that could be drawn. A missing matplotlib is not counted as
         a failure."""
         session, folder = self._session, self._session.folder
-        peaks, phases = asdict(session.budget.peaks()), session.budget.ram_phases
+        peaks, phases = session.budget.peaks(), session.budget.ram_phases
         loss, memory = folder / "loss.png", folder / "memory.png"
         problems = {
             loss: draw(loss, draw_loss, session.log.rows, loss, session.eval_first),

@@ -1,7 +1,7 @@
 """Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -20,75 +20,12 @@ from lowmem.run.signals import StopRequest
 SAMPLE_TOKENS = 64
 
 
-class Evaluator:
-    """Evaluates the loss on held-out texts when it is time, and says when training should end because of that loss."""
-
-    def __init__(self, session: Session, stop: StopRequest):
-        self._session, self._stop = session, stop
-
-    def due(self, done: int) -> bool:
-        steps, every = self._session.steps, self._session.settings.eval_every
-        return bool(self._session.data.evaluations) and (done == steps or done % (every or steps) == 0)
-
-    def evaluate(self) -> dict:
-        """Evaluates now. Returns the held-out losses, with their keys in metrics.jsonl; an empty dict if nothing is
-        held out."""
-        session = self._session
-        with session.budget.phase("evaluate"):
-            return evaluated(session.step, session.data.evaluations, session.settings.eval_batches)
-
-    def after(self, done: int) -> dict:
-        """Evaluates after step `done` and returns the same as `evaluate`. Returns an empty dict if a second signal
-        interrupted it. The last evaluation cannot be interrupted."""
-        if done == self._session.steps:
-            self._session.step.abandoned = None
-            self._stop.now("the last evaluation, then saving and the export", "changes nothing")
-        else:
-            self._stop.now(f"the evaluation after step {done}, then saving", "skips it and saves")
-        with suppress(StepAbandoned):
-            return self.evaluate()
-        return {}
-
-    def is_best(self, done: int) -> bool:
-        """Returns True if the evaluation after step `done` has the lowest loss of all after a step."""
-        return best_evaluation(self._session.log.rows, None).step == done
-
-    def out_of_patience(self) -> bool:
-        session, patience = self._session, self._session.settings.patience
-        best = best_evaluation(session.log.rows, session.eval_first)
-        return patience is not None and best.since >= patience
-
-
-class Sampler:
-    """Writes samples when it is time: the model's continuations of --sample-prompt."""
-
-    def __init__(self, session: Session):
-        self._session = session
-
-    def due(self, done: int) -> bool:
-        every = self._session.settings.sample_every
-        return every is not None and done % every == 0
-
-    def take(self, done: int, last: bool = False) -> None:
-        session, prompts = self._session, each(self._session.settings.sample_prompt)
-        if not prompts:
-            return
-        session.step.flush()
-        with session.budget.phase("evaluate"):
-            for prompt in prompts:
-                text = sample(
-                    session.model.decoder, session.rehearsal.tokenizer, prompt, chat=session.data.chat,
-                    temperature=session.settings.sample_temperature, seed=session.settings.seed,
-                )  # fmt: skip
-                session.log.sample(done, text, last, prompt)
-        if session.step.store.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that steps allocate where they did before
-
-
-def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) -> dict:
-    """Returns the loss per token in nats, over at most `limit` batches of each text. If there are several texts, also
-    returns each text's loss by name."""
-    sums = {batches.parts[0].name: summed_loss(step, batches, limit) for batches in evaluations}
+def evaluated(session: Session) -> dict:
+    """Evaluates now. Returns the held-out loss per token in nats, with its key in metrics.jsonl. If there are several
+    texts, also returns each text's loss by name. Returns an empty dict if nothing is held out."""
+    limit = session.settings.eval_batches
+    with session.budget.phase("evaluate"):
+        sums = {text.parts[0].name: summed_loss(session.step, text, limit) for text in session.data.evaluations}
     if not sums:
         return {}
     losses, tokens = zip(*sums.values(), strict=True)
@@ -96,6 +33,42 @@ def evaluated(step: TrainingStep, evaluations: Sequence[Batches], limit: int) ->
     if len(sums) > 1:
         row["eval_losses"] = {name: loss / tokens for name, (loss, tokens) in sums.items()}
     return row
+
+
+def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
+    """Evaluates after step `done` and returns the same as `evaluated`. Returns an empty dict if a second signal
+    interrupted it. The last evaluation cannot be interrupted."""
+    if done == session.steps:
+        session.step.abandoned = None
+        stop.now("the last evaluation, then saving and the export", "changes nothing")
+    else:
+        stop.now(f"the evaluation after step {done}, then saving", "skips it and saves")
+    with suppress(StepAbandoned):
+        return evaluated(session)
+    return {}
+
+
+def out_of_patience(session: Session) -> bool:
+    """Returns True if training should end because the held-out loss has not fallen for --patience evaluations."""
+    patience = session.settings.patience
+    return patience is not None and best_evaluation(session.log.rows, session.eval_first).since >= patience
+
+
+def take_samples(session: Session, done: int, last: bool = False) -> None:
+    """Writes samples: the model's continuations of --sample-prompt."""
+    prompts = each(session.settings.sample_prompt)
+    if not prompts:
+        return
+    session.step.flush()
+    with session.budget.phase("evaluate"):
+        for prompt in prompts:
+            text = sample(
+                session.model.decoder, session.model.tokenizer, prompt, chat=session.data.chat,
+                temperature=session.settings.sample_temperature, seed=session.settings.seed,
+            )  # fmt: skip
+            session.log.sample(done, text, last, prompt)
+    if session.step.store.device.type == "cuda":
+        torch.cuda.empty_cache()  # so that steps allocate where they did before
 
 
 @torch.no_grad()

@@ -1,9 +1,4 @@
-"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints.
-
-checkpoints/step-00000123/   a finished checkpoint (checkpoint.py)
-checkpoints/.tmp-step-...    a checkpoint that is being written or removed
-checkpoints/.old-step-...    a checkpoint that a save of the same step is replacing
-"""
+"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints (checkpoint.py)."""
 
 import itertools
 import os
@@ -16,13 +11,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lowmem.errors import InputError, PlanError
-from lowmem.files import MANIFEST
+from lowmem.files import MANIFEST, remove
 from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.units import MIB, format_size
 
 MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
-TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes of names that do not count as checkpoints
+TEMPORARY, ASIDE = ".tmp-", ".old-"  # of what is written or removed; of what a save of the same step replaces
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 
@@ -110,10 +105,7 @@ def sweep(root: Path) -> None:
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
     for stale in root.glob(f"{TEMPORARY}*"):
-        if stale.is_symlink():  # a checkpoint that was moved to another disk
-            stale.unlink()
-        else:
-            shutil.rmtree(stale, ignore_errors=True)
+        remove(stale)  # a link if the checkpoint was moved to another disk
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:

@@ -53,9 +53,8 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns the saved values of the settings that an extended training run may change (COURSE). Returns an empty dict
-    if `wanted`, an identity or a part of one, does not extend `saved` to more steps. Raises InputError if the saved
-    schedule cannot be extended."""
+    """Returns the saved values of COURSE if `wanted` extends `saved` to more steps, else an empty dict. Both are
+    identities; `wanted` may be a part of one. Raises InputError if the saved schedule cannot be extended."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}

@@ -1,14 +1,8 @@
-"""Defines the model that a training loop trains. Your own loop can evaluate, save and resume it.
-
-model = lowmem.load(settings, resume="runs/mine")  # from its newest checkpoint, if there is one
-for number in range(model.done, 300):
-    model.step(batch(number), number, learning_rate=3e-5)
-model.save("runs/mine", 300)
-"""
+"""Defines the model that a training loop trains. Your own loop can evaluate and save it, too (docs/python.md)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -63,14 +57,8 @@ class LoadedModel:
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         self.step.flush()
-        state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self._identity()}
+        state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self.identity()}
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
-
-    def resumed(self, checkpoints: list[Path], say: Callable[[str], None]) -> "LoadedModel":
-        """Reads the first undamaged one of `checkpoints`, newest first, and returns the model with its steps `done`.
-        Raises LowmemError if all are damaged, or if one is of another model, optimizer or precision."""
-        _, state = self.read(checkpoints, self._identity(), say, required=True)
-        return replace(self, done=state["step"])
 
     def state(self, done: int) -> dict:
         """Returns what a checkpoint after `done` steps says of the step's own counters."""
@@ -89,7 +77,7 @@ class LoadedModel:
             self.step.loss_scale.load(state["loss_scale"])
         return loaded
 
-    def _identity(self) -> dict:
+    def identity(self) -> dict:
         """Returns what decides the bits of a step, without what the loop chooses itself."""
         identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

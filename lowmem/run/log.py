@@ -1,13 +1,8 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-A terminal shows the bar. Above it, each evaluation, save and sample has a line that stays. Instead of the bar, log.txt
-and piped output have a line for some 40 of the steps.
-
 metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
 resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
-is written with the next one. Only `step_ms`, the tokens per second and the memory figures depend on the clock. All
-other values are bitwise the same whenever the same command runs on the same machine. A number that JSON cannot write
-(NaN or inf: a diverged loss, a skipped fp16 step) is null in the file, and NaN when read back.
+is written with the next one. A number that JSON cannot write is null in the file, and NaN when read back.
 """
 
 import json
@@ -27,14 +22,13 @@ from tqdm import tqdm
 
 from lowmem.run.figures import short_names
 from lowmem.run.terminal import beside, for_terminal, has_room_for_a_bar, output
-from lowmem.run.trackers import Trackers, charts, evaluated, planned
+from lowmem.run.trackers import Trackers, charts, eval_charts, planned
 from lowmem.settings import Settings
 from lowmem.units import format_size
 
 if TYPE_CHECKING:  # importing transformers takes four seconds
     from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
-    from lowmem.limits import Peaks
 
 _MOST_LINES = 50  # of steps, unless --log-every says otherwise
 _ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
@@ -69,7 +63,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def step_row(
-    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: "Peaks"
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
     go through the model, prompts and padding included."""
@@ -84,7 +78,7 @@ def step_row(
         "tokens_per_second": tokens / seconds,
         "computed_tokens_per_second": result.positions / seconds,
         "step_ms": seconds * 1000,
-        **asdict(peaks),
+        **peaks,
     }
 
 
@@ -121,7 +115,7 @@ class RunLog:
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
         if held_out:
-            self._trackers.row(evaluated(held_out), 0)
+            self._trackers.show("row", eval_charts(held_out), 0)
             self.say(f"before training: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
@@ -154,7 +148,7 @@ class RunLog:
                 print(line, file=sys.stderr, flush=True)
         if "eval_loss" in row:
             self.say(f"step {row['step']}: {_held_out(row)}")
-        self._trackers.row(charts(row, self._tokens) | self._planned, row["step"])
+        self._trackers.show("row", charts(row, self._tokens) | self._planned, row["step"])
         if "eval_loss" in row or row["step"] == self._last_step:
             self._trackers.together(self.rows, self._planned)
 
@@ -173,7 +167,7 @@ class RunLog:
                 self.say(line)
         self._samples = [*others, row]
         replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
-        self._trackers.sample(self._samples)
+        self._trackers.show("sample", self._samples)
 
     def end_bar(self) -> None:
         """Ends the progress bar, which stays on the terminal as it is. Later sentences are printed below it."""
@@ -183,7 +177,7 @@ class RunLog:
 
     def pictures(self, paths: list[Path]) -> None:
         """Gives the pictures of the training run to the trackers."""
-        self._trackers.pictures(paths, self.rows[-1]["step"] if self.rows else self._last_step)
+        self._trackers.show("pictures", paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
         """Closes the progress bar, the trackers and the files. Does nothing before `start`, or a second time."""

@@ -18,7 +18,7 @@ from lowmem.data.tables import KNOWN_SUFFIXES
 from lowmem.errors import InputError
 from lowmem.fields import each, option_name
 from lowmem.run.learning_rate import COURSE, longer
-from lowmem.run_folder import read_json
+from lowmem.run_folder import read_run_json
 from lowmem.settings import DEFAULT_EPOCHS, RUN, TOKENS, Settings, marked
 
 _ROOT = "runs"
@@ -50,7 +50,7 @@ def _differences(file: Path, settings: Settings) -> Iterator[str]:
     can go on with `settings`, or if there is no such file."""
     if not file.exists():
         return
-    if not (saved := read_json(file)):
+    if not (saved := read_run_json(file)):
         yield "its settings.json cannot be read"
         return
     wanted = json.loads(json.dumps(asdict(settings)))

@@ -12,6 +12,7 @@ Names have dashes here; the command line also takes them with underscores (cli.p
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
+from functools import partial
 from typing import get_args
 
 from lowmem.fields import kind_of, may_be_several, option_name
@@ -60,26 +61,17 @@ def optional(word: str, parse: Parse) -> Parse:
     return lambda typed: None if typed.lower() == word else parse(typed)
 
 
-def one_of(names: Sequence[str], synonyms: dict[str, str]) -> Parse:
-    """Returns a parser that takes one of `names`, or another trainer's name for it (a key of `synonyms`)."""
-
-    def parse(typed: str) -> str:
-        name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
-        if name not in names:
-            raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
-        return name
-
-    return parse
+def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
+    """Returns which of `names` is `typed`, itself or by another trainer's name (a key of `synonyms`)."""
+    name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
+    if name not in names:
+        raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
+    return name
 
 
-def flag_for(value: str) -> Parse:
-    """Returns a parser for a flag such as ``--bf16``, which stands for `value` of another option. A flag that is off
-    chooses nothing."""
-
-    def parse(typed: str) -> str:
-        return value if switch(typed) else NOTHING
-
-    return parse
+def flag_for(value: str, typed: str) -> object:
+    """Returns `value`, of another option, for a flag such as ``--bf16``. A flag that is off chooses nothing."""
+    return value if switch(typed) else NOTHING
 
 
 # Titles of the groups in --help, by the first field of each.
@@ -159,7 +151,7 @@ def _typed(item: Field) -> tuple[str, Parse]:
     if item.metadata["shown"] == AUTO:
         return "N|auto", optional("auto", integer)
     if choices := get_args(kind):
-        return "|".join(choices), one_of(choices, synonyms)
+        return "|".join(choices), partial(one_of, choices, synonyms)
     if synonyms:
         return "S", lambda typed: synonyms.get(typed.lower(), typed)
     return {bool: ("on|off", switch), int: ("N", integer), float: ("X", number), str: ("S", str)}[kind]
@@ -182,7 +174,7 @@ FLAGS |= dict.fromkeys(("packing", "packed", "sample-packing", "neat-packing"), 
 SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     **dict.fromkeys(("warmup-ratio", "warmup-fraction", "lr-warmup-fraction"), ("warmup_steps", share)),
     **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), ("schedule", scheduler)),
-    **{flag: (field, flag_for(value)) for flag, (field, value) in FLAGS.items()},
+    **{flag: (field, partial(flag_for, value)) for flag, (field, value) in FLAGS.items()},
     "per-device-train-batch-size": (PER_DEVICE, count),
     **dict.fromkeys(("micro-batch-size", "device-batch-size"), (AT_ONCE, count)),
     **dict.fromkeys(

@@ -25,7 +25,7 @@ from lowmem.run.figures import (
     total_steps,
 )
 from lowmem.run.log import continuation, finite, read_metrics, replace_file
-from lowmem.run_folder import is_run, read_json
+from lowmem.run_folder import is_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
@@ -55,34 +55,31 @@ def run_data(folder: Path, name: str) -> dict:
     """Returns everything that the page shows of the training run in `folder`, under the name `name`. Raises InputError
     if the files there are not those of a run of this version."""
     try:
-        return {"name": name} | _run_data(folder)
+        plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
+        rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")
+        finished = is_report_of(report, rows)
+        if not finished:
+            report = _report_so_far(plan, rows, settings)
+        return {
+            "name": name,
+            "finished": finished,
+            "steps": len(rows),
+            "planned_steps": total_steps(settings, rows),
+            "summary": report.get("summary") or summary(report, rows, settings),
+            "remarks": _remarks(report),
+            "columns": _columns(rows),
+            "held_out": _held_out(rows, report["loss"]["eval_first"]),
+            "step_seconds_planned": plan["predicted"]["step_seconds"],
+            "memory": [
+                {"kind": kind, "parts": parts, "measured": measured, "cap": cap}
+                for kind, parts, measured, cap in memory_kinds(plan, report["measured"])
+            ],
+            "phases": _phases(plan, report),
+            "samples": _samples(read_metrics(folder / "samples.jsonl")),
+            "settings": _settings(settings),
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder}: its files cannot be shown ({type(error).__name__}: {error})") from None
-
-
-def _run_data(folder: Path) -> dict:
-    plan, settings = read_json(folder / "plan.json"), read_json(folder / "settings.json")
-    rows, report = read_metrics(folder / "metrics.jsonl"), read_json(folder / "report.json")
-    finished = is_report_of(report, rows)
-    if not finished:
-        report = _report_so_far(plan, rows, settings)
-    return {
-        "finished": finished,
-        "steps": len(rows),
-        "planned_steps": total_steps(settings, rows),
-        "summary": report.get("summary") or summary(report, rows, settings),
-        "remarks": _remarks(report),
-        "columns": _columns(rows),
-        "held_out": _held_out(rows, report["loss"]["eval_first"]),
-        "step_seconds_planned": plan["predicted"]["step_seconds"],
-        "memory": [
-            {"kind": kind, "parts": parts, "measured": measured, "cap": cap}
-            for kind, parts, measured, cap in memory_kinds(plan, report["measured"])
-        ],
-        "phases": _phases(plan, report),
-        "samples": _samples(read_metrics(folder / "samples.jsonl")),
-        "settings": _settings(settings),
-    }
 
 
 def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:

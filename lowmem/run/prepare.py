@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from os import getpid
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import opening_remarks
-from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, rehearsal_folder, shared_data
+from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
 from lowmem.settings import Settings
 from lowmem.units import counted, interval_seconds
 
@@ -227,9 +229,9 @@ def prepare(settings: Settings) -> Iterator[Session]:
             until_the_end.enter_context(closing(data))
             generation = own_generation_config(settings.model, settings.init, log.say)
             export_dtype = WORKING_DTYPES[settings.export_dtype]
-            rehearsal = until_the_end.enter_context(
-                rehearsed(rehearsal_folder(folder, ranks), config, tokenizer, generation, export_dtype)
-            )
+            temporary = Path(gettempdir(), f"lowmem-rehearsal-{getpid()}")
+            place = folder / ".model.rehearsal" if ranks.rank == 0 else temporary
+            rehearsal = until_the_end.enter_context(rehearsed(place, config, tokenizer, generation, export_dtype))
             devices.release_freed_memory()  # of tokenizing: training does not hold it
             plan = plan_here(with_saved_micro_batch(question, saved), device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
@@ -275,8 +277,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether a checkpoint
-    was expected to be undamaged, so that the plan was not printed yet."""
+    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether the state of
+    one could be read; then the plan is not printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

@@ -1,17 +1,8 @@
-"""Continues training if the machine has less memory than was planned.
+"""Continues training if the machine has less memory than was planned (docs/training.md).
 
 If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the failed work is
-repeated (core/step.py). Before each attempt, one more thing is changed:
-
-    1. the allocator's cache is freed and nothing else changes, once for each layout;
-    2. the plan's next smaller layout; last of all one without states on the GPU and with every block recomputed. No
-       bit of the result depends on the layout;
-    3. smaller micro-batches, down to single sequences. These change the bits, and a message says so.
-
-For waiting updates and evaluations, only optimizer states are moved off the GPU. An evaluation also gets smaller
-micro-batches, which change the last digits of its loss. Each measure is printed, and saved in checkpoints, so that a
-resumed run begins with it. If nothing is left to change, or if a step has updated some of the weights, training ends
-with exit code 4. Weights that are intact are saved first.
+repeated (core/step.py). Before each attempt, one more thing is changed. For waiting updates and evaluations, only
+optimizer states are moved off the GPU. An evaluation also gets smaller micro-batches.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -64,7 +55,7 @@ class Recovery:
         last = (smaller or [step.layout])[-1]
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
         self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
-        self._at = (0, "", 0)  # step and place of the last failure, and the measures before it, which have helped
+        self._at = (0, "", 0)  # step and place of the last failure; how many measures were taken before it
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:

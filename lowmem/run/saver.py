@@ -44,7 +44,7 @@ class Saver:
             if must or (self._stop.requested and not ended):
                 raise
             then = "the model is exported" if ended else "training goes on, and the next save tries again"
-            self._session.log.say(f"warning: {error.reason}; earlier checkpoints are still there, and {then}")
+            self._session.log.say(f"warning: {error.args[0]}; earlier checkpoints are still there, and {then}")
         self._saved_at = time.monotonic()
         if self._stop.requested and not ended:
             name = self._stop.name or "a signal to another rank"

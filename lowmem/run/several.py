@@ -5,8 +5,6 @@ the model, of the batch, of the RAM cap and of free RAM (planning/simulated_rank
 """
 
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,12 +105,6 @@ def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callabl
         plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,
         seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit
     )  # fmt: skip
-
-
-def rehearsal_folder(folder: Path, ranks: Ranks) -> Path:
-    """Returns the folder for the rehearsal of the export: in the run's `folder`, or a temporary one of this rank."""
-    temporary = Path(tempfile.gettempdir()) / f"lowmem-rehearsal-{os.getpid()}"
-    return folder / ".model.rehearsal" if ranks.rank == 0 else temporary
 
 
 def shared_data(load: Callable[[], Data], ranks: Ranks) -> Data:

@@ -1,17 +1,9 @@
-"""Handles SIGTERM, SIGINT and SIGHUP as requests to stop with everything saved. Each is answered at once.
+"""Handles SIGTERM, SIGINT and SIGHUP as requests to stop with everything saved (docs/training.md).
 
-A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted, and the training loop
-reads the count when its state is complete.
-
-    first    the current step is finished and saved, and training ends with exit code 75
-    second   the current step or evaluation is given up, and the state before it is saved (a step that has begun to
-             update is finished; before the first step there is nothing to save, so the process ends)
-    third    the process ends at once; earlier checkpoints are safe
-
-A thread counts and answers, because Python's own handlers wait for the main thread, which may itself wait seconds for a
-GPU or a disk. A hang-up (the terminal went away) only counts once, since a shell and the system may both send it.
-Output to that terminal is then dropped. A signal that is ignored when training begins, as under nohup or in the
-background of a script, stays ignored.
+A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted and answered, and the
+training loop reads the count when its state is complete. A thread does so at once: Python's own handlers wait for the
+main thread, which may wait seconds for a GPU or a disk. A hang-up (the terminal went away) only counts once, since a
+shell and the system may both send it. A signal that is ignored when training begins, as under nohup, stays ignored.
 """
 
 import os
@@ -83,7 +75,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, _nothing) for number in caught}
+        # Without its default action, a signal's number arrives through a pipe.
+        self._before = {number: signal.signal(number, lambda *_: None) for number in caught}
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -118,10 +111,6 @@ class StopRequest:
         else:
             _say(f"{number.name} again: it {self._second}; the next one ends at once")
         self.requests += 1
-
-
-def _nothing(number: int, frame) -> None:
-    """Does nothing; installed so that a signal has no default action. The signal's number arrives through a pipe."""
 
 
 def _say(sentence: str) -> None:

@@ -4,11 +4,9 @@ A tracker never ends training. Whatever happens (not logged in, unreachable, its
 says so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31
 waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
-Some charts show several values (_TOGETHER): both losses, and each measured figure with its prediction and its cap.
-TensorBoard shows them in its tab Custom Scalars. In wandb they are charts of their own, under charts/, drawn after each
-evaluation and after the last step: wandb's package for layouts (wandb-workspaces) needs wandb's server.
-
-TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from.
+TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from. In
+wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step: wandb's package
+for layouts (wandb-workspaces) needs wandb's server.
 
 wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which the RAM cap
 does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps that are
@@ -69,20 +67,14 @@ class Trackers:
         for tracker in self._active:
             self._say(f"{tracker.name}: {tracker.where}")
 
-    def row(self, values: dict[str, float], step: int) -> None:
-        self._each("failed", lambda tracker: tracker.row(values, step))
+    def show(self, what: str, *values) -> None:
+        """Shows `what`, a tracker's method: a "row", a "sample" or "pictures"."""
+        self._each("failed", lambda tracker: getattr(tracker, what)(*values))
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
         """Shows the charts with several values. `rows`: of metrics.jsonl, the newest last. `constants`: values that are
         shown at each step."""
         self._each("failed", lambda tracker: tracker.together(lines_together(rows, constants), rows[-1]["step"]))
-
-    def sample(self, samples: list[dict]) -> None:
-        """Shows a new sample. `samples`: rows of samples.jsonl, the new one last."""
-        self._each("failed", lambda tracker: tracker.sample(samples))
-
-    def pictures(self, paths: list[Path], step: int) -> None:
-        self._each("failed", lambda tracker: tracker.pictures(paths, step))
 
     def close(self) -> None:
         self._each("did not finish", lambda tracker: tracker.finish())
@@ -121,10 +113,10 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
     values |= _in_gib({name: row[f"{name}_bytes"] for name in ("gpu_allocated_peak", "gpu_reserved_peak", "ram_peak")})
-    return values | (evaluated(row) if "eval_loss" in row else {})
+    return values | (eval_charts(row) if "eval_loss" in row else {})
 
 
-def evaluated(row: dict) -> dict[str, float]:
+def eval_charts(row: dict) -> dict[str, float]:
     """Returns the held-out losses of a metrics.jsonl row as values for trackers, {name: value}."""
     loss = row["eval_loss"]
     values = {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -204,7 +196,7 @@ class _TensorBoard:
     def together(self, charts: dict, step: int) -> None:
         """Does nothing: the layout makes these charts from the values of `row`."""
 
-    def sample(self, samples: list[dict]) -> None:
+    def sample(self, samples: list[dict]) -> None:  # rows of samples.jsonl, the new one last
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown
         self._writer.add_text(_SAMPLES, text, samples[-1]["step"])
         self._writer.flush()

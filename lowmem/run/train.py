@@ -8,8 +8,8 @@ from dataclasses import asdict
 from lowmem.core.step import StepAbandoned, StepResult
 from lowmem.distributed.launch import launched_rank
 from lowmem.errors import LowmemError, some_of
+from lowmem.run import evaluation
 from lowmem.run.ending import Ending
-from lowmem.run.evaluation import Evaluator, Sampler
 from lowmem.run.figures import best_evaluation
 from lowmem.run.log import step_row, write_json
 from lowmem.run.plan_command import show_plan
@@ -40,14 +40,13 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 def train(session: Session, stop: StopRequest) -> None:
     """Makes the steps of `session` that are not done yet, and then the export and the report."""
-    step, log, steps = session.step, session.log, session.steps
-    evaluator, sampler = Evaluator(session, stop), Sampler(session)
+    step, log, steps, settings = session.step, session.log, session.steps, session.settings
     saver, ending = Saver(session, stop), Ending(session)
     if ending.was_finished():
         return
-    _begin(session, evaluator, sampler)
+    _begin(session)
     done, seconds = session.model.done, session.model.plan.step_seconds
-    ended = done == steps or evaluator.out_of_patience()
+    ended = done == steps or evaluation.out_of_patience(session)
     session.budget.enter("train")
     stop.agree(session.ranks)
     if stop.requested:
@@ -65,7 +64,8 @@ def train(session: Session, stop: StopRequest) -> None:
                 result = step(batch, done - 1, rate)
         except StepAbandoned:
             saver.save(done - 1)
-        evaluating, saving = evaluator.due(done), saver.due(done) or done == steps
+        evaluating = session.data.evaluations and (done == steps or done % (settings.eval_every or steps) == 0)
+        saving = saver.due(done) or done == steps
         if evaluating or saving:
             step.flush()  # its update is part of this step's time
         seconds = time.perf_counter() - started
@@ -77,36 +77,36 @@ def train(session: Session, stop: StopRequest) -> None:
             try:
                 if evaluating:
                     with ending.part("the last evaluation") if done == steps else nullcontext():
-                        row |= evaluator.after(done)
+                        row |= evaluation.evaluated_after(session, stop, done)
             finally:
                 log.step(row)
         ended = done == steps
         if "eval_loss" in row:
-            saving |= session.settings.keep_best and evaluator.is_best(done)
-            ended |= evaluator.out_of_patience()
-        if sampler.due(done) and not ended:
-            sampler.take(done)
+            saving |= settings.keep_best and best_evaluation(log.rows, None).step == done
+            ended |= evaluation.out_of_patience(session)
+        if settings.sample_every is not None and done % settings.sample_every == 0 and not ended:
+            evaluation.take_samples(session, done)
         session.budget.check(f"step {done}")
         _count_skipped(session, done, result)
         stop.agree(session.ranks)
         if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:
             with ending.part("the last save") if ended else nullcontext():
                 saver.save(done, ended, must=False)
-    _end(session, stop, done, evaluator)
-    ending.finish(done, sampler)
+    _end(session, stop, done)
+    ending.finish(done)
 
 
-def _begin(session: Session, evaluator: Evaluator, sampler: Sampler) -> None:
+def _begin(session: Session) -> None:
     """Evaluates before the first step if training is new. Writes plan.json and settings.json, and starts the log."""
     log = session.log
-    held_out = {} if session.resumed else evaluator.evaluate()
+    held_out = {} if session.resumed else evaluation.evaluated(session)
     session.eval_first = held_out.get("eval_loss", session.eval_first)
     session.model = page_locked(session.model, log.say)
     plan = session.model.plan.to_dict()
     session.ranks.on_first(lambda: _write_start(session, plan))
     log.start(session.model.done, session.steps, plan, held_out)
     if session.model.done == 0:
-        sampler.take(0)
+        evaluation.take_samples(session, 0)
 
 
 def _write_start(session: Session, plan: dict) -> None:
@@ -131,14 +131,14 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
         session.log.say(f"{said} {some_of(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")
 
 
-def _end(session: Session, stop: StopRequest, done: int, evaluator: Evaluator) -> None:
+def _end(session: Session, stop: StopRequest, done: int) -> None:
     """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported. Says why
     training ends before its last step."""
     log = session.log
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", _NOTHING)
-    if evaluator.out_of_patience():
+    if evaluation.out_of_patience(session):
         best = best_evaluation(log.rows, session.eval_first)
         said = f"the last {best.since} held-out losses are not below {best}; a higher --patience goes on"
         log.say(f"ended early, after {done} of {session.steps} steps: {said}")

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lowmem.data import hub_data
-from lowmem.data.downloaded import find_layout
+from lowmem.data.downloaded import find_split_files
 from lowmem.data.hub_data import choose_splits
 from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
@@ -277,4 +277,4 @@ def test_columns_that_are_not_used_are_named_for_every_kind_of_file(tmp_path, mo
 
 
 def test_a_folder_without_files_is_no_layout(tmp_path):
-    assert find_layout(tmp_path, [], None, None) is None
+    assert find_split_files(tmp_path, [], None, None) is None

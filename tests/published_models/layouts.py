@@ -97,9 +97,9 @@ def tiktoken(backend: Tokenizer) -> str:
     """Returns a tiktoken file of the byte-level `backend`: one token in base64 and its rank a line."""
     from base64 import b64encode
 
-    from lowmem.data.tokenizer import byte_characters
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     tokens = json.loads(backend.to_str())["model"]["vocab"]
     pieces = sorted((number, token) for token, number in tokens.items())
     raw = [bytes(byte_of[character] for character in token) for _, token in pieces]

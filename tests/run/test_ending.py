@@ -26,7 +26,7 @@ from runs import assert_same_run, at_call, content, last_line, stored, weights
 FAULTS = {
     "the last sample": (lowmem.run.evaluation, "sample", "the last sample", None),
     "samples.jsonl": (lowmem.run.log.RunLog, "sample", "the last sample", None),
-    "a tracker's sample": (Trackers, "sample", "the last sample", None),
+    "a tracker's sample": (Trackers, "show", "the last sample", None),
     "weights": (export, "_write_shards", "the export", "model.safetensors"),
     "room": (export.shutil, "disk_usage", "the export", "model.safetensors"),
     "config.json": (description, "config_fields", "config.json could not be written", "config.json"),
@@ -38,7 +38,7 @@ FAULTS = {
     "report.html": (lowmem.run.ending, "write_page", "report.html", None),
     "loss.png": (lowmem.run.ending, "draw_loss", "loss.png", None),
     "memory.png": (lowmem.run.ending, "draw_memory", "memory.png", None),
-    "a tracker's pictures": (Trackers, "pictures", "the trackers", None),
+    "a tracker's pictures": (lowmem.run.log.RunLog, "pictures", "the trackers", None),
     "the summary": (lowmem.run.ending.Ending, "_summarize", "the summary", None),
     "a tracker's end": (Trackers, "close", "closing the log and the trackers", None),
 }
