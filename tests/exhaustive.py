@@ -18,7 +18,7 @@ QUICK_CASES = {
     "core/test_recordings.py::test_repeating_a_segment_changes_no_bit": 3,
     "core/test_recordings.py::test_repeating_changes_no_bit_wherever_numbers_are": 4,
     "stream_order/test_stream_order.py::test_an_arrangement_has_no_race_and_the_bits_of_the_plain_run": 4,
-    "core/test_step.py::test_placement_and_order_change_no_bit": 45,
+    "core/test_step.py::test_placement_and_order_change_no_bit": 49,
     "core/test_encoder_decoder.py::test_placement_and_order_change_no_bit": 1,
     "core/test_decoder.py::test_the_check_passes_in_16_bit": 12,
     "core/test_fused.py::test_halves_are_split_and_joined_bit_for_bit_as_by_precision_py": 1,

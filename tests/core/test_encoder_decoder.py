@@ -135,7 +135,8 @@ def test_units_have_each_parameter_once_and_the_shared_ones_first():
     }
     assert "encoder.final_layer_norm.weight" in decoder.units[4].parameters
     assert set(decoder.units[-1].parameters) == {"decoder.final_layer_norm.weight"}
-    assert [use.block for use in decoder.shared] == [0, 1, 2, 3, 4]
+    used = [block.layer[0].SelfAttention.__dict__["relative_attention_bias"] for block in decoder.blocks]
+    assert all(use is own for use, own in zip(decoder.shared, used, strict=True))
 
 
 def test_other_encoder_decoders_are_refused_by_name():

@@ -28,6 +28,7 @@ from experiments.harness.trainings import (
     SENT,
     STREAMED,
     TWICE,
+    UNCLIPPED,
     WEIGHTS_STREAMED,
     WHOLE,
     Outcome,
@@ -78,6 +79,7 @@ KINDS = {  # of trainings; a batch is four micro-batches, or two
     "fp16": {"micro_batch": 1, "precision": "fp16"},
     "bf16, 8-bit moments": {"micro_batch": 1, "precision": "bf16", "optimizer": "adamw8bit"},
     "fp32, 8-bit moments": {"micro_batch": 1, "optimizer": "adamw8bit"},
+    "fp16, SGD": {"micro_batch": 1, "precision": "fp16", "optimizer": "sgd"},
     "bf16, SGD": {"micro_batch": 1, "precision": "bf16", "optimizer": "sgd"},
     "Llama, fp32": {"micro_batch": 1, "family": "llama"},
     "Llama, bf16": {"micro_batch": 1, "family": "llama", "precision": "bf16"},
@@ -109,6 +111,10 @@ MORE = {  # layouts: other lengths of segments, and combinations
     "on a disk, weights and boundaries in RAM": BOUNDARIES | ON_DISK | WHOLE | {"weights_on_gpu": 1},
     "in backward, weights streamed, segments of 2": APPLIED | WEIGHTS_STREAMED | {"segment_blocks": 2},
     "in backward, weights streamed, one segment": APPLIED | WEIGHTS_STREAMED | {"segment_blocks": 4},
+    "in backward, boundaries in RAM, segments of 2": APPLIED | BOUNDARIES | {"segment_blocks": 2},
+    "half on a disk, gradients in RAM, not deferred": SENT | {"states_on_gpu": 0, "states_on_disk": 3},
+    "held though nothing is clipped, weights streamed": UNCLIPPED | WEIGHTS_STREAMED,
+    "held though nothing is clipped, boundaries in RAM": UNCLIPPED | BOUNDARIES,
 }
 EVERY_LAYOUT = LAYOUTS | IN_BACKWARD | MORE
 
