@@ -112,7 +112,7 @@ def test_an_option_sets_its_field_and_nothing_else(line, field, value):
     name, *values = line.split()
     defaults = dataclasses.replace(LARGE, micro_batch=2, group=1, segment_blocks=1, ram_limit_bytes=GIB, batch=32)
     defaults = dataclasses.replace(defaults, eval_every=9, sample_prompt="a")  # what others have to do with
-    if field == "gradients":  # which have the whole batch as one group
+    if field in ("gradients", "boundaries"):  # which have the whole batch as one group
         defaults = dataclasses.replace(defaults, group=None)
     freed = {"micro_batch": None, "group": None} if field == "batch" else {}
     expected = dataclasses.replace(defaults, **{field: value}, **freed)
