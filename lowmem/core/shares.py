@@ -27,7 +27,7 @@ class Among(StrEnum):
     REPLICAS = "the ranks that store the same share"
 
 
-class Unit:
+class Gatherer:
     """Gathers one unit's matrices, `part`. A subclass says how: `_gather()` starts, and returns what `_arrive(coming)`
     waits for; `_free()` frees the gathered weights."""
 
@@ -67,7 +67,7 @@ class GatheredWeights:
 
     any = True
 
-    def __init__(self, units: dict[int, Unit], blocks: range, staying: range):
+    def __init__(self, units: dict[int, Gatherer], blocks: range, staying: range):
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
@@ -106,7 +106,7 @@ class GatheredWeights:
         for unit in self._of([block]):
             unit.let_go()
 
-    def _of(self, blocks: Iterable[int]) -> list[Unit]:
+    def _of(self, blocks: Iterable[int]) -> list[Gatherer]:
         return [self._units[block] for block in blocks if block in self._units]
 
     def _called(self, block: int) -> None:
@@ -122,7 +122,7 @@ class Shares(Ranks):
     """Answers for rank `rank` of `count`. All of them store a model together until `share_among` divides them.
 
     A subclass sends:
-        unit(part, parameters)        returns the Unit that gathers the matrices `part` of the model's `parameters`
+        gatherer(part, parameters)    returns what gathers the matrices `part` of the model's `parameters`
         exchange(came, sent, among)   sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`
         gather(came, own, among)      gathers `own` [n] of the ranks `among` in `came` [ranks x n]
         beside()                      launches kernels in the block beside those of the compute stream, after all so far
@@ -144,7 +144,9 @@ class Shares(Ranks):
 
     def window(self, decoder: Decoder, store: Store) -> GatheredWeights:
         units = {
-            part.unit - 1: self.unit(part, {name: decoder.units[part.unit].parameters[name] for name in part.names()})
+            part.unit - 1: self.gatherer(
+                part, {name: decoder.units[part.unit].parameters[name] for name in part.names()}
+            )
             for part in store.parts
             if part.is_matrices
         }

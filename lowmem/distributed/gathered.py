@@ -12,7 +12,7 @@ from torch.distributed.fsdp import UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lowmem.core.parameters import Part
-from lowmem.core.shares import Unit
+from lowmem.core.shares import Gatherer
 
 
 class _Flat(nn.Module):
@@ -27,7 +27,7 @@ class _Flat(nn.Module):
         self.flat = nn.Parameter(DTensor.from_local(part.working, mesh, [Shard(0)], run_check=False), False)
 
 
-class GatheredUnit(Unit):
+class FsdpGatherer(Gatherer):
     """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):

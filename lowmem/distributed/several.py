@@ -12,7 +12,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.parameters import Part, Store
 from lowmem.core.ranks import Thing
 from lowmem.core.shares import Among, GatheredWeights, Shares, in_order
-from lowmem.distributed.gathered import GatheredUnit
+from lowmem.distributed.gathered import FsdpGatherer
 
 _END = -1
 
@@ -50,8 +50,8 @@ class SeveralRanks(Shares):
         window.watch(decoder)
         return window
 
-    def unit(self, part: Part, parameters: dict[str, Tensor]) -> GatheredUnit:
-        return GatheredUnit(part, self._mesh, parameters)
+    def gatherer(self, part: Part, parameters: dict[str, Tensor]) -> FsdpGatherer:
+        return FsdpGatherer(part, self._mesh, parameters)
 
     def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
         dist.all_to_all_single(came, sent, group=self._groups.get(among))

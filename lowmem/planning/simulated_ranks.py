@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowmem.core.parameters import Part
 from lowmem.core.ranks import Thing
-from lowmem.core.shares import Among, Shares, Unit
+from lowmem.core.shares import Among, Gatherer, Shares
 from lowmem.cudasim.recorder import Recorder
 
 RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2e9; assumed
@@ -70,8 +70,8 @@ class SimulatedRanks(Shares):
         self._beside: float | None = None  # inside `beside`: when its transfers end
         self._sums_end = 0.0
 
-    def unit(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedUnit":
-        return _SimulatedUnit(part, self, parameters)
+    def gatherer(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedGatherer":
+        return _SimulatedGatherer(part, self, parameters)
 
     def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
         return micro_batches
@@ -126,7 +126,7 @@ class SimulatedRanks(Shares):
         return tensor
 
 
-class _SimulatedUnit(Unit):
+class _SimulatedGatherer(Gatherer):
     """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
@@ -156,8 +156,8 @@ class _SimulatedUnit(Unit):
 BESIDE = "gradient_sums"  # the storages that are made beside the compute stream
 STREAMS = {BESIDE: 1}
 NAMES = {  # of what is born in these functions, or in what they call
-    _SimulatedUnit._gather.__code__: "gathered_weights",
-    _SimulatedUnit._arrive.__code__: "gathered_weights",
+    _SimulatedGatherer._gather.__code__: "gathered_weights",
+    _SimulatedGatherer._arrive.__code__: "gathered_weights",
     Shares._sum_slices.__code__: BESIDE,
     Shares.summed.__code__: "gradients",
 }
