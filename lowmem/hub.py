@@ -7,7 +7,6 @@ import functools
 import http.client
 import urllib.error
 import urllib.request
-from itertools import product
 from pathlib import Path
 
 from lowmem.errors import first_line
@@ -45,12 +44,16 @@ def why_unreachable() -> str | None:
 
 def local_folder(model: str) -> Path | None:
     """Returns the folder with the files of `model`: itself, or the hub's cache. Returns None if there is neither."""
-    from huggingface_hub import try_to_load_from_cache
-
     if Path(model).is_dir():
         return Path(model)
-    files = ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json")
-    for name, file in product(names_of(model), files):
+    return next(filter(None, map(cached_folder, names_of(model))), None)
+
+
+def cached_folder(name: str) -> Path | None:
+    """Returns the folder of the hub's cache with files of the model of this name, None if there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
         try:
             cached = try_to_load_from_cache(name, file)
         except ValueError:  # not a possible name on the hub

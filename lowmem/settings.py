@@ -239,8 +239,8 @@ class Settings:
             yield "--states-folder is for streamed states: leave out --states resident."
         if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
             yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
-        for name in ("gradients", "boundaries"):
-            if getattr(self, name) == "streamed" and self.group not in (None, most):
+        for name in ("gradients", "boundaries"):  # without --micro-batch one is chosen that makes it the whole batch
+            if getattr(self, name) == "streamed" and self.group not in (None, most) and self.micro_batch is not None:
                 yield f"--{name} streamed takes the whole batch as one group: leave out --group."
         if self.plan_only and self.preview is not None:
             yield "--preview shows data and --plan-only a plan: give one of them."

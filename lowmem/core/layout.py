@@ -39,7 +39,7 @@ class Layout:
     weights_on_gpu: int | None = None  # how many units, the first ones, have weights there (None: all); the last has
     boundaries_in_ram: bool = False  # whether inputs of segments wait in RAM for their backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED only if no update waits for the norm
-    gathered: int = 0  # how many blocks, the last ones, keep weights gathered from several ranks until backward
+    gathered: int = 0  # how many blocks, the last ones, keep their gathered weights until backward; others gather twice
     evaluation_rows: int | None = None  # sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
 
     def __post_init__(self):

@@ -49,7 +49,8 @@ class Operations:
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
         """Returns `run()`, which does nothing that depends on more than `kind`, `shapes` and which parts have
-        gradients. So ReplayedOperations (planning/replay.py) need not call it each time; it calls storages `name`."""
+        gradients. So ReplayedOperations (planning/replay.py) need not call it each time. On its tape, `name` names
+        what `run` allocates."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:

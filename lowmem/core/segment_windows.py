@@ -1,4 +1,5 @@
-"""Brings weights and boundaries of segments from RAM to the GPU, and boundaries there (window.py; docs/step.md).
+"""Brings weights and boundaries of segments from RAM to the GPU, and sends boundaries and gradients to RAM (window.py;
+docs/step.md).
 
 A step of G groups moves the weights that are in RAM 2 G times. Updated ones travel with their optimizer state. A
 group's boundaries are 19 GiB for GPT-2-XL at 64 x 1,024; computing a segment hides the copy of its boundary.

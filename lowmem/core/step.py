@@ -167,7 +167,7 @@ class TrainingStep:
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = self.store.ranks.total(torch.stack(losses).double().sum().item() if losses else 0.0)
-        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else it frees gradients
+        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else `norm` frees gradients
         return loss, self.operations.composed(gradients.norm, "norm") if held else gradients.norm()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:

@@ -47,7 +47,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
     try:
         for name in names:
             tokenizer, error = _from_pretrained(name, local_files_only=True)
-            if tokenizer is not None:
+            if tokenizer is not None or _files(hub.cached_folder(name), *_VOCABULARIES):
                 break
     except OSError as error:  # of a file in the folder
         raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None

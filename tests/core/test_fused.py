@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import lowmem.core.kernels
 from lowmem.core import optimizers
+from lowmem.core import step as core_step
 from lowmem.core.kernels import fused
 from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.loss import linear_cross_entropy
@@ -31,8 +32,9 @@ from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import make_decoder
 from lowmem.planning.replay import _traffic_of_8_bit
 from lowmem.planning.simulated_step import gpu_target, record_step
-from reference import tiny_config
+from reference import tiny_config, tiny_model
 from stand_in.interpreted import language_interpreted
+from steps import make_step
 from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, operands
 from tests.core.test_loss import plain as plain_loss
 from tests.core.test_products import Counting
@@ -405,8 +407,13 @@ def test_a_step_is_not_simulated_for_kernels_that_its_decoder_does_not_run():
         record_step(decoder, case, gpu_target(CARDS["rtx3090"]))
 
 
-def test_8_bit_updates_stay_on_the_stream_that_computes():
-    assert get_optimizer("adamw").any_stream and not get_optimizer("adamw8bit").any_stream
+def test_only_our_kernels_update_beside_what_computes(interpreted, monkeypatch):
+    beside = []
+    transfers_for = core_step.transfers_for
+    monkeypatch.setattr(core_step, "transfers_for", lambda *given: beside.append(given[1]) or transfers_for(*given))
+    for fused_kernels, optimizer in ((True, "adamw"), (True, "adamw8bit"), (False, "adamw")):
+        make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=fused_kernels, optimizer=optimizer)
+    assert beside == [True, False, False]
 
 
 @pytest.fixture

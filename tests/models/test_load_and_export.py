@@ -566,6 +566,10 @@ def test_the_tokenizer_of_gpt2_is_found_in_the_cache_by_both_of_its_names(hub, t
         snapshot = hub(kept_as, tmp_path / "gpt2")
         assert load_tokenizer(typed, "pretrained", 50257).get_vocab() == bpe_tokenizer.get_vocab()
         assert lowmem_hub.local_folder(typed) == snapshot
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer.json is not JSON"):
+        load_tokenizer("gpt2-medium", "pretrained", 50257)
 
 
 def test_config_from_folder_or_bare_file(tmp_path):

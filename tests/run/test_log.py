@@ -136,8 +136,9 @@ def test_a_line_tells_trained_tokens_from_computed_ones_where_they_differ(tmp_pa
 
 def test_a_row_counts_labels_as_trained_and_every_position_as_computed():
     batch = Batch(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100]]))
-    made = step_row(1, 0.1, batch, 1e-3, 0.5, StepResult(2.0, 1.0, True, 8), {"ram_peak_bytes": 1})
+    made = step_row(1, 0.1, batch, 1e-3, 0.5, StepResult(2.0, 1.0, True, 8), {"ram_peak_bytes": 1, "x": 2})
     assert (made["tokens"], made["tokens_per_second"], made["computed_tokens_per_second"]) == (3, 6.0, 16.0)
+    assert (made["ram_peak_bytes"], made["x"]) == (1, 2), "all peaks are there"
 
 
 def test_time_left_is_counted_by_the_median_step_of_this_run(tmp_path, capsys):
