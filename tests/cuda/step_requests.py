@@ -81,7 +81,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
     full = batch_of_zeros(case, case.batch)
     step.evaluate(batch_of_zeros(case, case.layout.micro_batch))
     ragged = full if case.lengths is None else replace(full, lengths=torch.tensor(case.lengths))
-    before = [full] * (2 if layout.states_on_disk else 1)  # as the simulation has it
+    before = [full] * (3 if layout.states_on_disk else 1)  # as the simulation has it
     for number, batch in enumerate((*before, ragged)):
         step(batch, number, 1e-4)
     step.flush()
