@@ -15,9 +15,9 @@ from lowmem.errors import InputError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Attributes of a config: {field: the user's value}.
-OWN = "own_switches"  # of fields that training overrides; they are exported again
-LEFT_OUT = "left_out_switches"  # of fields that are not exported
+# Two attributes of a config hold the user's values, by field.
+OWN = "own_switches"  # training overrides these; the export has them again
+LEFT_OUT = "left_out_switches"  # these are not exported
 _NEEDED = {  # {field: values that training can have}
     **dict.fromkeys(
         ("gradient_checkpointing", "output_hidden_states", "output_attentions", "torchscript"), (False, None)

@@ -13,14 +13,14 @@ from lowmem.errors import first_line
 
 TIMEOUT_SECONDS = 5.0
 _OWNER = "openai-community/"
-_GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
     """Returns the names of `model` in the hub's cache: its name on the hub and, for some, the older one without
     owner."""
     short = model.removeprefix(_OWNER)
-    if Path(model).is_dir() or (short == model and model not in _GPT2S):
+    if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)
     return _OWNER + short, short
 

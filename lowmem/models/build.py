@@ -34,12 +34,8 @@ from lowmem.models.weight_files import usual_weight_files
 from lowmem.settings import Settings
 from lowmem.text_files import read_json
 
-GPT2_SHAPES = {  # n_layer, n_embd, n_head; all else is GPT2Config's default
-    "gpt2": (12, 768, 12),
-    "gpt2-medium": (24, 1024, 16),
-    "gpt2-large": (36, 1280, 20),
-    "gpt2-xl": (48, 1600, 25),
-}
+_GPT2_SHAPES = (12, 768, 12), (24, 1024, 16), (36, 1280, 20), (48, 1600, 25)
+GPT2_SHAPES = dict(zip(hub.GPT2S, _GPT2_SHAPES, strict=True))  # n_layer, n_embd, n_head; else GPT2Config's defaults
 # By name on the hub: fields of config.json, the number of parameters, and the source of both. gemma-3-4b-text is the
 # text part of google/gemma-3-4b-pt, whose own config also has a part for pictures.
 KNOWN_CONFIGS = json.loads(Path(__file__).with_name("known_configs.json").read_text(encoding="utf-8"))

@@ -97,7 +97,7 @@ def test_every_layer_has_masks_of_its_own():
 
 
 def test_the_numbers_that_name_a_mask_are_not_mixed_up():
-    """Every (seed, step, micro-batch, layer) of small numbers has a stream of its own; layer -1 is the embeddings."""
+    """Every (seed, step, micro-batch, layer) of small numbers draws other numbers; layer -1 is the embeddings."""
     streams = set()
     for seed, step, micro_batch, layer in itertools.product(range(3), range(3), range(3), range(-1, 3)):
         Dropout(seed, step, micro_batch).begin(layer, CPU)

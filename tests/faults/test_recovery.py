@@ -1,8 +1,8 @@
 """Memory that runs out in a step, at whatever operation, costs no bit until micro-batches have to be smaller.
 
-An OutOfMemoryError is put into a step by counting the operations that PyTorch runs; only those inside an update that
-write into memory which is there already, or look at it, cannot fail so. On the CPU the same Python code recovers as on
-a GPU; what the allocator gives back there is held to the real one in tests/cuda.
+The tests count PyTorch's operations, and raise an OutOfMemoryError at one of them. In an update, operations that
+allocate nothing are left out. On the CPU the same Python code recovers as on a GPU. tests/cuda shows that the real
+allocator gives the memory back.
 """
 
 import copy
