@@ -9,8 +9,8 @@ The interpreter changes Triton's language while a kernel runs and does not undo 
 maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
 
 Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
-any size. The loss keeps its block size, because the order of its sums depends on it. Norms and gated MLPs
-are plain PyTorch (plain_layers.py).
+any size. The loss keeps its block size, because the order of its sums depends on it. Kernels of layers are plain
+PyTorch (plain_layers.py).
 """
 
 import importlib.util
@@ -102,5 +102,5 @@ COUNTERPARTS: dict[OpOverload, Callable] = {
     for name in ("adamw", "sgd", "join", "split", "cross_entropy")
 } | {
     getattr(torch.ops.lowmem, name).default: getattr(plain_layers, name)
-    for name in ("normalize", "normalize_backward", "gated", "gated_backward")
+    for name in ("normalize", "normalize_backward", "gated", "gated_backward", "rotate")
 }

@@ -1,5 +1,5 @@
-"""The kernels of norms and gated MLPs in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step
-has hundreds of them. tests/core/test_norms.py and test_gates.py run the kernels themselves in the interpreter."""
+"""The kernels of layers in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds of
+them. tests/core/test_norms.py, test_gates.py and test_rotary.py run the kernels themselves in the interpreter."""
 
 import torch
 from torch import Tensor
@@ -44,3 +44,14 @@ def gated_backward(
     share = torch.sigmoid(gate * (linear + cubic * gate * gate))
     of_gate.copy_(gradient * up * (share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)))
     of_up.copy_(gradient * gate * share)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
+    half = cos.shape[-1] // 2
+    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    if backward:
+        sin = -sin.roll(half, -1)
+    for x, new in ((q, new_q), (k, new_k)):
+        new.copy_(x)  # numbers that are not rotated
+        first, second = x[..., : 2 * half].float().chunk(2, -1)
+        new[..., : 2 * half].copy_(torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin)

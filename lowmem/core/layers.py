@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem.core.gates import GatedMLP, activation_of
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.norms import Norm, Rule, normalize, normalize_backward, rule_of
+from lowmem.core.rotary import rotary_forward
 
 
 def fuse_gelu(model: nn.Module) -> None:
@@ -46,6 +47,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             module.forward = in_fp32 if rule is None else Norm(module, rule, in_fp32)
         elif fused and (activation := activation_of(module)) is not None:
             module.forward = GatedMLP(module, activation, partial(type(module).forward, module))
+        elif fused and (rotary := rotary_forward(module)) is not None:
+            module.forward = rotary
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block

@@ -73,7 +73,7 @@ _ATTENTION = {
 }  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-_OVERWRITES |= {"normalize", "normalize_backward", "gated", "gated_backward"}  # of lowmem
+_OVERWRITES |= {"normalize", "normalize_backward", "gated", "gated_backward", "rotate"}  # of lowmem
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}

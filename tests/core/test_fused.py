@@ -329,17 +329,18 @@ def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without
 
 
 def accesses_of(
-    kernel, types: dict, constants: dict, aligned: str, capability: int, warps: int
+    kernel, types: dict, constants: dict, aligned: str | list[str], capability: int, warps: int
 ) -> list[tuple[str, str]]:
     """(instruction, width) of what touches memory, and of barriers, in the compiled kernel, which spills nothing. An
-    argument without a type is fp32 or points to it. Pointers and the argument `aligned` are multiples of 16."""
+    argument without a type is fp32 or points to it. Pointers and what `aligned` names are multiples of 16."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {name: "*fp32" if name.endswith("_at") else "fp32" for name in kernel.arg_names} | types
+    aligned = [aligned] if isinstance(aligned, str) else aligned
     multiples = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
-                 if name.endswith("_at") or name == aligned}  # fmt: skip
+                 if name.endswith("_at") or name in aligned}  # fmt: skip
     source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants, multiples)
     target = GPUTarget("cuda", capability, 32)
     ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
@@ -378,6 +379,8 @@ def one_size(monkeypatch):
      r"a norm or a gradient of it is 0\..*"),
     ("gated_backward", lambda real, *given: real(*given[:-1], given[-1] + 0.1),  # the activation's cubic term
      r"a gated MLP's activation or a gradient of it is 0\..*"),
+    ("rotate", lambda real, q, k, cos, sin, *others: real(q, k, cos, 1.1 * sin, *others),
+     r"a rotary embedding or a gradient of it is 0\..*"),
 ])  # fmt: skip
 def test_what_is_computed_otherwise_is_found(one_size, monkeypatch, name, wrong, said):
     with imported_anew("1") as modules:
@@ -423,7 +426,7 @@ def why_not(monkeypatch):
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
 
     def said(ulps: dict[str, float], **errors: list[float]) -> str | None:
-        for name in ("loss_error", "norm_error", "gate_error"):
+        for name in ("loss_error", "norm_error", "gate_error", "rotary_error"):
             found = itertools.chain(errors.get(name, []), itertools.repeat(0.0))
             monkeypatch.setattr(fused, name, Mock(side_effect=found))
         monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 0.0, "m": 0.0} | ulps)
@@ -439,5 +442,5 @@ def test_a_kernel_that_computes_something_else_is_not_used(why_not):
 def test_a_kernel_that_writes_nan_is_not_used(why_not):
     """Seen to fail: max() passes over a NaN that is not the first number."""
     assert "nan" in why_not({"m": math.nan})
-    for kind in ("loss_error", "norm_error", "gate_error"):
+    for kind in ("loss_error", "norm_error", "gate_error", "rotary_error"):
         assert "nan" in why_not({}, **{kind: [0.0, math.nan]}), kind

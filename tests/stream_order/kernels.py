@@ -13,6 +13,7 @@ from stand_in.plain_layers import gated as gated
 from stand_in.plain_layers import gated_backward as gated_backward
 from stand_in.plain_layers import normalize as normalize
 from stand_in.plain_layers import normalize_backward as normalize_backward
+from stand_in.plain_layers import rotate as rotate
 
 
 def adamw(

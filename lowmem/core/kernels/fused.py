@@ -18,6 +18,7 @@ from lowmem.core.loss import IGNORED, linear_cross_entropy
 from lowmem.core.norms import Rule, normalize, normalize_backward
 from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.precision import join, split
+from lowmem.core.rotary import rotate, rotate_plainly
 
 OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
 KINDS_OF_LOGITS = (  # (with a bias, function of the logits): Triton compiles a kernel for each
@@ -29,7 +30,7 @@ KINDS_OF_NORMS = (Rule(1e-5, 0.0, True), Rule(1e-5, 0.0, False))
 SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
-MOST_GATE_ERROR = 5e-3  # the same
+MOST_GATE_ERROR = MOST_ROTARY_ERROR = 5e-3  # the same
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
 
@@ -82,6 +83,7 @@ def why_not(device: torch.device) -> str | None:
         )
         norm = _largest(norm_error(device, dtype, rule) for dtype, rule in product(in_16_bit, KINDS_OF_NORMS))
         gate = _largest(gate_error(device, dtype, kind) for dtype, kind in product(in_16_bit, (SILU, GELU_TANH)))
+        rotary = _largest(rotary_error(device, dtype) for dtype in in_16_bit)
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
         loss = _largest(
             loss_error(device, dtype, size, with_bias, differentiate, function)
@@ -100,6 +102,8 @@ def why_not(device: torch.device) -> str | None:
         return f"a norm or a gradient of it is {norm:.3g} off"
     if not gate <= MOST_GATE_ERROR:
         return f"a gated MLP's activation or a gradient of it is {gate:.3g} off"
+    if not rotary <= MOST_ROTARY_ERROR:
+        return f"a rotary embedding or a gradient of it is {rotary:.3g} off"
     return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
 
 
@@ -156,6 +160,22 @@ def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation,
     found.backward(gradient.to(device))
     truth.backward(gradient.double())
     pairs = zip((found, *(each.grad for each in there)), (truth, *(each.grad for each in leaves)), strict=True)
+    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the largest relative error (by norm) on `device` of a rotary embedding in `dtype`, and of its gradients.
+    The truth is `rotate_plainly` in fp64 on the CPU."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = (2, 4, 5, 64), (2, 2, 5, 64), (2, 5, 48), (2, 5, 48), (2, 4, 5, 64), (2, 2, 5, 64)
+    q, k, cos, sin, *gradients = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    there = [tensor.to(device, copy=True).requires_grad_() for tensor in (q, k)]
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k)]
+    found = rotate(*there, cos.to(device), sin.to(device))
+    truth = [rotate_plainly(leaf, cos.double(), sin.double()) for leaf in leaves]
+    torch.autograd.backward(found, [gradient.to(device) for gradient in gradients])
+    torch.autograd.backward(truth, [gradient.double() for gradient in gradients])
+    pairs = *zip(found, truth, strict=True), *((a.grad, b.grad) for a, b in zip(there, leaves, strict=True))
     return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 

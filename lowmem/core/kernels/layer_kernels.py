@@ -1,4 +1,4 @@
-"""Defines the Triton kernels of layers: norms and gated MLPs, each in one pass over memory each way.
+"""Defines the Triton kernels of layers: norms, gated MLPs, rotary embeddings, in one pass over memory each way.
 
 Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
 PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
@@ -161,3 +161,74 @@ def _gated_backward(gradient_at, gate_at, up_at, of_gate_at, of_up_at, n, linear
     slope = share + gate * share * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
     tl.store(of_gate_at + place, (gradient * up * slope).to(of_gate_at.dtype.element_ty), there)
     tl.store(of_up_at + place, (gradient * gate * share).to(of_up_at.dtype.element_ty), there)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
+    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] into `new_q` and `new_k`, whose memory is [B, T, H or G, E]. `cos`
+    and `sin` [B or 1, T, R] are the angles of the first R numbers of each head; the others are copied. `backward`: q, k
+    and the results are gradients. Each last dimension is contiguous."""
+    batch, _, tokens, width = q.shape
+    half = cos.shape[-1] // 2
+    heads = q.shape[1], k.shape[1]
+    block, passed = triton.next_power_of_2(half), width - 2 * half
+    _rotate[(tokens, batch)](
+        q, k, cos, sin, new_q, new_k, *q.stride()[:3], *k.stride()[:3], *_strides(cos), *_strides(sin), tokens, width,
+        half, *heads, BACKWARD=backward, COLUMNS=block, Q_HEADS=triton.next_power_of_2(heads[0]),
+        K_HEADS=triton.next_power_of_2(heads[1]), PASSED=triton.next_power_of_2(passed) if passed else 0,
+        num_warps=min(8, max(4, heads[0] * block // 512)),
+    )  # fmt: skip
+
+
+def _strides(table: Tensor) -> tuple[int, int]:
+    """Returns the steps from sequence to sequence and from token to token of `table` [B or 1, T, R]."""
+    return table.stride(0) if len(table) > 1 else 0, table.stride(1)
+
+
+@triton.jit
+def _rotate(
+    q_at, k_at, cos_at, sin_at, new_q_at, new_k_at, q_batch, q_head, q_token, k_batch, k_head, k_token, cos_batch,
+    cos_token, sin_batch, sin_token, tokens, width, half, q_heads, k_heads, BACKWARD: tl.constexpr,
+    COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PASSED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < half
+    cos_at += batch * cos_batch + token * cos_token + column
+    sin_at += batch * sin_batch + token * sin_token + column
+    cos = tl.load(cos_at, there, other=0.0).to(tl.float32)
+    other_cos = tl.load(cos_at + half, there, other=0.0).to(tl.float32)
+    sin = tl.load(sin_at, there, other=0.0).to(tl.float32)
+    other_sin = tl.load(sin_at + half, there, other=0.0).to(tl.float32)
+    if BACKWARD:  # the transposed rotation
+        sin, other_sin = -other_sin, -sin
+    row = batch * tokens + token
+    _rotate_heads(
+        q_at + batch * q_batch + token * q_token, q_head, new_q_at + row * q_heads * width, q_heads, width, half,
+        cos, other_cos, sin, other_sin, COLUMNS, Q_HEADS, PASSED,
+    )  # fmt: skip
+    _rotate_heads(
+        k_at + batch * k_batch + token * k_token, k_head, new_k_at + row * k_heads * width, k_heads, width, half,
+        cos, other_cos, sin, other_sin, COLUMNS, K_HEADS, PASSED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_heads(
+    from_at, stride, to_at, heads, width, half, cos, other_cos, sin, other_sin, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, PASSED: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    there = (head < heads) & (column < half)
+    source, target = from_at + head * stride + column, to_at + head * width + column
+    first = tl.load(source, there, other=0.0).to(tl.float32)
+    second = tl.load(source + half, there, other=0.0).to(tl.float32)
+    turned = first * cos[None, :] - second * sin[None, :]
+    other = second * other_cos[None, :] + first * other_sin[None, :]
+    tl.store(target, turned.to(to_at.dtype.element_ty), there)
+    tl.store(target + half, other.to(to_at.dtype.element_ty), there)
+    if PASSED:
+        column = 2 * half + tl.arange(0, PASSED)[None, :]
+        there = (head < heads) & (column < width)
+        tl.store(to_at + head * width + column, tl.load(from_at + head * stride + column, there), there)

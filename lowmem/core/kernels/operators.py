@@ -4,6 +4,7 @@
     cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
     normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
     gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
+    rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
@@ -30,6 +31,7 @@ _SCHEMAS = {
     "gated": "(Tensor gate, Tensor up, Tensor(a!) y, float linear, float cubic) -> ()",
     "gated_backward": "(Tensor gradient, Tensor gate, Tensor up, Tensor(a!) of_gate, Tensor(b!) of_up, float linear, "
     "float cubic) -> ()",
+    "rotate": "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) new_q, Tensor(b!) new_k, bool backward) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
 }
 
