@@ -3,6 +3,7 @@
     python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two
 
     plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
+    plan llama-7b         the same of Llama-7B's config for an rtx3090
     step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
                           of the stock transformers model over the same tokens
     sorted, packed        a step of examples (signatures and docstrings, as bytes) with --pack sorted
@@ -33,11 +34,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, SEQ, BATCH, MICRO_BATCH = "gpt2", 64, 4, 2
 VOCABULARY = 50257
-CARD = "rtx3060"
 REPEATS = 3
 EXAMPLES, LONGEST_EXAMPLE = 12, 256  # in bytes, which are the tokens
 TEXT_BYTES = 200_000_000
-PLANS = {"plan large": "train_gpt2_large.py", "plan xl": "train_gpt2_xl.py"}
+PLANS = {  # script, card, a model other than the script's
+    "plan large": ("train_gpt2_large.py", "rtx3060", None),
+    "plan xl": ("train_gpt2_xl.py", "rtx3060", None),
+    "plan llama-7b": ("train_gpt2_large.py", "rtx3090", "llama-7b"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,14 @@ Case = Callable[[Path], tuple[Work, Work, float, str]]  # in a folder: work, pla
 
 def planned(case: str, tree: Path) -> dict:
     """Times a process that plans by the script in `tree`, by the kernel's figures at its end."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, PLANS[case], "--plan-only", "--gpu", CARD, "--out", out]
+    script, card, model = PLANS[case]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, script, "--plan-only", "--gpu", card, "--out", os.path.join(folder, "run")]
+        if model is not None:
+            from experiments.harness.models import MODELS  # needs transformers, which other cases import in their time
+
+            MODELS[model].config().save_pretrained(folder)
+            command += ["--model", folder, "--init", "random"]
         began = time.perf_counter()
         with subprocess.Popen(command, cwd=tree, stdout=subprocess.DEVNULL) as process:
             _, status, usage = os.wait4(process.pid, 0)
