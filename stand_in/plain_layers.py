@@ -1,5 +1,5 @@
-"""The kernels of layers in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds of
-them. tests/core/test_norms.py, test_gates.py and test_rotary.py run the kernels themselves in the interpreter."""
+"""The kernels of layers in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds.
+tests/core/test_norms.py, test_gates.py and test_rotary.py run the kernels themselves in the interpreter."""
 
 import torch
 from torch import Tensor
