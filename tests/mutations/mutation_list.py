@@ -23,6 +23,7 @@ class Mutation(mutation_list.Mutation):
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
 GATES, NORMS, RECORDINGS = "core/test_gates.py", "core/test_norms.py", "core/test_recordings.py"
+ROTARY = "core/test_rotary.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 UNCUT_MLP = """\
         "transformer.h.*.mlp": s.enters,
@@ -229,6 +230,10 @@ MUTATIONS = (
         "(linear + 3.0 * cubic * gate * gate)", "(linear + cubic * gate * gate)", GATES),
     _change("core/gates.py", "an MLP that computes anything else is taken to be a gated one", "<= _MOST_ERROR * found",
         "<= found", GATES),
+    _change("core/kernels/layer_kernels.py", "gradients of queries and keys are rotated forwards, as in the forward pass",
+        "sin, other_sin = -other_sin, -sin", "sin, other_sin = sin, other_sin", ROTARY),
+    _change("core/rotary.py", "a model that rotates other pairs is taken to rotate halves", "> _MOST_ERROR * truth",
+        "> 1e9 * truth", ROTARY),
     _change("planning/columns.py", "a plan leaves states of one unit more in RAM than fit there",
         "place = bisect_left(counts, True, key=enough)", "place = max(0, bisect_left(counts, True, key=enough) - 1)",
         "planning/test_plan.py", "planning/test_search.py"),
