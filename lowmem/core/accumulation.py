@@ -35,7 +35,7 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds the blocks' own gradients for shared parameters to the accumulators of these parameters."""
+        """Adds the blocks' own gradients for shared parameters to the parameters' accumulators, then calls `clear`."""
         for name, part, gradient in self._shared:
             _add(part, name, gradient)
         self.clear()

@@ -1,10 +1,11 @@
 """Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
 
-Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. Of all cuts whose
-micro-batches have at most the planned number of positions, the fastest is taken. The time of a micro-batch is assumed
-to be proportional to its positions, or to `least` if it has fewer: kernels are launched and weights are read for any
-number. Each micro-batch costs another `least` / 16. So of cuts with equal times, the one with fewer micro-batches is
-taken. The cut depends on lengths, layout and device only, so a step can be repeated with the same bits.
+Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
+may have more than the planned number of positions (rows x width). The cut that is estimated to be fastest is taken. The
+estimated time of a micro-batch is its number of positions, or `least` if it has fewer: launching kernels and reading
+weights take time for any number. Each micro-batch adds `least` / 16, so of cuts with otherwise equal times, the one
+with fewer micro-batches is taken. The cut depends on lengths, layout and device only, so a step can be repeated with
+the same bits.
 """
 
 import math
@@ -19,36 +20,36 @@ from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.errors import InputError
 
-# Positions of a micro-batch below which its time hardly falls, by device. A GPU reads weights and accumulators for it
-# (as long as 120 positions of a large model take on an RTX 3060, 260 on an H100) and launches kernels (200 for
-# GPT-2-Large on an RTX 4090, 400 for GPT-2); the CPU starts kernels only.
+# Positions of a micro-batch below which its time hardly falls, by device. A GPU reads all weights and accumulators,
+# which takes as long as 120 positions of a large model on an RTX 3060, 260 on an H100. It also launches kernels, which
+# takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. The CPU only starts kernels.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
 WIDTH_MULTIPLE = 8  # a micro-batch's width is a multiple: tensor cores want multiples of 16 bytes, in 16 bit
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds B rows of T positions, on the CPU. For an encoder-decoder, each row is a source of S tokens and then T
-    positions."""
+    """Holds B rows of T positions, on the CPU until `to` copies them. For an encoder-decoder, each row is a source of S
+    tokens, followed by T positions of the decoder."""
 
-    input_ids: Tensor  # int64 [B, T]; [B, S + T]
+    input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
     position_ids: Tensor | None = None  # int64 [B, T], from 0 at every document; None without a document mask
-    document_ids: Tensor | None = None  # int32 [B, T]: a position's document in its row; None likewise
-    lengths: Tensor | None = None  # int64 [B]: real positions of each row; None: rows keep their order and width
+    document_ids: Tensor | None = None  # int32 [B, T]: number of a position's document; None without a document mask
+    lengths: Tensor | None = None  # int64 [B]: positions of each row without padding; None: rows keep order and width
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
     @classmethod
     def from_hf(cls, batch: Mapping, decoder_start: int | None = None) -> "Batch":
-        """Returns the Batch for a dict as transformers' collators and `model(**batch)` take it.
+        """Makes a Batch of a dict in the form that transformers' collators return and `model(**batch)` takes.
 
-        input_ids       int [B, T], padded on the right
+        input_ids       int [B, T], padded on the right; an encoder-decoder's source
         attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
-        labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 where nothing is
-                        trained. For an encoder-decoder int [B, S], the target
+        labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 for tokens that
+                        are not trained. For an encoder-decoder, its target, which may have another length
 
-        `decoder_start`: the first token of targets, for an encoder-decoder. Raises InputError for other keys, shapes,
-        and padding on the left.
+        `decoder_start`: id of the token that targets begin with, for an encoder-decoder. Raises InputError for other
+        keys or shapes, and for padding on the left.
         """
         batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
         if "token_type_ids" in batch and not batch["token_type_ids"].any():
@@ -83,8 +84,9 @@ class Batch:
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch is for the other kind of model, or if positions lack a label. `has_sources`:
-        whether the model is an encoder-decoder. The labels are those of the last positions of each row."""
+        """Raises InputError if the batch does not fit the model, an encoder-decoder if `has_sources` and a decoder
+        otherwise. Also raises it unless each row has one label for each position after its source, and if labels are
+        not shifted."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -103,7 +105,8 @@ class Batch:
             )
 
     def _is_not_shifted(self) -> bool:
-        """Returns True if each label is the token at its own position, and some label is not the token after it."""
+        """Returns True if each label but -100 is the token at its own position, and at least one is not the token after
+        it."""
         trained = self.labels != IGNORED_LABEL
         if (trained & (self.labels != self.input_ids)).any():
             return False
@@ -124,8 +127,8 @@ class Batch:
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
         """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths` these are views of
-        `size` rows each, in order. With `lengths` they are copies of sorted and trimmed rows. `least`: see
-        `micro_batch_shapes`."""
+        `size` rows each, in order. With `lengths` they are copies of sorted and trimmed rows. `least`: number of
+        positions below which a micro-batch takes no less time."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -144,9 +147,9 @@ class Batch:
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = None) -> Batch:
-    """Returns a dict as a Batch for `decoder`, which may be an encoder-decoder. `most`: how many rows a batch of
-    a user's own loop may have, and how wide. Raises InputError for more, and then also for token ids outside the
-    vocabulary."""
+    """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
+    `most`: largest number of rows, and of tokens in a row; None: no limit. Raises InputError if the batch exceeds
+    `most`, or if `most` is given and a token id is outside the vocabulary."""
     if not isinstance(batch, Batch):
         batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
     if most is None or not batch.input_ids.numel():
@@ -163,9 +166,9 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = Non
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Returns (rows, width) of each micro-batch, for the fastest cut of rows with these `lengths`. `lengths` are
-    sorted, longest first, and at most `seq`. No micro-batch has more than `size` x `seq` positions. A micro-batch of
-    fewer than `least` positions is taken to be as slow as one of `least`."""
+    """Cuts rows with these `lengths` into micro-batches that take the least time. Returns (rows, width) of each, in
+    order. `lengths` are sorted, longest first, and at most `seq` tokens. No micro-batch has more than `size` x `seq`
+    positions. A micro-batch of fewer than `least` positions is taken to be as slow as one of `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # From the last row up: the least time for rows from `first` on, and the number of rows in their first micro-batch.

@@ -135,7 +135,7 @@ class Decoder:
             return self._run(zeros)
 
     def run_once(self) -> None:
-        """Runs all pieces on the example. Parameters may be on the meta device."""
+        """Runs `embed`, the blocks, `final` and the head once, on `example`. Parameters may be on the meta device."""
         with _AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
@@ -155,8 +155,8 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Computes the logits [B, T, V] with the model's own forward. `inputs` are those of `embed`; only the token ids
-        are used."""
+        """Computes the logits [B, T, V] with the model's own forward. `inputs` are the arguments of `embed`; only the
+        token ids are used."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -253,8 +253,8 @@ class Decoder:
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
         """Returns two sets: ids of the parameters of the modules that run before the blocks, and of those that run
-        after. Also finds whether this version's blocks return a tensor or a tuple: a stub that returns the wrong kind
-        makes the model fail."""
+        after. Also sets `_returns_tuple`: whether the installed transformers' blocks return a tuple or a tensor. Tries
+        both, because the model fails if a stub returns the wrong kind."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):

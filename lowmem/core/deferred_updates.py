@@ -21,7 +21,7 @@ from lowmem.errors import LowmemError
 
 
 class UpdateInterrupted(LowmemError):
-    """Says that an update stopped halfway. The weights in memory are unusable; resume from the newest checkpoint."""
+    """Says that updates stopped halfway. The weights in memory are unusable; resume from the newest checkpoint."""
 
 
 class Updates:
@@ -48,9 +48,9 @@ class Updates:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates by all gradients times `gradient_scale`. It goes from the first unit (the
-        embeddings) to the last (the final norm) or, if `downwards`, back. In a pass downwards, gradients may be
-        computed later, before `run`."""
+        """Begins a pass of updates, which `run` makes. They multiply all gradients by `gradient_scale`. The pass goes
+        from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to the
+        first. In a pass downwards, a unit's gradients may still be missing; `run` needs them."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -62,8 +62,8 @@ class Updates:
         self._wait_for_gradients()
 
     def run(self, units: int) -> None:
-        """Makes the updates of the pass until `units` units (embeddings, blocks, final norm) are done. Kernels that are
-        launched later wait for these updates. If memory runs out, the next call continues."""
+        """Makes updates of the pass until `units` units (embeddings, blocks, final norm) in all are done. Kernels that
+        are launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:

@@ -65,8 +65,8 @@ class SharedUse:
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Looks up the position biases [T, S, H] for `buckets` of distances [T, S]. In fp32, because each bias's
-        gradient is a sum of T x S numbers."""
+        """Returns the position biases [T, S, H] of `buckets` [T, S], the classes into which T5 puts distances. They are
+        fp32, because each bias's gradient is a sum of T x S numbers."""
         return F.embedding(buckets, self.value().float())
 
 
@@ -160,8 +160,8 @@ class EncoderDecoder(Decoder):
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns arguments for `embed`: two sources of 8 tokens, one half padding, each with 8 tokens of the
-        decoder."""
+        """Returns arguments for `embed`: two rows of 8 source tokens and 8 tokens of the decoder. Half of the second
+        source is padding."""
         source, target = (torch.arange(32, device=self.head_weight.device).view(2, 2, 8) * 7919).unbind()
         mask = torch.ones_like(source, dtype=torch.bool)
         mask[1, 4:] = False

@@ -1,6 +1,6 @@
-"""Computes norms of final gradients, and does with them what the layout's Fate says (docs/step.md). One pass of
-forward and backward finishes the gradients of one unit after the other, from the last unit down to the embeddings.
-"""
+"""Computes the norms of final gradients, then sends, drops or applies these gradients, as the layout's Fate says
+(docs/step.md). A gradient is final when nothing more is added to it. One pass of forward and backward finishes the
+gradients of one unit after the other, from the last unit to the embeddings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,14 +15,16 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the gradients of one pass of forward and backward when they are final. `fate` says what happens to them:
-    HELD, SENT, DROPPED or APPLIED. If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
+    """Handles the gradients of one pass of forward and backward when they are final. `fate`: HELD (they stay on the
+    device), SENT (copied to RAM), DROPPED (freed) or APPLIED (their unit is updated at once). If the loss is not
+    finite, APPLIED becomes HELD, so that no unit is updated."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. The last two are for
+        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. `window`: copies gradients
+        to RAM. `gradient_scale` multiplies the gradients of updates; it and `learning_rate` are used only if `fate` is
         APPLIED."""
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
@@ -41,8 +43,8 @@ class FinalGradients:
 
     def finish(self, lowest: int) -> None:
         """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 are the
-        embeddings, unit i is block i - 1. Computes the norms of those that were not final before, then sends, drops or
-        applies them. With several ranks, sums them first."""
+        embeddings, unit i is block i - 1. Takes the gradients that have become final since the last call, and sums them
+        over all ranks. Computes their norms, then keeps, sends, drops or applies these gradients."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]
@@ -64,8 +66,8 @@ class FinalGradients:
             self._updates.run(self._updates.units - lowest)
 
     def norm(self) -> float:
-        """Handles the gradients of all units that are left, and ends the pass. Returns the norm of all gradients,
-        computed in fp64 from the norms of their pieces."""
+        """Calls `finish` for the units that are left, and ends the pass. Returns the norm of all gradients, computed in
+        fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

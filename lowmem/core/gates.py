@@ -39,7 +39,8 @@ GELU_TANH = Activation(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 
 
 
 class GatedMLP:
-    """Is the forward of a gated MLP `module`. `plain`: the forward for calls with more arguments than the input."""
+    """Takes the place of `module.forward` in a gated MLP, with one kernel for activation(gate) * up. `plain`: the
+    forward for calls with more than one argument."""
 
     def __init__(self, module: nn.Module, activation: Activation, plain: Callable):
         self._module, self.activation, self._plain = module, activation, plain
@@ -75,7 +76,7 @@ gated = _Gated.apply  # (gate, up, activation): activation(gate) * up, rounded o
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the activation of the gated MLP that `module` is, None if it is none that the kernel computes."""
+    """Returns the activation of `module` if it is a gated MLP whose activation the kernel computes; otherwise None."""
     if not all(isinstance(module._modules.get(name), nn.Linear) for name in LAYERS):
         return None
     generator = torch.Generator().manual_seed(0)

@@ -3,10 +3,10 @@
 A tensor in RAM is a memory mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked
 allocator rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
 
-A tensor on a disk is a shared mapping of a range of a file. The file has no name, so the disk has its space back
-however the process ends. Updates read and write the file itself (`copy`). So no page counts towards the process, and
-the kernel reads ahead and writes while other work goes on. Loading, saving and export use the mapping, and drop its
-pages afterwards.
+A tensor on a disk is a shared mapping of a range of a file. The file has no name, so its space is free again however
+the process ends. Updates read and write the file itself (`copy`). So none of its pages counts as memory of the process,
+and the operating system reads ahead and writes while other work goes on. Loading, saving and export use the mapping,
+and drop its pages afterwards.
 """
 
 import mmap
@@ -102,7 +102,7 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def read_ahead(home: Tensor) -> None:
-    """Asks the kernel to read the tensor `home` from its disk into the page cache. Does not wait."""
+    """Asks the operating system to read the tensor `home` from its disk into the page cache. Does not wait."""
     mapping, start = _place(home)
     if mapping is not None and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
@@ -110,7 +110,7 @@ def read_ahead(home: Tensor) -> None:
 
 def drop_pages(tensor: Tensor) -> None:
     """Removes the pages of a tensor on a disk from the process's resident set; the content stays. Does so for the
-    tensor's whole mapping, because the kernel also maps pages around those that are touched."""
+    tensor's whole mapping, because the operating system also maps pages around those that are touched."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)

@@ -78,8 +78,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Is the forward of a linear layer `module`. `norm`: computes the layer's input from that of the norm before it,
-    if nothing else reads that norm's output; else None."""
+    """Takes the place of `module.forward` in a linear layer. `norm`: the norm before the layer, if this product
+    computes that norm too because nothing else reads its output; else None."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -87,7 +87,7 @@ class FusedProduct:
 
     @property
     def kind(self) -> bool:
-        """Returns what tells two layers apart that allocate differently (planning/replay.py)."""
+        """Returns a key: layers with equal keys allocate the same memory (planning/replay.py)."""
         return self.norm is not None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class FusedProduct:
 
 class _Product(torch.autograd.Function):
     """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T for a weight [O, I]. All are in 16
-    bit. With a `rule`, the norm of x that it describes takes the place of x, which may have any dtype then."""
+    bit. With a `rule`, takes the norm of x that the rule describes instead of x, which may then have any dtype."""
 
     @staticmethod
     def forward(

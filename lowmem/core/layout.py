@@ -1,8 +1,8 @@
-"""Says how a step is laid out: its micro-batches, groups and segments, and what blocks keep for backward. Also says
+"""Defines the layout of a step: its micro-batches, groups and segments, and what blocks keep for backward. Also defines
 where weights, optimizer states, gradients and saved inputs are stored: on the GPU, in RAM or on a disk.
 
-Only `micro_batch` decides how the batch is cut, which the bits of the result depend on. Every other field trades memory
-for time and changes no bit of training.
+Only `micro_batch`, which decides how the batch is cut, changes the bits of training. Other fields trade memory for
+time.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class Fate(StrEnum):
 
     HELD = "held"  # It stays on the GPU until the norm is known. The next forward pass updates with it.
     SENT = "sent"  # It waits in RAM.
-    DROPPED = "dropped"  # It is freed, because this pass is for the norm alone. A second one makes it again.
-    APPLIED = "applied"  # It updates its unit at once.
+    DROPPED = "dropped"  # It is freed, because this pass is for the norm alone. A second pass computes it again.
+    APPLIED = "applied"  # It updates its unit (such as a block) at once, during backward.
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Layout:
     micro_batch: int  # sequences
     group: int = 1  # micro-batches that pass a segment together
     segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
-    # How much blocks keep for backward, from 0 to 2 x blocks. At 0 each keeps its input. Up to `blocks`, one block
-    # after the other keeps its products too, the last one first; from there on, one after the other keeps everything.
+    # How much blocks keep for backward, from 0 to 2 x blocks. At 0 each segment keeps its input. Up to `blocks`, that
+    # many blocks, the last ones, keep their matrix products too. Above, the last `kept` - `blocks` keep everything.
     kept: int = 0
     states_on_gpu: int = 0  # how many units, the first ones, have optimizer states there; the others' are streamed
     states_on_disk: int = 0  # how many of the streamed units have their matrices' states on a disk
@@ -49,20 +49,21 @@ class Layout:
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if the whole batch has to be one group."""
+        """Returns True if all micro-batches must pass each segment together, as one group: a gradient that is sent,
+        dropped or applied during backward must be complete by then."""
         return self.fate is not Fate.HELD
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the fields that cannot change during a training run: they say where weights, gradients and some
-        states are stored."""
+        """Returns the settings that cannot change during a training run: how many units have weights on the device,
+        whether gradients wait in RAM, and how many units have states on a disk."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """Cuts a step's micro-batches into consecutive groups, and returns a slice for each. `positions[i]` is the
         number of positions of micro-batch i, with padding. A group has at most `self.group` x `self.micro_batch` x
-        `seq` positions, so short micro-batches make larger groups. Raises ValueError if the batch is not one group, but
-        has to be."""
+        `seq` positions, so short micro-batches make larger groups. Raises ValueError if there are several groups
+        although `whole_batch` is True."""
         starts, room = [], 0
         for index, size in enumerate(positions):
             if not starts or size > room:
@@ -74,9 +75,9 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Chooses the units (blocks, mostly) whose optimizer states for matrices are on disk. Spreads them evenly over
-        the units with streamed states, so that a slow disk is busy during the whole pass. `units` is the total number
-        of units."""
+        """Returns the numbers of the units (blocks, mostly) whose matrices have optimizer states on a disk. They are
+        spread evenly over the units with streamed states, so that a slow disk is busy during the whole pass. `units`:
+        the total number of units."""
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [

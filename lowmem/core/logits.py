@@ -34,8 +34,7 @@ class LogitFunction:
 
 
 class Followed(TorchDispatchMode):
-    """Inside `with`, follows every result that is computed from `head_output`, and composes the function that gave
-    it."""
+    """Notes, inside `with`, all tensors computed from `head_output`, and the function of it that each one is."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
@@ -45,7 +44,7 @@ class Followed(TorchDispatchMode):
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
         """Returns the function that turned the head's output into `logits`. If it is neither a factor nor a soft cap,
-        returns the name of the operation that is to blame."""
+        returns the reason: usually the name of the first other operation."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -60,8 +59,8 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function that describes the result of `operation`, whose tensor arguments have the functions `known`.
-    Returns None if the result is neither a factor nor a soft cap."""
+    """Returns the function that turned the head's output into the result of `operation`; None if it is neither a factor
+    nor a soft cap. `known`: functions of the tensor arguments; if the first is a reason instead, that is returned."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

@@ -44,16 +44,12 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of the losses of all tokens whose label is not -100, and the gradient for `hidden`.
+    """Returns the sum of the losses of all tokens whose label is not -100, in fp32, and the gradient for `hidden`.
 
-    Args:
-        hidden: [N, D], of one dtype with `weight` [V, D]; `fused` takes 16-bit operands.
-        labels: [N] int64.
-        bias: [V] fp32 or None.
-        scale: multiplies every gradient, but not the loss.
-        function: from the head's output to the model's logits.
-        weight_gradient: [V, D] fp32, added to; None: no gradients, and the second result is None.
-        bias_gradient: [V] fp32, added to.
+    `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
+    every gradient, but not the loss. `function`: from the head's output to the model's logits. Gradients are added to
+    `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes none, and the
+    second result is None. `chunk_tokens`: tokens that go through the head at a time. `fused` takes 16-bit operands.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -129,8 +125,8 @@ def _in_one_kernel(
     function: LogitFunction,
     room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Does the same as `_line_by_line` in one kernel. Writes the logits, and then their gradient, into `room`, a buffer
-    in the weights' dtype with at least C rows."""
+    """Does the same as `_line_by_line`, with one kernel after the product. Writes the logits, and then their gradient,
+    into `room`, a buffer in the weights' dtype with at least C rows."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])
@@ -153,8 +149,8 @@ def _multiply_back(
 
 
 def _aligned(words: int) -> list[slice]:
-    """Cuts a vocabulary of `words` into a multiple of 8, and the rest if there is one. cuBLAS takes its slow kernels
-    for any matrix with a row that is not a multiple of 16 bytes: GPT-2's 50,257 words cost an H200 six times the time
-    of 50,256."""
+    """Returns slices of a vocabulary of `words`: the largest multiple of 8 words, and the rest if there is one. cuBLAS
+    takes its slow kernels for any matrix with a row that is not a multiple of 16 bytes: GPT-2's 50,257 words cost an
+    H200 six times the time of 50,256."""
     whole = words - words % _ALIGNED_WORDS
     return [part for part in (slice(0, whole), slice(whole, words)) if part.start < part.stop]

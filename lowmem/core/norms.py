@@ -49,9 +49,9 @@ class Rule:
 
 
 class Norm:
-    """Is the forward of a norm `module` that `rule` describes. `plain`: the forward for calls with more arguments than
-    the input. `rounded`: the dtype of the output, None for the input's. `moved`: whether the product that follows
-    computes the norm (layers.FusedProduct), and this passes its input on."""
+    """Takes the place of `module.forward` in a norm that `rule` describes. `plain`: the forward for calls with more
+    than one argument. `rounded`: the dtype of the output, None for the input's. `moved`: whether the product that
+    follows computes the norm (layers.FusedProduct), and this returns its input."""
 
     def __init__(self, module: nn.Module, rule: Rule, plain: Callable):
         self._module, self.rule, self._plain = module, rule, plain
@@ -65,7 +65,7 @@ class Norm:
 
     @property
     def kind(self) -> tuple:
-        """Returns what tells two norms apart that allocate differently (planning/replay.py)."""
+        """Returns a key: norms with equal keys allocate the same memory (planning/replay.py)."""
         return self.moved, self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -98,7 +98,8 @@ class _Normalize(torch.autograd.Function):
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype, *, with_statistics: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the norm of each row of `x` [N, D] in `dtype`, and what `normalize_backward` needs of the rows."""
+    """Returns the norm of each row of `x` [N, D] in `dtype`. Also returns the rows' statistics that
+    `normalize_backward` needs, or None unless `with_statistics`."""
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(1 + rule.centered, len(x), dtype=torch.float32) if with_statistics else None
@@ -109,7 +110,8 @@ def normalize(
 def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, rule: Rule, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Computes the gradients for x [N, D], weight and bias [D], the latter in fp32, from that of y [N, D]."""
+    """Returns the gradients for `x` [N, D], and for weight and bias [D] in fp32. `gradient` [N, D] is the gradient for
+    the norm's output."""
     x = x.contiguous()
     rows, columns = x.shape
     x_gradient = torch.empty_like(x)

@@ -1,7 +1,7 @@
 """Defines the operations that a step is made of; step.py has their order.
 
-The planner replaces this class by `ReplayedOperations` (planning/replay.py), which has the same methods. It executes
-each operation once per shape.
+The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods. It
+executes each operation once per shape of its arguments.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,13 +27,14 @@ Result = TypeVar("Result")
 class Operations:
     """Executes the operations of a step on `decoder`, whose numbers are in `store`.
 
-    `skippable_products`: the last matrix product that a segment need not compute when it runs again (recompute.py).
-    `kind` returns the key of a segment in that dict: segments with equal keys can skip the same product.
+    `skippable_products`: {kind of segment: its last matrix product, which need not be computed when the segment runs
+    again} (recompute.py). `kind(segment, extras)` returns a segment's key in that dict. Segments with equal keys can
+    skip the same product.
     """
 
     def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
-        """Takes the function `rule` that updates weights (UpdateRule). None chooses it by the device and the decoder's
-        kernels."""
+        """Takes `rule`, the function that updates weights (UpdateRule). If it is None, the device and
+        `decoder.fused_kernels` choose one."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self.rule = rule or (fused.update if decoder.fused_kernels else eager)
@@ -43,14 +44,15 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Must be called when a step begins."""
+        """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
+        call."""
         if self.recordings is not None:
             self.recordings.forget_if_changed(self.decoder.model)
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
-        """Returns `run()`, which does nothing that depends on more than `kind`, `shapes` and which parts have
-        gradients. So ReplayedOperations (planning/replay.py) need not call it each time. On its tape, `name` names
-        what `run` allocates."""
+        """Returns `run()`. The caller must make sure that `run` does nothing that depends on more than `kind`, `shapes`
+        and which parts have gradients. So the planner (planning/replay.py) runs it once, and repeats the allocations it
+        noted. `name` is its name for these allocations."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -62,8 +64,9 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. Returns the
-        output [B, T, D], and what `segment_backward` needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. `extras`:
+        arguments of all blocks besides their input. Returns the output [B, T, D], and the tensors that
+        `segment_backward` needs."""
         last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout, last_is_needed)
         if segment.keep != INPUT:
@@ -73,8 +76,8 @@ class Operations:
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """Computes the loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that loss for
-        `hidden` [B, T, D]. `hidden` is the last block's output; its last positions have `labels`. Adds the gradient of
-        the head's weights to their fp32 accumulator."""
+        `hidden` [B, T, D]. `hidden` is the last block's output; `labels` belong to its last positions. Adds the
+        gradient of the head's weights to their fp32 accumulator."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -85,8 +88,9 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B,
-        T, D]. Adds the gradients of the segment's parameters to their accumulators."""
+        """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the
+        segment's output. `saved`: from `segment_forward`. Adds the gradients of the segment's parameters to their
+        accumulators."""
         kind = self.kind(segment, extras)
         run = partial(
             recompute.backward, self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
@@ -116,8 +120,8 @@ class Operations:
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece (a range of elements that is updated at once). The optimizer's `state` is on
-        the device. The gradient is on the device too, or it is in `state` because it waited in RAM."""
+        """Updates the weights of one piece (a range of elements that is updated at once). `state` is the piece's
+        optimizer state, on the device. It includes the weights or the gradient if these are stored in RAM."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
@@ -127,7 +131,8 @@ class Operations:
     def _repeated(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, which `recordings` may repeat."""
+        """Returns `run()`, or repeats the operations that `recordings` has noted in earlier calls with the same `name`,
+        `segment` and shapes of `arguments`."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
@@ -135,7 +140,8 @@ class Operations:
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks, learnt)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Computes the chunked cross-entropy of the head on `final` [B, T, D]. With `scale`, computes gradients too."""
+        """Computes the loss of the head on `final` [B, T, D], summed over tokens. With `scale`, also returns `scale`
+        times the gradient for `final`, and adds the head's own gradients to their accumulators."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:
@@ -158,6 +164,6 @@ class Operations:
 
 
 def _with_labels(hidden: Tensor, labels: Tensor) -> Tensor:
-    """Returns the positions of `hidden` [B, S + T, D] that have `labels` [B, T]. In a decoder S is 0: all positions
-    have one."""
+    """Returns the last T positions of `hidden` [B, S + T, D], to which `labels` [B, T] belong. S is the length of an
+    encoder-decoder's sources; for a decoder it is 0."""
     return hidden if hidden.shape[1] == labels.shape[1] else hidden[:, -labels.shape[1] :]

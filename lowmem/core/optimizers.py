@@ -48,7 +48,7 @@ class Hyperparameters:
 
 
 def checked_rate(rate) -> float:
-    """Returns the learning rate `rate` as a float. Raises InputError if it is no number from 0 on."""
+    """Returns the learning rate `rate` as a float. Raises InputError unless it is a finite number of at least 0."""
     try:
         value = math.nan if isinstance(rate, str) else float(rate)
     except (TypeError, ValueError):
@@ -62,8 +62,9 @@ def checked_rate(rate) -> float:
 class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.
 
-    The rule updates fp32 master weights [n] and their state in place. It scales the fp32 gradient [n] itself. Its last
-    argument is scratch memory, [n] fp32. It allocates nothing after its first change.
+    `rule` updates fp32 master weights [n] and their state in place. It multiplies the fp32 gradient [n] by
+    `gradient_scale` itself. Its last two arguments are the weight decay and scratch memory, [n] fp32. It allocates
+    nothing after its first change.
     """
 
     name: str
@@ -85,8 +86,8 @@ def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dic
 
 
 def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
-    """Returns views of `state` for each range of `at_once` (a multiple of BLOCK, or all) of the `elements`
-    parameters; the last range may be shorter."""
+    """Cuts `elements` parameters into ranges of `at_once` (a multiple of BLOCK, or all); the last may be shorter.
+    Returns views of `state` for each range."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
     cut = {name: tensor.split(math.ceil(at_once / per.get(name, 1))) for name, tensor in state.items()}
     ranges = range(math.ceil(elements / at_once))
@@ -102,9 +103,9 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """Makes one update in place; an UpdateRule. `working`: weights [n] in the dtype that computes. `state`: tensors as
-    in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay. `at_once`: elements per
-    slice, a multiple of BLOCK, or None for all. If memory runs out, the slice at hand has not been changed yet."""
+    """Updates weights and state in place; an UpdateRule. `working`: weights [n] in the dtype that computes. `state`:
+    tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay. `at_once`:
+    elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice is unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):

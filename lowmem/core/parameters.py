@@ -1,10 +1,10 @@
 """Stores all numbers in flat tensors: working weights, gradients and optimizer states.
 
 Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One holds its matrices in the
-working dtype, which decay. The other holds its vectors (norms and biases) in fp32, which do not. The model's parameters
-are views of their part's working weights, so an update is a few operations on long vectors. Each parameter starts at a
-multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is updated in pieces of at
-most PIECE elements, which bounds the GPU memory for copies of states (window.py).
+working dtype, with weight decay. The other holds its vectors (norms and biases) in fp32, without. The model's
+parameters are views of their part's working weights, so an update is a few operations on long vectors. Each parameter
+starts at a multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is updated in
+pieces of at most PIECE elements, which bounds the GPU memory for copies of states (window.py).
 
 Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there is one, and the optimizer's state
 (optimizers.py). Each kind of number has a home, the GPU, RAM or a disk, chosen part by part.
@@ -32,10 +32,10 @@ WORKING, GRADIENT = "working", "gradient"
 @dataclass(frozen=True)
 class Placement:
     """Says where the weights, states and gradients of one part (a unit's matrices or vectors) are stored. Each field
-    but `on_disk` is a function that allocates zeros there.
+    but `on_disk` is a function (entries, dtype) that allocates zeros in its place.
 
-    `device` allocates on the GPU. `gradients`: where gradients wait for their updates, None for the GPU. `on_disk`:
-    whether the states are on a disk.
+    `device` allocates on the GPU. `gradients`: RAM in which gradients wait for their updates; None if they stay on the
+    GPU. `on_disk`: whether the states are on a disk.
     """
 
     device: MakeTensor
@@ -68,12 +68,13 @@ class Piece:
 
 
 class Part:
-    """Holds one unit's matrices or vectors: `working` [n], `state` {name: [entries]}, `gradient` [n] fp32 or None.
+    """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
+    `gradient` [n] fp32 or None.
 
     `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of the weights. `gradient_home` [n]
-    fp32: RAM in which the gradient may wait for its update; it does so while `gradient_left`. `ranks`: the processes
-    that have a share of these parameters, of which there are `elements`. n is the size of a share. Until the gradients
-    of all ranks are summed, `gradient` is [n x shares].
+    fp32: RAM in which the gradient may wait for its update. While it waits there, `gradient_left` is True. `elements`:
+    size of all the parameters, with padding. If several `ranks` store a model together, n is the size of each rank's
+    share. Until the gradients of all ranks are summed, `gradient` is then [n x shares].
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class Part:
         self.pieces = self._cut()
 
     def _cut(self) -> list[Piece]:
-        """Returns the pieces (ranges of elements that are updated at once), with views of where numbers are stored."""
+        """Returns the pieces (ranges of elements that are updated at once), with views of the tensors that store their
+        numbers."""
         size = self.working.numel()
         weights = {WORKING: self.working} if self.weights_streamed else {}
         fetched_only = {} if self.gradient_home is None else {GRADIENT: self.gradient_home}
@@ -115,7 +117,8 @@ class Part:
         ]
 
     def stream(self, host_tensor: MakeTensor) -> None:
-        """Moves the state from the device into tensors that `host_tensor` makes. If that fails, nothing is moved."""
+        """Moves the optimizer's state from the device into tensors that `host_tensor` makes. If that fails, nothing is
+        moved."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -150,8 +153,8 @@ class Part:
         self.gradient, self.gradient_left = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
-        """Copies the fp32 tensor `master` into parameter `name`, from element `start` on. Splits 16-bit weights into
-        two halves."""
+        """Copies the fp32 tensor `master` into parameter `name`, from element `start` on, as far as this rank stores
+        these elements. Splits 16-bit weights into two halves."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
             first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
@@ -185,7 +188,7 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns where each parameter is in the flat tensors of all ranks: {name: [first element, *shape]}."""
+        """Returns each parameter's place in the flat tensor of all ranks' shares: {name: [first element, *shape]}."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
@@ -209,8 +212,9 @@ class Store:
         disk_tensor: MakeTensor | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Raises ValueError if `layout` has states on a disk and `disk_tensor`, which allocates there, is None.
-        `ranks`: the processes that train this model together."""
+        """Allocates all numbers on `device` or as `layout` says. `dtype`: of the matrices' working weights.
+        `host_tensor`, `disk_tensor`: allocate in RAM and on a disk. `ranks`: the processes that train this model
+        together. Raises ValueError if `layout` has states on a disk and `disk_tensor` is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
@@ -280,12 +284,12 @@ class Store:
         return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
-        """Returns the bytes of these units' optimizer states."""
+        """Returns the bytes of the optimizer states of the units whose numbers are in `units`."""
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units. Returns True if they are
-        page-locked. No copy and no update may be under way."""
+        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units. Returns False if CUDA
+        refuses to page-lock some numbers in RAM. No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)

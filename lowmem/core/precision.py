@@ -86,7 +86,8 @@ def _fp16_unit_of(bits: Tensor) -> Tensor:
 
 class LossScale:
     """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). The loss is multiplied by `scale`, and the
-    gradients are divided by it. An overflow halves `scale`; `growth_interval` good steps in a row double it."""
+    gradients are divided by it. A step whose gradients are not finite halves `scale`; `growth_interval` finite steps in
+    a row double it."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

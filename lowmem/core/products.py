@@ -33,7 +33,8 @@ _READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_non
 
 
 def is_kept(operation, args: Sequence) -> bool:
-    """Returns True if the output of `operation` for `args` is to be recorded."""
+    """Returns True if ProductRecorder records the output of `operation` for `args`: for matrix products, attention and
+    convolutions. A batched product counts only if its inner dimension is at least the smaller outer one."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -49,7 +50,7 @@ class Kept:
 
 
 class LayerMode(TorchDispatchMode):
-    """Is a dispatch mode that knows `called`, the module that was called last inside it."""
+    """Notes in `called` which module was called last inside `with`. A base class of dispatch modes."""
 
     def __init__(self):
         super().__init__()
@@ -99,13 +100,13 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(LayerMode):
-    """Returns, when a block is recomputed, the outputs that ProductRecorder kept. A product whose entry is None is
-    computed.
+    """Returns, when a block is recomputed, the outputs in `kept` (from ProductRecorder) instead of computing them. A
+    product whose entry is None is computed.
 
     `unneeded`: the index of a matrix product whose output is returned without values. If its values turn out to be
     needed, `missed` becomes True, and the results must not be used. `last_matrix_product`: as for ProductRecorder.
-    `layers`: of each matrix product the module that was called last before it. `skipped`: that of the unneeded one,
-    None if it did not come.
+    `layers`: for each matrix product, the module that was called last before it. `skipped`: the module for the unneeded
+    product; None if that product has not run.
     """
 
     def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
@@ -173,7 +174,8 @@ class ProductReplayer(LayerMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer`, whose forward makes one matrix product, return an output without values."""
+    """Makes `layer` leave out its only matrix product inside `with`: its output then has the right shape, but no
+    values."""
     forward = layer.forward
 
     def skipping(*arguments, **keywords):
@@ -200,7 +202,7 @@ def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
-    """Returns {name: value} of the arguments that were given."""
+    """Returns {name: value} of the arguments with which `operation` is called."""
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 

@@ -15,38 +15,42 @@ Thing = TypeVar("Thing")
 
 
 class Ranks:
-    """Answers for a process that trains alone. `rank`: this process's number, from 0 to `count` - 1. `sharing`: how
-    many processes store a model together; this one stores share number `place`."""
+    """Represents the ranks of a run with one process. `rank`: this process's number, from 0 to `count` - 1. `sharing`:
+    how many processes store one copy of the model together; this one stores share number `place` of that copy."""
 
     count, rank = 1, 0
     sharing, place = 1, 0
     machines, alike = 1, True  # alike: all machines have the same number of processes
 
     def share_among(self, sharing: int) -> None:
-        """Makes each `sharing` consecutive processes store a model together. Must be called before a Store is made."""
+        """Makes each `sharing` consecutive processes store one copy of the model together. Must be called before a
+        Store is made."""
 
     def share(self, elements: int) -> int:
-        """Returns how many of a flat tensor's `elements` each process stores."""
+        """Returns how many elements of a flat tensor of `elements` each process stores, with padding."""
         return elements
 
     def window(self, decoder, store):
-        """Returns the window (window.py) through which the weights of other processes come; None: there are none."""
+        """Returns a WeightWindow's counterpart that gathers weights from all processes before blocks run. None: this
+        process has all weights."""
 
     def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
         """Returns the micro-batches of a step that this process computes."""
         return micro_batches
 
     def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
-        """Returns the micro-batches of an evaluation that this process computes, and whether each counts."""
+        """Returns (micro-batch, whether its loss counts) for each micro-batch of an evaluation that this process
+        computes. All processes compute the same number: they gather weights together."""
         return [(each, True) for each in micro_batches]
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Takes parts (units' matrices or vectors) to whose gradients this process adds nothing more. Returns the parts
-        whose gradients are summed over all processes; `now`: all that were taken so far."""
+        """Takes parts (units' matrices or vectors) to whose gradients this process adds nothing more, and sums their
+        gradients over all processes. Returns the parts of this call and of earlier calls whose sums are ready; `now`:
+        all of them."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
-        """Returns the sum of all processes' values, in fp64."""
+        """Returns the sum of `value` over all processes, in fp64."""
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
@@ -55,14 +59,15 @@ class Ranks:
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` of a flat tensor, of which `shares` is what this process stores."""
+        """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: the
+        share of it that this process stores."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Thing]) -> Thing:
-        """Calls `work` in process 0 alone, where it may read every process's shares. Returns its result, or raises its
-        error, in all."""
+        """Calls `work` in process 0 alone, where it may read every process's shares (`range_of`). Returns the result of
+        `work`, or raises its error, in all processes."""
         return work()
 
     def most(self, number: int) -> int:
-        """Returns the largest of all processes' numbers."""
+        """Returns the largest `number` of all processes."""
         return number

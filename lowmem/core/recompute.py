@@ -4,7 +4,8 @@
     PRODUCTS   saves the outputs of matrix products and attention, too; the rest runs again (products.py)
     ALL        saves its graph; nothing runs again
 
-The bits are equal: every block seeds its device's generator before it runs, by (run's seed, step, micro-batch, block).
+What runs again gives the same bits, because every block first seeds its device's generator by (run's seed, step,
+micro-batch, block).
 """
 
 import hashlib
@@ -25,7 +26,7 @@ INPUT, PRODUCTS, ALL = "input", "products", "all"
 
 @dataclass(frozen=True)
 class LastProduct:
-    """Describes a segment's last matrix product, which backward does not need, as far as is known."""
+    """Describes a segment's last matrix product if backward, as far as is known, does not need the product's values."""
 
     number: int  # its place among the segment's products
     layer: str | None  # name of the module in the last block that makes this product and no other; None if none does
@@ -77,8 +78,8 @@ def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout,
     last_is_needed: bool = False,
 ) -> tuple[Tensor, SavedSegment]:  # fmt: skip
-    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output, detached, and what `backward` needs.
-    `last_is_needed`: whether backward needs the last matrix product too, so that it is saved."""
+    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output, detached, and the tensors that
+    `backward` needs. `last_is_needed`: whether backward needs the last matrix product too, so that it is saved."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -97,9 +98,9 @@ def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout,
     gradient: Tensor, skippable: SkippableProducts, kind: Hashable,
 ) -> Tensor:  # fmt: skip
-    """Computes the gradient for the segment's input from `gradient`, the one for the segment's output; both are [B, T,
-    D]. Hooks add up the parameters' gradients. Frees all in `saved` but the input. Notes in `skippable[kind]` which
-    product need not be computed again."""
+    """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the segment's
+    output. Hooks add up the parameters' gradients. Frees all of `saved` but the segment's input. Notes in
+    `skippable[kind]` which product need not be computed again."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:
@@ -139,8 +140,8 @@ def _run_again(
 
 
 def _last_product(replayer: ProductReplayer, block: nn.Module) -> LastProduct | None:
-    """Returns the last product of the segment, ending in `block`, that has run inside `replayer`; None if its last
-    operation of weight is none."""
+    """Describes the last matrix product of the segment that has run inside `replayer`; `block` is the segment's last
+    block. Returns None if another kept operation, such as attention, came after that product."""
     if replayer.last_matrix_product is None:
         return None
     layer = replayer.layers[-1]

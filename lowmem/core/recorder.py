@@ -39,7 +39,7 @@ _active: "Recorder | None" = None
 
 
 def repeated(function: Callable[..., None], *arguments) -> None:
-    """Calls `function`. A recording repeats the call, and not the operations inside of it."""
+    """Calls `function`. A recording notes this as one call and repeats it, not the operations inside it."""
     if _active is None:
         function(*arguments)
     else:
@@ -48,7 +48,7 @@ def repeated(function: Callable[..., None], *arguments) -> None:
 
 @dataclass
 class _Call:
-    """Describes a call of `function`. Numbers are places in the list of values."""
+    """Describes a recorded call of `function`. Numbers are indices of the recording's list of values."""
 
     function: Callable
     take: Callable[[list], tuple]  # gets the positional arguments from that list
@@ -58,7 +58,9 @@ class _Call:
 
 
 class Recording:
-    """Repeats the calls that a Recorder has noted."""
+    """Repeats the `calls` that a Recorder has noted. `values`: the list of values that calls read and write, filled
+    with constants. `arguments`: pairs (index in `values`, number of the argument that is put there). `result`: the
+    index of the result."""
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
         self._values, self._arguments, self._result = values, arguments, result
@@ -68,7 +70,7 @@ class Recording:
         ]
 
     def __call__(self, arguments: Sequence) -> Tensor:
-        """Returns the result for `arguments`, which come in the order of those that were recorded."""
+        """Repeats the calls with `arguments`, in the order in which the Recorder got them. Returns the result."""
         values = self._values.copy()
         for place, number in self._arguments:
             values[place] = arguments[number]
@@ -88,11 +90,12 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations that run inside it. `arguments`: the tensors and objects that each repeat gets anew, a
-    tensor first. `constants`: modules whose parameters and buffers may be used, too.
+    """Notes the operations that run inside it. `arguments`: the tensors and objects that a repeat replaces by new ones,
+    a tensor first. `constants`: modules whose parameters and buffers may be used, too.
 
-    Autograd adds a second gradient to the first in its place if nothing else holds that, but never under a dispatch
-    mode (accumulate in input_buffer.cpp). So this does it. `alone`: the _holders of a gradient that nothing else holds.
+    If two gradients of a tensor meet, autograd adds the second to the first in place, unless something else holds the
+    first. Under a dispatch mode it never adds in place (accumulate in input_buffer.cpp). So this class does. `alone`:
+    result of `_holders` for a gradient that nothing else holds.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
@@ -139,7 +142,7 @@ class Recorder(TorchDispatchMode):
         return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
 
     def call(self, function: Callable, arguments: Sequence) -> None:
-        """Notes a call of `function` as one, and makes it."""
+        """Calls `function`, and notes this as one call, without the operations inside it."""
         take = self._take(arguments)
         self._paused = True
         try:
@@ -184,8 +187,8 @@ class Recorder(TorchDispatchMode):
         self._lists = []
 
     def _refuse(self, function, given: list[Tensor], results: list[Tensor]) -> None:
-        """Refuses an operation if Python code may have seen values or written them, or if a tensor is of a kind that
-        storage and geometry do not describe."""
+        """Sets `refusal` if a repeat could differ: if Python code may have seen tensors' values or written them, or if
+        a result is sparse, complex or on another device."""
         whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
         if _TAGS.intersection(function.tags) and not whole:
             self.refusal = f"{function} depends on values, or changes a tensor's shape"
@@ -216,7 +219,7 @@ class Recorder(TorchDispatchMode):
         return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
 
     def _place(self, value) -> int:
-        """Returns the place of an argument of a call."""
+        """Returns the index, in the list of values, of an argument of a call."""
         if isinstance(value, Tensor):
             return self._place_of_tensor(value)
         if id(value) in self._objects:
@@ -240,7 +243,8 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _result(self, result) -> int | None:
-        """Returns a new place for a result of an operation; None if it needs none."""
+        """Returns a new index, in the list of values, for an operation's result. Returns None if it is no tensor, or if
+        the same elements of the same memory have an index."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)
@@ -257,7 +261,7 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _died(self, address: int) -> None:
-        """Notes that the memory of a result was freed, after the last call."""
+        """Notes that the storage at `address`, of a result, was freed after the last call."""
         _, places = self._born.pop(address)
         self._unwritten.discard(address)
         self._calls[-1].dead.extend(places.values())
@@ -273,7 +277,7 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Counts the holders of the first of `arguments`: in C++, of its memory, and in Python."""
+    """Counts the references to the first of `arguments`: to it in C++, to its memory, and to it in Python."""
     first = arguments[0]
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 
@@ -295,7 +299,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def geometry_of(tensor: Tensor) -> tuple:
-    """Returns all that tells two tensors of one storage apart."""
+    """Returns all that distinguishes two tensors of one storage: offset, shape, strides and dtype."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 

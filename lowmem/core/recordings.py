@@ -3,8 +3,9 @@
 Repeating calls no module and builds no graph. It calls the same operations in the same order, and frees each result
 where the recorded run freed it. So bits and memory are those of the recorded run.
 
-A gradient's accumulator, a seed: some code decides anew each time where numbers are. `repeated` (recorder.py) marks
-such calls. Segments that cannot be repeated run as before: Python may have seen values there, or a user has a hook.
+Some code finds its tensors anew in each run: it adds to an accumulator, or sets a seed. `repeated` (recorder.py) marks
+such calls, which are repeated whole. A segment is not repeated if Python code reads tensors' values there, or a user
+has a hook.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch.nn.modules import module as of_modules
 
 from lowmem.core.recorder import Recorder, Recording, address_of, geometry_of, holders_if_alone
 
-RUNS_BEFORE = 2  # of a segment, before one is recorded: they learn which products can be skipped
+RUNS_BEFORE = 2  # runs of a segment before it is recorded: they find out which products can be skipped
 MOST_SHAPES = 4  # of arguments, per segment and direction
 _PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -25,8 +26,8 @@ _HOOKS_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_
 
 
 class Recordings:
-    """Repeats segments that have run RUNS_BEFORE times. Keeps recordings for each segment's last MOST_SHAPES shapes of
-    arguments."""
+    """Records each segment after RUNS_BEFORE runs, and repeats it from then on. Keeps the recordings for the
+    MOST_SHAPES newest shapes of arguments of each segment and direction."""
 
     def __init__(self):
         self._known: dict[Hashable, dict[tuple, int | Recording | None]] = {}
@@ -36,10 +37,11 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module], learnt: Callable[[], object],
     ) -> Tensor:  # fmt: skip
-        """Returns `run()`, or repeats it for these `arguments`, a tensor first, and `extras`, the blocks' others.
+        """Returns `run()`, or repeats its recorded operations for these `arguments` and `extras`, and returns their
+        result. The first of `arguments` is a tensor. `extras`: each block's arguments besides its input.
 
-        `name`: equal ones run the same code. `modules`: whose parameters and buffers that uses. `learnt()`: its value
-        must be the same before and after `run`; otherwise nothing is recorded.
+        `name`: calls with equal names run the same code. `modules`: those whose parameters and buffers `run` uses.
+        `learnt()`: its value must be the same before and after `run`; otherwise nothing is recorded.
         """
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
@@ -90,7 +92,8 @@ def _same(one, other) -> bool:
 
 
 def _hooked(modules: Iterable[nn.Module]) -> bool:
-    """Returns True if there are hooks that are not this project's."""
+    """Returns True if `modules` or their parameters have hooks that this project did not register, or if PyTorch has
+    hooks for all modules."""
     if any(getattr(of_modules, name) for name in _HOOKS_OF_ALL):
         return True
     hooks = []
@@ -121,8 +124,8 @@ def _opened(value) -> Iterator:
 
 
 def _shape_of(arguments: Iterable) -> tuple | None:
-    """Returns all that operations on `arguments` depend on but the values of tensors: which of these share memory,
-    their shapes, and the arguments that are no tensors. None if one of these cannot be compared."""
+    """Returns a key of `arguments` without tensors' values: which tensors share memory, their shapes, and all other
+    arguments. Equal keys mean the same operations. Returns None if an argument cannot be compared."""
     addresses: dict[int, int] = {}
     shape = []
     for value in arguments:

@@ -1,7 +1,7 @@
-"""Brings weights and boundaries of segments from RAM to the GPU, and sends boundaries and gradients to RAM (window.py;
-docs/step.md).
+"""Copies weights and boundaries (saved inputs) of segments from RAM to the GPU, and boundaries and gradients to RAM
+(window.py; docs/step.md).
 
-A step of G groups moves the weights that are in RAM 2 G times. Updated ones travel with their optimizer state. A
+A step of G groups moves the weights that are in RAM 2 G times. Updated weights travel with their optimizer state. A
 group's boundaries are 19 GiB for GPT-2-XL at 64 x 1,024; computing a segment hides the copy of its boundary.
 """
 
@@ -17,9 +17,9 @@ from lowmem.core.recompute import ALL, SavedSegment, Segment
 from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import Slot, Window
 
-WEIGHT_SLOTS = 2
-LEAVING = 2
-_ALIGNMENT = 256  # elements, of a boundary in RAM
+WEIGHT_SLOTS = 2  # segments whose weights are on the device at a time
+LEAVING = 2  # boundaries on their way to RAM, at most
+_ALIGNMENT = 256  # elements; each boundary in RAM begins at a multiple
 
 
 class WeightWindow:
@@ -40,7 +40,7 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates buffers on the device (slots) that are large enough for the largest of `segments`."""
+        """Allocates buffers on the device (slots) that hold the weights of any of `segments`, ranges of blocks."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -60,8 +60,8 @@ class WeightWindow:
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available on the device, for kernels launched from now on. Starts to copy those
-        of the `following` blocks. No update of all these blocks may be waiting."""
+        """Makes the weights of `blocks` available on the device, for kernels launched from now on. Queues copies of the
+        weights of the `following` blocks. No update of these blocks may be waiting (deferred_updates.py)."""
         slot = None
         if self.any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -93,15 +93,15 @@ class WeightWindow:
         return blocks, *(part.updates for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        """Returns pairs: a part (a unit's matrices or vectors), and the place in `slot` for its weights. Only for parts
-        of these blocks whose weights are in RAM."""
+        """Returns (part, view of `slot` for its weights) for each part of `blocks` whose weights are in RAM. A part is
+        a unit's matrices or vectors."""
         parts = self._parts_of(blocks)
         sizes = [part.working.numel() for part in parts]
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
 
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
-        """Makes the parameters of these blocks views of this slot (a buffer on the device). Parameters that were views
-        of a slot before become NaN."""
+        """Makes the parameters of some blocks views of a slot (a buffer on the device). `bound`: these blocks and the
+        slot, or None. Parameters that were views of a slot before become NaN."""
         if self._bound is not None:
             for parameter, absent, _ in self._views(*self._bound):
                 parameter.data = absent
@@ -111,8 +111,8 @@ class WeightWindow:
                 parameter.data = weights
 
     def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of these blocks. The tensors
-        are made once, for all slots, and stored: the first step makes them, and no later one."""
+        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of these blocks. The first
+        call for `blocks` makes these tensors for all slots and stores them, so that later steps make none."""
         for each in () if blocks in slot.views else self._window.slots:
             each.views[blocks] = [
                 (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
@@ -148,8 +148,9 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def begin(self, hidden: Sequence[Tensor] = (), segments: Sequence[Segment] = ()) -> None:
-        """Forgets the saved inputs of the previous group, and makes the buffer in RAM large enough for the next group.
-        `hidden` are the inputs [B, T, D] of its first segment."""
+        """Forgets the saved inputs of the previous group of micro-batches. Makes the buffer in RAM large enough for the
+        next group: `hidden` has the first block's input [B, T, D] of each micro-batch, `segments` are all segments of
+        the model."""
         self._window.use(*self._coming.values())  # the next owner of this memory must not meet a copy under way
         self._window.release()
         self._coming, self._used = {}, 0
@@ -160,8 +161,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Starts to copy the saved input of a segment to RAM, after the segment's forward. Does nothing if autograd's
-        graph holds that tensor anyway."""
+        """Queues a copy of the saved input of `segment` to RAM, after the segment's forward. Replaces `saved.boundary`
+        by the tensor in RAM. Does nothing if autograd's graph holds the input anyway, or if it is not contiguous."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -172,9 +173,10 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Makes the last saved input of micro-batch `index` available on the device, for backward. `saved` has a list
-        per micro-batch: the segments still to run backward. Also starts to copy the input that is needed next. That is
-        the next micro-batch's or, after the last one, the first micro-batch's in the segment below."""
+        """Makes the saved input of the last segment in `saved[index]` available on the device, for kernels launched
+        from now on. `saved[i]` lists the segments of micro-batch i that are still to run backward. Also queues a copy
+        of the saved input that is needed next: that of the next micro-batch or, after the last one, of the first
+        micro-batch in the segment before."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -199,14 +201,14 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM. They come back together with the optimizer states."""
+    """Copies final gradients to RAM, to wait for their updates. StateWindow copies them back, with the states."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Starts to copy the gradients of `parts` (units' matrices or vectors) to RAM. Frees the device memory of those
-        that were copied before."""
+        """Queues copies of the gradients of `parts` (units' matrices or vectors) to RAM, and returns at once. Frees the
+        device memory of the gradients of earlier calls."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)
@@ -219,5 +221,5 @@ class GradientWindow:
 
 
 def _room(tensor: Tensor) -> int:
-    """Returns the elements of the buffer that `tensor` takes: its own, rounded up to a multiple of _ALIGNMENT."""
+    """Returns how many elements of the RAM buffer `tensor` takes: its size rounded up to a multiple of _ALIGNMENT."""
     return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,7 @@
-"""Trains one model on several ranks, of which each stores a share of every unit's matrices (docs/several-gpus.md).
+"""Trains one model on several ranks, each of which stores a share of every unit's matrices (docs/several-gpus.md).
 
 Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
-Whatever sends the numbers is a subclass's: PyTorch's process groups (lowmem/distributed), or a simulated link
+Subclasses send the numbers: by PyTorch's process groups (lowmem/distributed), or by a simulated link
 (planning/simulated_ranks.py).
 """
 
@@ -17,7 +17,7 @@ from lowmem.core.optimizers import BLOCK
 from lowmem.core.parameters import Part, Store
 from lowmem.core.ranks import Ranks, Thing
 
-SLICE = 2**22  # gradients of a share that are exchanged at a time, with a copy of as many per rank on each side
+SLICE = 2**22  # elements of each share that are exchanged at a time; every rank holds two copies per rank of as many
 
 
 class Among(StrEnum):
@@ -28,8 +28,8 @@ class Among(StrEnum):
 
 
 class Gatherer:
-    """Gathers one unit's matrices, `part`. A subclass says how: `_gather()` starts, and returns what `_arrive(coming)`
-    waits for; `_free()` frees the gathered weights."""
+    """Gathers one unit's matrices, `part`, from all ranks that store a share of them. A subclass says how. `_gather()`
+    starts, and returns an object for which `_arrive(coming)` waits; `_free()` frees the gathered weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -38,17 +38,18 @@ class Gatherer:
 
     @property
     def is_here(self) -> bool:
-        """Returns True if the present weights are gathered."""
+        """Returns True if the weights have arrived and have not been updated since."""
         return self._updates == self._part.updates and self._coming is None
 
     def start(self) -> None:
-        """Starts to gather, unless the weights are here or on their way."""
+        """Starts to gather the weights and returns at once. Does nothing if they are here, or on their way, with their
+        newest update."""
         if self._updates != self._part.updates:
             self.let_go()
             self._coming, self._updates = self._gather(), self._part.updates
 
     def wait(self) -> None:
-        """Makes kernels launched from now on find the weights."""
+        """Makes kernels launched from now on wait until the weights have arrived."""
         if self._coming is not None:
             self._arrive(self._coming)
             self._coming = None
@@ -62,8 +63,9 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """Is the weight window (core/window.py) of several ranks. `units` gather: by block, -1 and n are the embeddings and
-    the last unit of a model of n blocks. These two stay until `let_go`, like the blocks `staying`."""
+    """Gathers the weights of blocks before they run; the counterpart of WeightWindow (segment_windows.py) for several
+    ranks. `units`: {block: Gatherer}; key -1 has the embeddings, key n the last unit of a model of n blocks. The
+    weights of these two and of the blocks `staying` are kept until `let_go`."""
 
     any = True
 
@@ -71,8 +73,8 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Lets a unit that runs without `bring`, as in an evaluation, gather its weights at that moment, on all
-        ranks."""
+        """Makes a unit that runs without `bring`, as in an evaluation, gather its weights at that moment. All ranks
+        must run the same units in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -88,8 +90,8 @@ class GatheredWeights:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
-        `following` blocks. Frees those of all others but the staying ones. All ranks must call this in the same order.
-        No update of all these blocks may be waiting."""
+        `following` blocks. Frees the weights of all other blocks but `staying`. All ranks must call this in the same
+        order. No update of `blocks` and `following` may be waiting."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -102,7 +104,7 @@ class GatheredWeights:
             unit.start()
 
     def let_go(self, block: int) -> None:
-        """Frees the gathered weights of a block that no kernel needs any more."""
+        """Frees the gathered weights of `block`, which no kernel needs any more."""
         for unit in self._of([block]):
             unit.let_go()
 
@@ -119,14 +121,14 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Answers for rank `rank` of `count`. All of them store a model together until `share_among` divides them.
+    """Represents rank `rank` of `count`. All of them store a model together until `share_among` divides them.
 
     A subclass sends:
-        gatherer(part, parameters)    returns what gathers the matrices `part` of the model's `parameters`
+        gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
         exchange(came, sent, among)   sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`
         gather(came, own, among)      gathers `own` [n] of the ranks `among` in `came` [ranks x n]
-        beside()                      launches kernels in the block beside those of the compute stream, after all so far
-        mark(), wait(event)           an event: all launched `beside` so far has ended; the compute stream waits for it
+        beside()                      a context: kernels launched inside run beside later kernels of the compute stream
+        mark(), wait(event)           an event: all kernels of `beside` so far are done; the compute stream waits for it
     """
 
     def __init__(self, count: int, rank: int):
@@ -181,8 +183,8 @@ class Shares(Ranks):
         return [part for part, _, _ in ready] + (vectors if now else [])
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to replace the gradient of `part`, [shares x n], by this rank's share of the sum over all ranks.
-        Returns the part, the tensor to keep until that is done, and the event that says so."""
+        """Starts to replace the gradient of `part`, [shares x n], by this rank's share [n] of the sum over all ranks.
+        Returns the part, its old gradient, which must be kept until the sum is made, and the event that says so."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -196,13 +198,15 @@ class Shares(Ranks):
             total[start : start + SLICE] = self._sum_of_machines(of_machine)
 
     def _reduced(self, sent: Tensor, among: Among) -> Tensor:
-        """Returns the row of `sent` [ranks x n] that is this rank's, summed over the ranks `among`."""
+        """Sends row r of `sent` [ranks x n] to rank r of `among`. Returns the sum [n] of the rows that this rank
+        gets."""
         came = torch.empty_like(sent)
         self.exchange(came, sent, among)
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of all machines' `own` [n]. Each machine adds one part of it and sends that to the others."""
+        """Returns the sum of `own` [n] over all machines. Each machine adds up one part of the n numbers, and sends the
+        result to the others."""
         machines = self.count // self.sharing
         if machines == 1:
             return own
@@ -212,7 +216,7 @@ class Shares(Ranks):
         return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
-        """Replaces the gradients of vectors, which all ranks have whole, by the sums over all ranks."""
+        """Replaces the gradients of vectors, which every rank stores whole, by their sums over all ranks."""
         if not self._vectors:
             return
         sizes = [part.working.numel() for part in self._vectors]
@@ -234,14 +238,14 @@ class Shares(Ranks):
 
 
 def _gradient(part: Part, size: int) -> Tensor:
-    """Returns the gradient of `part`; zeros [size] if no micro-batch was this rank's."""
+    """Returns the gradient of `part`; zeros [size] if this rank had no micro-batch."""
     if part.gradient is None:
         return torch.zeros(size, device=part.working.device)
     return part.gradient
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """Returns the sum of the rows of `parts`, first to last."""
+    """Adds up the rows of `parts`, first to last, and returns the sum."""
     total = parts[0].clone()
     for other in parts[1:]:
         total += other

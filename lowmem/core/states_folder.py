@@ -1,7 +1,7 @@
 """Opens and checks the folder for optimizer states on a disk.
 
-A training run checks this folder before it reads its data, which takes minutes. Nothing here needs PyTorch, whose
-import takes seconds.
+A training run checks this folder before it spends minutes on reading its data. Nothing here needs PyTorch, whose import
+takes seconds.
 """
 
 import os

@@ -14,7 +14,7 @@
     group              micro-batches that pass a segment together before the next segment runs
     extras             a block's arguments besides its input: masks, position embeddings
 
-A layout (layout.py) changes the bits of the result only by its `micro_batch`. docs/step.md says why, and has drawings.
+Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/step.md says why, and has drawings.
 """
 
 import math
@@ -42,16 +42,16 @@ from lowmem.core.transfers import Transfers, transfers_for
 from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
-# Where memory ran out: in a step, in one that has updated some units, in waiting updates, in an evaluation.
+# Where memory ran out: in a step, in a step that has updated some units, in waiting updates, in an evaluation.
 STEP, HALFWAY, UPDATES, EVALUATION = "step", "halfway", "updates", "evaluation"
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the figures of one step. `loss`: mean over the step's tokens, in nats. `grad_norm`: before clipping.
-    `updated`: whether that norm was finite; otherwise no update is made. `positions`: number of positions computed,
-    with padding."""
+    """Holds the figures of one step. `loss`: mean over the tokens with a label, in nats. `grad_norm`: norm of all
+    gradients, before clipping. `updated`: False if `grad_norm` is not finite, so that the step makes no update.
+    `positions`: number of positions that all ranks computed, with padding."""
 
     loss: float
     grad_norm: float
@@ -60,34 +60,35 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Says that a step or an evaluation was given up. Weights and states are those after the last step."""
+    """Says that `TrainingStep.abandoned` ended a step or an evaluation. Weights and states are those of the last
+    step."""
 
 
 class TrainingStep:
     """Makes one optimizer step each time it is called with a batch. Some updates wait for the next forward pass;
     `flush` makes them at once.
 
-    `abandoned()` is called before every segment and micro-batch. If it returns True, StepAbandoned is raised, unless
-    the step has updated some units. `make_room(where, reason)` is called after memory has run out and the failed
-    attempt has been freed. `where` is STEP, HALFWAY, UPDATES or EVALUATION. The function makes room, by
-    `change_layout`, or raises.
+    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment. If it returns True,
+    StepAbandoned is raised, unless the step has updated some units. `make_room(where, reason)` is called if memory runs
+    out, after the failed attempt has been freed. It makes room by `change_layout`, and the attempt is repeated, or it
+    raises. `where` is STEP, UPDATES, EVALUATION or, if some units have been updated, HALFWAY; then it must raise.
     """
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """Prepares the step for the layout of `store`. `clip_norm`: the largest norm of all gradients, None for no
-        limit. `seed`: of the dropout masks. `operations`, `transfers`: replacements, as for a simulation; None: those
-        of `decoder` and of the store's device."""
+        """Prepares the step for the layout of `store`. `clip_norm`: the largest norm of all gradients together, None
+        for no limit. `seed`: of the dropout masks. `operations`, `transfers`: a simulation's replacements. None: the
+        usual ones for `decoder` and the store's device."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
-        self.most: tuple[int, int] | None = None  # rows of a batch and their width, for which the plan was made
+        self.most: tuple[int, int] | None = None  # rows of a batch, and tokens of a row, that the plan allows
         self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
-        self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # for windows, a block
+        self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # a block's number for the windows
         self._set_layout(store.layout)
         concurrent = decoder.fused_kernels and store.optimizer.any_stream  # our kernels allocate nothing
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
@@ -101,12 +102,12 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
-        """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf).
-        `step` seeds the dropout masks. Some updates may be made only in the next step, or by `flush`."""
+        """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf). The
+        step's number, `step`, seeds the dropout masks. Some updates may be left to the next step or to `flush`."""
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
-        self._discard_attempt()  # of a step that an error or Ctrl-C has ended
+        self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended
         try:
             return self._retrying(STEP, self._attempt, batch, step, learning_rate)
         except StepAbandoned:
@@ -137,8 +138,8 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Returns this rank's micro-batches of `batch` on the device, in groups; of several ranks, each has one group.
-        `scale` multiplies the loss."""
+        """Returns this rank's micro-batches of `batch`, on the device, in groups that pass each segment together. With
+        several ranks, each rank has one group. `scale` multiplies the loss before backward."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
         several = self.store.ranks.count > 1
@@ -152,8 +153,8 @@ class TrainingStep:
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
-        """Runs all groups forward and backward. Returns the sum of the losses of all tokens, and the norm of all
-        gradients."""
+        """Runs all groups of micro-batches forward and backward. Returns the sum of the losses of all tokens, without
+        `work.scale`, and the norm of all gradients, with it."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -171,8 +172,8 @@ class TrainingStep:
         return loss, self.operations.composed(gradients.norm, "norm") if held else gradients.norm()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs one group forward and backward. Returns two lists with one entry per micro-batch: the loss, summed over
-        tokens, and the gradient for the first block's input."""
+        """Runs `work`, one group of micro-batches, forward and backward. Returns two lists with one entry per
+        micro-batch: its loss, summed over tokens, and the gradient for the first block's input."""
         copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
         self_contained = gradients.fate is Fate.HELD and not copies
 
@@ -187,9 +188,9 @@ class TrainingStep:
         return self.operations.composed(run, *key, name="group") if self_contained else run()
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
-        """Runs all segments forward. Returns lists with one entry per micro-batch: the last block's output, the blocks'
-        other arguments, and the tensors that each segment saves. No loop here or below may leave a tensor in a
-        variable: it would stay in memory until the method returns."""
+        """Runs all segments forward. Returns three lists with one entry per micro-batch: the last block's output, the
+        blocks' arguments besides their input, and the tensors that each segment saves. No loop in this method or the
+        next two may leave a tensor in a variable: it would stay in memory until the method returns."""
         self._updates.run(1)
         self._weights.bring(range(-1, 0))
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
@@ -216,7 +217,7 @@ class TrainingStep:
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
-        Frees the outputs in `hidden`."""
+        `hidden` has these outputs, and they are freed."""
         self._updates.run(self._updates.units)
         self._weights.bring(self._head)
         losses, gradients = [None] * len(hidden), [None] * len(hidden)
@@ -231,8 +232,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments backward. Replaces each entry of `output_gradients` by the gradient for the first block's
-        input."""
+        """Runs all segments backward. `output_gradients` has the gradient for the last block's output of each
+        micro-batch. Replaces it by the gradient for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -269,7 +270,7 @@ class TrainingStep:
         self._retrying(UPDATES, self._updates.flush)
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """Returns the sum of the losses of a batch's tokens, and the number of tokens. Makes waiting updates first."""
+        """Returns the loss in nats, summed over the tokens with a label, and their number. Makes waiting updates."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, self.most[1]))
         self.flush()
         self._decoder.model.eval()
@@ -298,13 +299,12 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Returns True if the current step has updated some units (blocks, for example), so that it cannot be
-        repeated."""
+        """Returns True if the current step may have updated units (such as blocks), so that it cannot be repeated."""
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
-        """Continues with `layout`, which has no more states on the device than now. Other numbers stay where they are
-        stored. Returns True if the numbers in RAM are page-locked."""
+        """Continues with `layout`, which has no more states on the device than now. Moves the others' states into RAM;
+        all other numbers stay where they are stored. Returns False if CUDA refuses to page-lock the RAM."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
@@ -336,8 +336,8 @@ class TrainingStep:
             self.make_room(HALFWAY if self.halfway else where, reason)
 
     def _discard_attempt(self) -> None:
-        """Drops the gradients of a failed step. Gradients that waiting updates need are kept: they are of the step
-        before. Accumulators of a new step are made only after all updates."""
+        """Drops the gradients of a failed step. Keeps the accumulators while updates wait: they hold the gradients of
+        the step before. A step allocates accumulators only after these updates."""
         own = (use.own for use in self._decoder.shared if use.own is not None)
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
             parameter.grad = None  # one that did not reach its accumulator

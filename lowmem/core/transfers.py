@@ -3,8 +3,8 @@
 A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event says that a lane has done everything
 it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
 
-Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would free its
-slot (a buffer on the device) only after the forward pass ahead of it.
+Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would wait for the
+forward operations queued before it, and so would the next copy into its slot (a buffer on the device).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,8 @@ class Transfers:
     host_buffer: MakeTensor | None = None
 
     def copy(self, lane: Lane, pairs: Pairs, *after):
-        """Starts to copy each (destination, source) on `lane` (a CUDA stream), after the events `after`. Returns the
-        event that says that the copies are done."""
+        """Copies each (destination, source) on `lane` (a CUDA stream) after the events `after`. On a GPU, queues the
+        copies and returns at once. Returns the event that says that they are done, None on the CPU."""
         for destination, source in pairs:
             destination.copy_(source)
 
@@ -52,24 +52,24 @@ class Transfers:
         """Makes later work of `lane` (a CUDA stream) wait for `events`. Ignores events that are None."""
 
     def updating(self) -> AbstractContextManager:
-        """Launches kernels inside the block on the lane (CUDA stream) UPDATES."""
+        """Returns a context: kernels launched inside it run on the lane (CUDA stream) UPDATES."""
         return nullcontext()
 
     def synchronize(self) -> None:
         """Waits until all copies are done."""
 
     def read_ahead(self, places: Iterable[Tensor]) -> None:
-        """Asks the kernel to read these tensors on a disk into the page cache. Does not wait."""
+        """Asks the operating system to read these tensors on a disk into the page cache. Does not wait."""
         for place in places:
             homes.read_ahead(place)
 
     def read(self, pairs: Pairs) -> None:
-        """Makes the host copy each (destination in RAM, source on a disk). Returns when the copies are done."""
+        """Copies each (destination in RAM, source on a disk) by the CPU. Returns when the copies are done."""
         for destination, source in pairs:
             homes.copy(destination, source)
 
     def write(self, pairs: Pairs) -> None:
-        """Makes the host copy each (destination on a disk, source in RAM). Returns when the copies are done."""
+        """Copies each (destination on a disk, source in RAM) by the CPU. Returns when the copies are done."""
         Transfers.read(self, pairs)
 
 

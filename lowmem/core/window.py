@@ -28,8 +28,9 @@ READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
 class Slot:
     """Holds a buffer on the device: `tensors`, by name, through which numbers stored elsewhere pass.
 
-    `inside`: the newest content. `arrived`, `left`: events that say that it has been copied in, and out. `buffers`:
-    host memory between the slot and a disk. `owed`: pairs (tensor on a disk, host buffer) that must still be copied.
+    `inside`: the newest content, in the form that its window needs. `arrived`, `left`: events of the newest copies into
+    the slot and out of it. `buffers`: host memory between the slot and a disk. `owed`: pairs (tensor on a disk, host
+    buffer) that must still be copied.
     """
 
     tensors: State
@@ -54,8 +55,8 @@ class Window:
         self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots (buffers on the device) with tensors of these (entries, dtype). Does nothing if the
-        slots have these sizes already."""
+        """Allocates `number` slots (buffers on the device), each with the tensors `sizes`, {name: (entries, dtype)}.
+        Does nothing if the slots have these sizes already."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # the next owner of the old slots' memory must not meet a copy that is under way
@@ -67,12 +68,13 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Makes a Slot (a buffer on the device) of `tensors`. Kernels launched so far may still use their memory."""
+        """Returns a Slot whose buffer is `tensors`. Copies into the slot wait for all kernels launched so far, which
+        may still use that memory."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Starts to copy into `slot`, a buffer on the device, after its old content has been copied out and after the
-        events `after`."""
+        """Queues copies into `slot`, a buffer on the device, and returns at once. They start when the slot's old
+        content has been copied out and the events `after` have occurred. `pairs`: (destination, source)."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
@@ -80,17 +82,19 @@ class Window:
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Starts to copy from `slot`, a buffer on the device, when the kernels launched so far are done."""
+        """Queues copies out of `slot`, a buffer on the device, and returns at once. They start when all kernels
+        launched so far on the lane `user` are done. `pairs`: (destination, source)."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
-        """Starts to copy `tensor` to `home`, which is in RAM. `release` frees the memory of `tensor`."""
+        """Queues a copy of `tensor` to `home`, which is in RAM, and returns at once. The memory of `tensor` stays
+        allocated until `release`."""
         self.sent.append(Slot({}, inside=tensor))
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors that `send_away` has sent, but the `keep` newest. Kernels launched from now on may use
-        their memory. Later work of `lanes` (CUDA streams) finds the copies complete."""
+        """Frees all tensors passed to `send_away` but the `keep` newest. Kernels launched from now on, and later work
+        of `lanes` (CUDA streams), wait until the freed tensors have been copied."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -99,7 +103,7 @@ class Window:
 
 class StateWindow:
     """Copies optimizer states to the device for their updates, and back. Has AHEAD + 1 slots (buffers on the device).
-    Each is as large as the largest piece (a range of elements that is updated at once) that is not on the device.
+    Each is as large as the largest state of a piece (a range of elements that is updated at once) in RAM or on a disk.
 
     A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
     the kernels work at once. States on a disk pass through host buffers, one for each slot. The host reads a piece from
@@ -120,7 +124,7 @@ class StateWindow:
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of RAM of the host buffers."""
+        """Returns the bytes of RAM of the host buffers between slots and a disk."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
@@ -135,8 +139,9 @@ class StateWindow:
         """Begins a pass over `pieces` (ranges of elements that are updated at once): each is taken, updated and given
         back, in this order.
 
-        Unless no copy is under way, the next pass must have the same pieces in the same order: a fetch waits for its
-        slot, not for an earlier copy out of the same state. States that are not given back stay as they are.
+        Unless all earlier copies are done, these must be the pieces of the pass before, in the same order: a fetch
+        waits for its slot, not for an earlier copy of the same state back to RAM. A state that is not given back keeps
+        its stored values.
         """
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
@@ -144,8 +149,9 @@ class StateWindow:
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the optimizer state of `piece` on the device. `piece` must be the next one of the pass. Also starts
-        to fetch the states of the following pieces. A second call before `give_back` returns the same state."""
+        """Returns the optimizer state of `piece` on the device, for kernels of the lane UPDATES. `piece` must be the
+        next one of the pass. Also queues copies of the following pieces' states. A second call before `give_back`
+        returns the same state."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
@@ -156,7 +162,7 @@ class StateWindow:
         return slot.inside
 
     def give_back(self, piece: Piece) -> None:
-        """Starts to copy the updated state of `piece` back to where it is stored."""
+        """Starts to copy the updated state of `piece`, which was taken last, back to where it is stored."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -169,7 +175,7 @@ class StateWindow:
         self._used += 1
 
     def synchronize(self) -> None:
-        """Waits until all states that were given back are where they are stored."""
+        """Waits until all states that were given back have arrived in RAM or on the disk."""
         self._transfers.synchronize()
         for slot in self._window.slots:
             self._settle(slot)
@@ -215,8 +221,8 @@ class StateWindow:
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns the slot's `tensors`, cut to the lengths of the tensors in `places`. The views are stored, because making
-    them costs the host time."""
+    """Returns views of `tensors`, buffers of `slot`, cut to the lengths of the tensors in `places`. Stores the views in
+    the slot, because making them takes the CPU time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}

@@ -1,4 +1,4 @@
-"""Holds what one rank computes in a step."""
+"""Holds the micro-batches that one rank computes in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from lowmem.core.recompute import Dropout
 
 @dataclass(frozen=True)
 class Work:
-    """Holds a step's micro-batches with their dropout masks. `scale` multiplies the sum of all tokens' losses before
-    backward. `groups`: slices of the micro-batches. `positions`: their number in the micro-batches of all ranks."""
+    """Holds one rank's micro-batches of a step, with a seed for each one's dropout masks. `scale` multiplies the sum of
+    all tokens' losses before backward. `groups`: slices of `micro_batches`, each for those that pass a segment of
+    blocks together. `positions`: number of positions in the micro-batches of all ranks, with padding."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]

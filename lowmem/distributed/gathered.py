@@ -28,7 +28,8 @@ class _Flat(nn.Module):
 
 
 class FsdpGatherer(Gatherer):
-    """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
+    """Gathers `part`, one unit's matrices, from the ranks of `mesh`. `parameters`: {name: the model's parameter}; each
+    becomes a view of the gathered weights."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
         super().__init__(part)

@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun starts. Does not import PyTorch before there is something to join."""
+"""Joins the processes that torchrun starts. Imports PyTorch only if there are several."""
 
 import os
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ def local_ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Yields the Ranks (core/ranks.py) that this process is one of. With several, each has a separate GPU, unless
-    `device` is "cpu" or there is no GPU. Raises InputError if there are too few. Must be called before CUDA starts. An
-    error that one rank meets gets `said_by`, that rank's number. Of the others (wrong input, a request to stop) the
-    first rank of each machine tells the user."""
+    """Yields this process's Ranks (core/ranks.py). With several processes, each has a separate GPU, unless `device` is
+    "cpu" or there is no GPU. Raises InputError if there are fewer GPUs than processes. Must be called before CUDA
+    starts. An exception in the block gets `said_by`, the number of the rank that tells the user. InputError and
+    Stopped, which all ranks raise, do not get it: the first rank of each machine tells the user."""
     from lowmem.core.ranks import Ranks
 
     count = _variable("WORLD_SIZE", 1)

@@ -1,4 +1,4 @@
-"""Is one process of several that train one model, on torch.distributed: the answer to core/ranks.py."""
+"""Implements core/ranks.py on torch.distributed, for one of several processes that train one model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,9 +18,9 @@ _END = -1
 
 
 class SeveralRanks(Shares):
-    """Answers for one process of the default process group. `device_type`: where it trains, "cuda" or "cpu".
-    `local_rank`, `on_machine`: its number on its machine, and how many processes that has; by default all are on
-    one."""
+    """Represents this process of the default process group. `device_type`: "cuda" or "cpu", on which it trains.
+    `local_rank`: this process's number on its machine; `on_machine`: number of processes there. By default all
+    processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
@@ -102,7 +102,8 @@ class SeveralRanks(Shares):
         return outcome[0]
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Must be called inside `on_first`: the other ranks send what they have."""
+        """Returns elements `start` to `stop` - 1 of a flat tensor that the ranks store together. Must be called inside
+        `on_first`: the other ranks then send their shares to rank 0."""
         number = next(number for number, each in enumerate(self._shares) if each is shares)
         self._ask(number, start, stop)
         whole = torch.empty(stop - start, dtype=shares.dtype)
@@ -115,7 +116,7 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends shares to rank 0 as it asks for them, until it has enough."""
+        """Sends rank 0 each range of this rank's shares that it asks for, until it has enough."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._shares[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
@@ -124,7 +125,7 @@ class SeveralRanks(Shares):
                 dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
 
     def _ask(self, *request: int) -> list[int]:
-        """Returns the request of rank 0 on all ranks: number of a tensor in `_shares`, first element, last one + 1."""
+        """Returns rank 0's `request` on all ranks: number of a tensor in `_shares`, first element, last element + 1."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

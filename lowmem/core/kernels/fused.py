@@ -180,7 +180,7 @@ def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """Returns the largest number, or NaN where any is, which max() may pass over."""
+    """Returns the largest number, or NaN if any is NaN, which max() may pass over."""
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 

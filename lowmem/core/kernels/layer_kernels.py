@@ -23,8 +23,8 @@ def normalize(
     centered: bool,
 ) -> None:  # fmt: skip
     """Writes the norm of each row of `x` [N, D] into `y` [N, D]: (x - mean) / sqrt(variance + epsilon) * (weight +
-    offset) + bias; with a mean of 0 unless `centered`. `statistics` [1 or 2, N] fp32: written, the factor 1 / sqrt(...)
-    of each row and, if centered, its mean; or None. All are contiguous, weight and bias [D] fp32."""
+    offset) + bias. Unless `centered`, takes 0 for the mean. If `statistics` [1 or 2, N] fp32 is not None, writes each
+    row's factor 1 / sqrt(...) there and, if centered, its mean. All are contiguous, weight and bias [D] fp32."""
     rows, columns = x.shape
     if not rows:
         return
@@ -40,9 +40,9 @@ def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
     offset: float,
 ) -> None:  # fmt: skip
-    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D], from `gradient` [N, D], that of `normalize`'s y.
-    Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32, each added up
-    over N / P rows."""
+    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D]. `gradient` [N, D] is the gradient for y of
+    `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32,
+    each added up over N / P rows."""
     rows, columns = x.shape
     if not rows:
         return
@@ -58,7 +58,7 @@ def normalize_backward(
 
 @cache
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns the width of a tile, a power of two, its rows, and the warps that hold it."""
+    """Returns a tile's width (a power of two), its number of rows, and the number of warps that hold it."""
     block = triton.next_power_of_2(columns)
     tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
@@ -133,7 +133,7 @@ def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> N
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
 ) -> None:
-    """Writes the gradients for gate and up into `of_gate` and `of_up`, from `gradient`, that of `gated`'s y."""
+    """Writes the gradients for gate and up into `of_gate` and `of_up`. `gradient` is the gradient for y of `gated`."""
     n = gate.numel()
     _gated_backward[(triton.cdiv(n, BLOCK),)](
         gradient, gate, up, of_gate, of_up, n, linear, cubic, BLOCK=BLOCK, num_warps=4

@@ -29,8 +29,9 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs a kernel below on tensors [n]. AdamW's numbers: the gradient's scale, then optimizers.adamw_numbers. SGD's:
-    the gradient's scale, 1 - learning rate x decay, and the learning rate."""
+    """Runs `kernel`, one of those below, on tensors [n]. `others`: its other tensors and numbers. AdamW's numbers are
+    the gradient's scale, then optimizers.adamw_numbers. SGD's: the gradient's scale, 1 - learning rate x decay, and the
+    learning rate."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
@@ -97,7 +98,7 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Loads logits and returns f of them without the factor `outer`; returns 0 after a row's words."""
+    """Loads logits, adds the bias and, if CAPPED, computes tanh(inner * z). Returns 0 after a row's last word."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
