@@ -35,7 +35,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns a config.json's fields that training can have, with the others under OWN and LEFT_OUT."""
+    """Returns the `fields` of a config.json without those that training overrides or transformers cannot load. The
+    result stores these under the keys OWN (overridden) and LEFT_OUT (not loadable)."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -64,7 +65,8 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id."""
+    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id.
+    Raises InputError, which begins with `where`, if None is not allowed there."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -81,7 +83,7 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns a config's `fields` with the values of OWN that the user's config.json had."""
+    """Returns a config's `fields` with the user's values of the fields that training overrides (those under OWN)."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -90,7 +92,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns one sentence about fields that training sets otherwise, and one about fields that are not exported."""
+    """Returns up to two sentences: which fields training overrides, and which are left out of the export."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

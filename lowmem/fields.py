@@ -55,8 +55,8 @@ def may_be_several(hint: Any) -> bool:
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` as the field `name` stores it. `hint`: the field's type. Sizes may be texts, such as "11GiB".
-    Raises InputError for another type, a value out of range, and a text or path that cannot be meant."""
+    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type. Sizes may be texts, such as
+    "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad path."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)
@@ -96,7 +96,8 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 
 
 def _read(name: str, text: str) -> str:
-    """Returns the text of the field `name` as paths.py reads it. Raises InputError for a bad text or path."""
+    """Returns `text` as the field `name` stores it: unchanged or, for a path, with `~` replaced (paths.py). Raises
+    InputError for a bad text or path."""
     if name not in _MAY_BE_BLANK and ("\0" in text or not text.strip()):
         raise InputError(f"{option_name(name)} must not be empty.")
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)

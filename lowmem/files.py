@@ -101,9 +101,9 @@ def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. These are
+    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. They are
     the length of the JSON header (8 bytes, little-endian), then the header with each tensor's offsets. `separators` are
-    json.dumps'."""
+    those of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -130,8 +130,8 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
 
 
 def flush_path(path: Path) -> None:
-    """Fsyncs a file's content or, for a folder, its list of names, so that created, renamed and removed files stay
-    so."""
+    """Fsyncs the content of the file `path`. For a folder, fsyncs its list of names: created, renamed and removed files
+    then survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -182,8 +182,8 @@ class Manifest:
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
-        """Yields a function that fills a buffer with the next bytes of file `name`. At the end of the block, raises
-        Damaged if anything else was read than all the bytes that were written."""
+        """Yields a function that fills a buffer with the next bytes of file `name`. The caller must read the whole file
+        in the block. At its end, raises Damaged if the bytes are not those that were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:

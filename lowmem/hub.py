@@ -17,8 +17,8 @@ GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Returns the names of `model` in the hub's cache: its name on the hub and, for some, the older one without
-    owner."""
+    """Returns the names under which the hub's cache may have `model`. GPT-2 has two: with the owner, openai-community,
+    and the older one without."""
     short = model.removeprefix(_OWNER)
     if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)
@@ -43,7 +43,8 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns the folder with the files of `model`: itself, or the hub's cache. Returns None if there is neither."""
+    """Returns the folder with the files of `model`: that path if it is a folder, else one in the hub's cache, or
+    None."""
     if Path(model).is_dir():
         return Path(model)
     return next(filter(None, map(cached_folder, names_of(model))), None)

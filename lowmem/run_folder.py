@@ -1,4 +1,4 @@
-"""Knows the files in the folder of a training run, whether they can be written, and how to tell them from data.
+"""Lists the files in the folder of a training run, checks whether they can be written, and tells them from data.
 
 With `--data .` and `--out runs/x`, the data must not include the files of that training run. So these are left out when
 a folder of data is read:
@@ -7,8 +7,8 @@ a folder of data is read:
     their contents    checkpoints, stored tokens, exported models (of any program), wandb's own files
     this run's output the file that stdout or stderr is written to
 
-If the folder of a training run is itself named as data, the files that training wrote into it are left out. A part of
-a run or a model that is named so is refused (data/sources.py).
+If the folder of a training run is itself named as data, only the files that training wrote into it are left out. A
+folder inside of it, or an exported model, is refused as data (data/sources.py).
 """
 
 import json
@@ -80,7 +80,8 @@ def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
 
 
 def is_of_a_run(folder: Path, out: Path | None) -> bool:
-    """Returns True if `folder` is the folder of a training run (`out`: this one's), a part of one, or a model."""
+    """Returns True if `folder` is the folder of a training run, a part of one, or a model. `out`: the folder of the
+    present training run."""
     folder = folder.resolve()
     return _is_of_a_run(folder, folder.parent, None if out is None else out.resolve())
 

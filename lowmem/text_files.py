@@ -55,8 +55,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if the file is a Git LFS pointer, or begins like another kind of file. `binary`: None for text,
-    or the first bytes of the right kind, b"" for any."""
+    """Raises InputError if the file is a Git LFS pointer, or begins like a file of another kind. `binary` says which
+    kind is right. None: text. Bytes: the kind that begins with them, b"" for one without fixed first bytes."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -68,7 +68,8 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """Yields the file's lines, each with its end. A line of more than `most_bytes` comes in several parts."""
+    """Yields the file's lines, each with its end. A line of more than `most_bytes` comes in several parts; -1 for no
+    limit. Raises InputError for a file of another kind, and for text that is not UTF-8."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -102,7 +103,8 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """Returns the value of the JSON `text`, which begins at `first_line` of `source`. `advice` ends a refusal."""
+    """Returns the value of the JSON `text`. Raises InputError for bad JSON. The message names `source` and the line,
+    counted from `first_line`. For an error of syntax, it ends with `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -120,8 +122,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns `folder` itself, or a temporary folder of links to its files, in which text files have no byte-order mark
-    and the files `instead`, {name: content}, are added."""
+    """Returns `folder`, or a temporary folder of links if its text files have byte-order marks or `instead` is given.
+    There text files have no mark, and `instead`, {name: content}, replaces or adds files."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -178,7 +180,8 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns mappings, lists, null and texts. A plain value of YAML, such as `yes`, stays the text that was typed."""
+    """Returns the value of the YAML `text`: mappings, lists, None and texts. A plain value such as `yes` stays the text
+    that was typed. Raises InputError, which names `source` and the line."""
     import yaml
 
     class Loader(yaml.SafeLoader):

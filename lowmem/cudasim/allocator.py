@@ -144,7 +144,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> Block:
-        """Returns the first block with `size` unused bytes from its start on: unmapped, or free right before one."""
+        """Returns the first block, unmapped or free before an unmapped one, from whose start `size` bytes are
+        unused."""
         for _, block in self.unmapped:
             if block.previous is not None and block.previous.state == FREE:
                 block = block.previous

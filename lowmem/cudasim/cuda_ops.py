@@ -36,8 +36,8 @@ PRODUCTS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Runs the operators that PyTorch chooses on CUDA, except cuDNN's attention, in place of its generic functions, on
-    tensors without data: meta tensors, or FakeTensors of any device."""
+    """Replaces PyTorch's generic functions by the operators that it chooses on CUDA, except cuDNN's attention. Does so
+    for tensors without data: meta tensors, or FakeTensors of any device."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -167,8 +167,8 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, the bias is added in
-    place. The generic path makes a new tensor instead if tensors have no data, or under a dispatch mode."""
+    """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
+    place. Without data or under a dispatch mode, PyTorch would make a new tensor instead."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 

@@ -15,7 +15,7 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Holds in what devices differ. Functions take an operation as (func, args, kwargs, result)."""
+    """Holds the properties in which devices differ. The functions take an operation as (func, args, kwargs, result)."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
@@ -40,7 +40,7 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the model of a card, with PyTorch configured as in device.py or, with `plain`, by default."""
+    """Returns the model of a card. PyTorch is configured as device.py does it or, with `plain`, by default."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

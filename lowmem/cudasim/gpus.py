@@ -109,13 +109,13 @@ class Card:
 
     @property
     def clocks_per_second(self) -> float:
-        """Returns the clock of the multiprocessors that the data sheet's fp32 rate stands for."""
+        """Returns the clock of the multiprocessors in Hz, computed from the data sheet's fp32 rate."""
         per_clock = BY_CAPABILITY.get(self.capability, BY_CAPABILITY[9, 0])[0]
         return self.rates["fp32"].peak / (self.multiprocessors * per_clock)
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """Returns the bytes per second that come from other cards without a detour through RAM; None if they cannot."""
+        """Returns the bytes per second that come from other cards over NVLink; None without NVLink."""
         return None if self.nvlink_bytes_per_second is None else NVLINK_SHARE * self.nvlink_bytes_per_second
 
     @property
@@ -207,7 +207,7 @@ def card_named(name: str) -> Card:
 
 
 def _forms(short: str) -> tuple[str, ...]:
-    """Returns the short name, which may lack "rtx" or "gtx", or have one too many, in all forms of the table."""
+    """Returns the forms in which the table may have this name: as it is, with "rtx" or "gtx", and without "rtx"."""
     return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
 
 
@@ -216,7 +216,8 @@ def _exactly(short: str) -> Card | None:
 
 
 def _of_size(name: str) -> Card | None:
-    """Returns the card of a name such as "rtx 3060 12gb", whose memory or kind of board is not in the table's name."""
+    """Returns the card of a name such as "rtx 3060 12gb" or "v100-sxm2-32gb": with a memory size or a kind of board
+    that the table's name lacks. Returns None if there is none."""
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))

@@ -33,7 +33,8 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if an operation only returns views. It must run, but all else in its Outcome is always the same."""
+    """Returns True if an operation only returns views. Then it must run each time, but the rest of its Outcome does not
+    depend on its arguments."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
@@ -70,8 +71,8 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Returns the type (None for nothing) and the shapes of an operation's results, _FIRST if the result is the first
-    argument, or _RUN if results share memory with arguments or with each other."""
+    """Returns the type of an operation's results (None for nothing) and their shapes. Returns _FIRST if the result is
+    the first argument. Returns _RUN (run it each time) if results share memory with arguments or each other."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:

@@ -33,8 +33,8 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a recorder's tape, so that it can be replayed. Its `count` storages are numbered from `base`. In
-    `operations` they count from 0; storage n of an earlier region is written -1 - n."""
+    """Holds a part of a recorder's tape, so that it can be replayed. On the tape its `count` storages are numbered from
+    `base`. In `operations` they are numbered from 0, and storage n of an earlier region is written -1 - n."""
 
     base: int
     count: int = 0
@@ -50,9 +50,9 @@ class Region:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` names a storage
-    allocated in this Python frame; if it returns None, it is called with the caller's frame. Recorders of one `machine`
-    may share `outcomes` (outcomes.py)."""
+    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns the name
+    of a storage that is allocated in this Python frame. If it returns None, the caller's frame is asked. Recorders of
+    one `machine` may share `outcomes` (outcomes.py)."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Lets code inside the block record regions that are not on the tape. It must free what it allocates."""
+        """Lets code inside the block record regions that are not on the tape. The code must free what it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` another name on the tape. One from a replay keeps its region's name."""
+        """Gives the storage of `tensor` the name `name` on the tape. A replayed storage keeps its region's name."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -287,9 +287,9 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Allocates a new storage for the pending sum of two gradients. Autograd adds the second gradient into the
-        first one if nothing else holds that (accumulate in input_buffer.cpp), but never under a dispatch mode. So the
-        sum takes over the first gradient's storage if that is freed next; else something held it."""
+        """Allocates a new storage for the pending sum of two gradients, if any. Autograd adds the second gradient into
+        the first if nothing else holds the first (input_buffer.cpp), but never under a dispatch mode. So if the first
+        gradient is freed next, the sum takes over its storage (_died). Otherwise something held it."""
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None

@@ -114,7 +114,8 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Reads from an operator's schema how often its arguments and results pass through memory, None for never."""
+    """Returns how often an operator's arguments and results pass through memory, read from its schema. Returns None if
+    it runs no kernel."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -150,7 +151,7 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the time of a kernel that takes few elements per clock, 0 for others."""
+    """Estimates the seconds of a kernel that processes few elements per clock; 0 for kernels that memory limits."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -188,9 +189,9 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the part of the card that a product of [rows, terms] and [terms, columns] keeps busy. Lost are parts of
-    tiles beyond the result's edges, and multiprocessors without a tile in the last round. If tiles are fewer than
-    multiprocessors, several share a long sum (split-K)."""
+    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy. Parts of tiles
+    beyond the result's edges are lost, and so are multiprocessors without a tile in the last round. If tiles are fewer
+    than multiprocessors, several share a long sum (split-K)."""
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))

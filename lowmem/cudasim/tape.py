@@ -45,7 +45,7 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: of replayed regions, kept between calls for tapes that share them."""
+        `summaries`: stores totals of replayed regions, for later calls on tapes with the same regions."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -65,8 +65,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns the bytes at the chunk's end and at its peak, relative to its start; its storages that stay allocated,
-    with sizes; and the earlier storages that it frees."""
+    """Returns four figures of a chunk: the bytes at its end and at its peak, relative to its start; (storage, bytes) of
+    those that it leaves allocated; the earlier storages that it frees. `sizes`: {number: bytes} of earlier ones."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -97,9 +97,9 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape` with a caching allocator capped at `limit_bytes`. Raises SimulatedOutOfMemory if the replay does
-    not complete. If `expandable_segments` is None, device.py or the environment decides. `streams`: {name: CUDA stream}
-    of storages that are not of stream 0."""
+    """Replays `tape` with a caching allocator capped at `limit_bytes`, None for no cap. Raises SimulatedOutOfMemory if
+    the replay does not complete. `expandable_segments` None: as in training (device.py). `streams`: {name: CUDA stream}
+    of storages that are not on stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -123,8 +123,8 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes} at the peak of requested bytes, largest first. What the allocator's peak `peak_bytes` has
-    more is listed as "rounding"."""
+    """Returns {name: bytes} at the peak of requested bytes, largest first. If the allocator's peak `peak_bytes` is
+    given, the difference is listed as "rounding"."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}

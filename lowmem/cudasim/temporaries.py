@@ -62,8 +62,8 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for every query head, which grouped-query attention then
-    adds up for each group."""
+    """Returns the sizes of the gradients of keys and values for every query head. Grouped-query attention then adds
+    them up for each group. Returns nothing if there are no groups."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -74,9 +74,9 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of partial results. One CUDA block works on 64 queries of one head of one sequence. If the card
-    has room for more blocks, several share the keys. Source: transformers/cuda/flash_attn/flash_api.cpp,
-    set_params_splitkv."""
+    """Returns the sizes of partial results. One CUDA block works on 64 queries of one head of one sequence. If the card
+    has room for more blocks, several blocks split the keys of a head. Source:
+    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -88,7 +88,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
     """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy of the
-    card, which runs `slots` CUDA blocks at once."""
+    card, which runs `slots` CUDA blocks at once. `blocks`: CUDA blocks without splitting. `key_blocks`: blocks of keys,
+    which stay whole."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -246,7 +247,8 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
     """Returns the sizes of the staging buffers of one reduction kernel. A partial result has at least 4 bytes, unless
-    `partial_bytes` says otherwise. `vector` is the number of 16-bit entries that a thread reads at once."""
+    `partial_bytes` says otherwise. `result_bytes`: of an entry of the result. `vector`: the number of 16-bit entries
+    that a thread reads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     vector = vector if tensor.itemsize == 2 else 4

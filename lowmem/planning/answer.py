@@ -28,8 +28,8 @@ _WORTH_RAISING = 1.1  # A cap is remarked on if the card has this many times as 
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan in sentences. `done`: steps that an earlier start of the run has made; then there is one
-    sentence, about the others."""
+    """Returns the plan in sentences. `done`: the steps that an earlier start of the run has made. If it is not 0,
+    returns one sentence, about the remaining steps."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -39,8 +39,8 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json for a plan that was refused: its figures are null. `ways_out` has the options
-    that make it fit, with the bytes that it takes then."""
+    """Returns the content of plan.json if no plan fits: the figures are null. The entry `ways_out` lists options with
+    which the model fits, each with the bytes that training then takes."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,

@@ -14,24 +14,26 @@ MARGINS_IN_A_CAP = 200
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Returns the bytes that a layout may take under a cap of GPU memory with that many safety margins."""
+    """Returns the bytes that a layout may take under the cap `gpu_limit` of GPU memory. The rest stays free: `margins`
+    safety margins, each of 64 MiB or 0.5% of the cap, whichever is more."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap of GPU memory that leaves `room` bytes to a layout, besides the safety margins."""
+    """Returns the smallest cap of GPU memory under which `room_under` leaves `room` bytes to a layout."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins stay free. `needs_all_gradients`: whether updates wait for the norm."""
+    """Returns how many safety margins of GPU memory stay free: 1, or 2 if a step may update weights in backward.
+    `needs_all_gradients`: whether updates wait for the norm of all gradients."""
     return 1 if needs_all_gradients else 2
 
 
 def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the sentence that refuses to train. It names the smallest caps that would do: `gpu_cap`, None without a
-    GPU, and `ram`."""
+    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do, in
+    bytes: `gpu_cap`, None without a GPU, and `ram`."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
@@ -42,7 +44,7 @@ def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def wants(gpu_cap: int | None, ram: int) -> str:
-    """Returns the options for these caps, joined by "with"."""
+    """Returns the options that set these caps, in bytes, such as "--gpu-limit 800MiB with --ram-limit 900MiB"."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return " with ".join(f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None)
 

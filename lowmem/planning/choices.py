@@ -19,12 +19,12 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts that store every kind of number in the same place, with the same fate of final gradients.
+    """Describes layouts that store every kind of number in the same place and treat final gradients alike.
 
-    `base` has the places and the fate. The lists have what is left to choose, in ascending order. `on_gpu` counts the
-    units with optimizer states on the GPU or, if working weights are in RAM, with weights there. `groups` None allows
-    any size. `whole_batch`: the whole batch must be one group. `disk`: the least units with states on a disk; 1 for
-    as many as RAM has no room for, 0 for none.
+    `base` is a layout with these places and this fate of gradients. The sequences list the values to choose for the
+    other fields, in ascending order. `on_gpu` counts the units with optimizer states on the GPU or, if working weights
+    are in RAM, with weights there. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
+    `disk`: the smallest number of units with states on a disk. 0 stands for none, 1 for as many as RAM has no room for.
     """
 
     base: Layout
@@ -37,8 +37,8 @@ class Choices:
     disk: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the group sizes to try, in micro-batches: 1, then about twice as many each time, below the whole
-        batch."""
+        """Returns the group sizes to try, in micro-batches of `micro_batch` sequences. If any size is allowed, these
+        are 1, then about twice as many each time, below the whole batch of `batch` sequences."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -66,9 +66,10 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices, to be tried one after the other. First weights and block inputs are on the GPU; then
-    weights are in RAM; then block inputs; then both; then the same with states on a disk. A list has an entry for each
-    fate of gradients. With several ranks it comes twice: first no block keeps its gathered weights, then all do."""
+    """Returns lists of Choices, to be tried one after the other. First weights and block inputs are on the GPU. Then
+    weights are in RAM, then block inputs, then both. Then the same follows with states on a disk. A list has one entry
+    for each fate of gradients. With several ranks each list comes twice: first no block keeps its gathered weights
+    until backward, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -118,8 +119,8 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields `choices` for each fate of gradients that the settings allow: held, held with the whole batch as one
-    group, sent to RAM, dropped; or applied, instead of the last two, if no update waits for the norm. With several
+    """Yields `choices` for each fate of gradients that the settings allow. The order is held, held with the whole batch
+    as one group, sent to RAM, dropped. If no update waits for the norm, applied replaces the last two. With several
     ranks the whole batch is always one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")

@@ -1,8 +1,8 @@
 """Computes memory and time of all layouts in a column from a few simulated steps (recordings).
 
-A column is a set of layouts that differ only in `kept`, how much blocks keep for backward, and in `on_gpu`, how many
-units are on the GPU. Here both are indices into the lists of these names in Choices. Bytes of units add up exactly.
-Kept bytes and saved seconds are expected to grow per block as they do for the smallest micro-batch.
+A column is a set of layouts that differ only in two numbers. `kept` is how much blocks keep for backward, `on_gpu` how
+many units are on the GPU. In this file both are indices into the lists of these names in Choices. The bytes of units
+add up exactly. Kept bytes and saved seconds per block are expected to be those of the smallest micro-batch.
 """
 
 from bisect import bisect_left
@@ -39,19 +39,22 @@ class Columns:
         self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and `kept`
 
     def frugal(self, choices: Choices) -> Column:
-        """Returns the column that needs the least RAM. Longer segments save fewer inputs."""
+        """Returns the column of `choices` that needs the least RAM: that with the smallest micro-batch and group. If
+        saved inputs are in RAM, it has the longest segments, which save fewer inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def last_kept(self, column: Column) -> int:
-        """Returns the largest `kept` of this column. Only blocks that keep nothing form segments."""
+        """Returns the largest index `kept` of this column. Only blocks that keep nothing but their input form segments.
+        So with segments of several blocks, at least one block must keep nothing more."""
         kept = column.choices.kept
         return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` from which each further block adds the same bytes to the peak: usually 0. If the batch is
-        one group and all gradients are held, the first blocks add nothing: their memory is that of gradients later."""
+        """Returns the index `kept` from which on each further block adds the same bytes to the peak: usually 0. If the
+        batch is one group and all gradients are held, it is the index at which all blocks keep products. Up to there,
+        blocks use memory that gradients take later."""
         if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
             return 0
         return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
@@ -65,8 +68,8 @@ class Columns:
         return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds the limit; needs no simulation. Counts what must be on the GPU
-        at once: the weights, and the inputs of a group's segments or, later, the held gradients."""
+        """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory, without simulating it. Adds up the
+        weights and either the inputs of a group's segments or, if that is more, the held gradients."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, on_gpu)
@@ -81,7 +84,8 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
-        """False if RAM is too small for the states and for gradients that are sent there."""
+        """Returns False if `limit_bytes` of RAM are too few for optimizer states, and for gradients if they are sent
+        there. Always returns True if states may be on a disk."""
         base, simulations = column.layout(0, on_gpu), self.simulations
         if base.states_on_disk or column.choices.disk:
             return True
@@ -92,8 +96,8 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units whose states must be on a disk, so that RAM holds the rest. Returns None
-        if RAM is too small even then."""
+        """Returns the smallest number of units whose states must be on a disk, so that the rest fits into `limit_bytes`
+        of RAM. Returns None if RAM is too small even then."""
         layout, disk = column.layout(0, on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
         if not disk:
@@ -110,7 +114,8 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def disk_seconds(self, column: Column, on_gpu: int, limit_bytes: int | None) -> float:
-        """Returns how long a disk reads and writes at least, if it has as few units as RAM allows."""
+        """Returns a lower bound for the seconds that a disk reads and writes in a step. The disk has the states of as
+        few units as `limit_bytes` of RAM allow."""
         units = self.least_on_disk(column, on_gpu, limit_bytes)
         on_disk = self.simulations.bytes_on_disk(replace(column.layout(0, on_gpu), states_on_disk=units))
         return 2 * on_disk / self.simulations.target.disk
@@ -130,7 +135,7 @@ class Columns:
         return size
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns each `kept` for which `allocated_bytes` needs no simulation."""
+        """Returns each index `kept` for which `allocated_bytes` needs no further simulation."""
         return sorted(self._recorded.get(column, ()))
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
@@ -140,8 +145,9 @@ class Columns:
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns how long bus and disk are busy with the units between two `on_gpu`. Weights in RAM are copied in the
-        forward and the backward pass of each group."""
+        """Returns the seconds that copying the units between the indices `fewer` and `more` of `on_gpu` takes in a
+        step. The copies use the bus and, if there is one, the disk. Weights in RAM are copied in forward and in
+        backward of each group."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -156,7 +162,8 @@ class Columns:
         return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest `kept` under the limit, extrapolated from the simulated bytes at `known`."""
+        """Returns the largest index `kept` that is expected to fit into `limit_bytes` of GPU memory. Extrapolates from
+        the simulated bytes at the index `known`."""
         last, kept = self.last_kept(column), column.choices.kept
         if limit_bytes is None or last == 0:
             return last
@@ -167,22 +174,23 @@ class Columns:
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy, with at most `most` as Layout.kept."""
+        """Returns the expected seconds of a step that waits for no copy, with the fastest Layout.kept up to `most`."""
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
         return share * self.recording(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the seconds of all layouts with this micro-batch. A step that runs forward and
-        backward twice counts 1.5 times: its first run makes no updates, which are less than half of a step."""
+        """Returns a lower bound for the seconds of all layouts with this micro-batch. If forward and backward run
+        twice, the bound is 1.5 times the step: the first run makes no updates, which are less than half of a step."""
         column = Column(replace(choices, base=Layout(1), on_gpu=(0,)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _smallest(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Simulates
-        three values of `kept` (nothing, all products, everything), and interpolates between these."""
+        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Here
+        `kept` is Layout.kept. Simulates three of its values (nothing, all products, everything), and interpolates
+        between them."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._smallest_known:
@@ -200,5 +208,5 @@ class Columns:
         return Layout(column.choices.micro_batches[0], kept=kept)
 
     def recording(self, column: Column) -> Recording:
-        """Returns the simulated step with nothing kept and the fewest units on the GPU."""
+        """Returns the simulated step of the column's smallest `kept` and fewest units on the GPU."""
         return self.simulations.record(column.layout(0, 0))

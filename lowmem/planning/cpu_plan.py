@@ -2,10 +2,10 @@
 
 The largest micro-batch of at most 4,096 tokens comes first, then layouts that never hold all gradients (two passes, or
 updates in backward), then states on a disk. All activations are kept if they fit into a quarter of the free RAM. The
-simulated peak counts RAM. The peak of the blocks' activations is added to it, because malloc does not reuse all small
-blocks that were freed. That is a rule of thumb (experiments/memory_estimation has figures of four models).
+simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB) is added to it, because malloc does
+not reuse all of them. That is a rule of thumb (experiments/memory_estimation has figures of four models).
 
-The micro-batch changes the bits of the result, so neither free RAM nor a stopwatch helps to choose it.
+The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,8 +64,8 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns the layout that never holds all gradients: it applies them in backward or, if updates wait for their
-        norm, runs twice. Returns an empty list if that is not possible."""
+        """Returns a list with `layout` changed so that it never holds all gradients. It applies them in backward or, if
+        updates wait for their norm, runs forward and backward twice. Returns an empty list if that is not possible."""
         whole = self.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.settings.group not in (None, whole):
             return []
@@ -77,8 +77,8 @@ class _Case:
 
 
 def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
-    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits; with `ways_out` it names what
-    else would do."""
+    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits. With `ways_out`, the error
+    also names settings that would fit under the same cap."""
     settings = question.settings
     base = step_case(settings, question.precision, question.mesh)
     simulations = Simulations(question.make_decoder, base, cpu_target())
@@ -127,7 +127,8 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """Returns the layouts to try, the largest micro-batch first. Everything is in RAM."""
+    """Returns the layouts to try, the largest micro-batch first. Only states may be outside of RAM, with --states
+    disk."""
     choices = open_choices(settings, simulations)
     base = Layout(
         1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.on_gpu[-1],
@@ -151,7 +152,8 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns the plan with states of as few units as possible on the disk; the others must fit into RAM."""
+    """Returns `plan` changed so that as few units as possible have states on the disk, as far as RAM has room for the
+    other units'."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

@@ -34,8 +34,8 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest `kept` that fails in the model of the allocator, as `found` does. Tries one less first, then
-    bisects."""
+    """Returns the smallest index `kept` with which `found` fails in the model of the allocator. `found` itself fails.
+    Tries one less first, then bisects."""
     runs, fails = -1, found.kept
     tried = fails - 1
     while fails - runs > 1:
@@ -48,8 +48,8 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout by allocated bytes, of the lists up to the first that gives one with weights and
-    gradients on the GPU. A disk is used only if without one everything runs twice, or nothing fits."""
+    """Returns the fastest layout by allocated bytes. Ends after the first list of `ways` that gives a layout with
+    weights and gradients on the GPU. Tries a disk only if otherwise nothing fits, or forward and backward run twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -68,8 +68,8 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
 
 
 def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits under which a layout fits, if nothing fits into `room`. If only RAM is short, only
-    the RAM limit is raised. Otherwise the GPU limit is raised, and as much is in RAM as fits there."""
+    """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
+    raises the RAM limit alone. Otherwise raises the GPU limit, and also the RAM limit if every layout exceeds it."""
     frugal = _frugal(ways, simulations, room)
     for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -96,14 +96,14 @@ def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | 
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Returns candidate layouts with the least GPU memory, whatever RAM they need."""
+    """Returns candidates for the layout that needs the least GPU memory, whatever RAM they need."""
     return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep nothing, with the smallest micro-batch and the smallest group. Each column gives those
-    with the fewest units on the GPU that RAM allows, with all units there, and with the most that the GPU allows. The
-    allocator reserves more than it gives out, so up to three units fewer are returned, too."""
+    """Returns layouts that keep as little as allowed for backward, with the smallest micro-batch and group. Each column
+    gives up to six. One has the fewest units on the GPU that RAM allows, one has all. The others have the most that the
+    GPU allows, and up to three fewer, because the allocator reserves more than it gives out."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -123,9 +123,9 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts to go on with if memory runs out, the largest first. They store numbers where `found` does, with
-    the same micro-batch and no more units on the GPU. Each allocates at most one of `shares` of the bytes of
-    `found`."""
+    """Returns layouts to go on with if memory runs out, the largest first. For each of `shares`, searches for the
+    fastest that allocates at most this share of the GPU bytes of `found`. All store numbers where `found` does, with
+    the same micro-batch and no more units on the GPU."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

@@ -36,7 +36,8 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds what is planned for. `gpu_limit`: bytes of the card that the allocator may take, None for no limit."""
+    """Holds a question and its simulations. `gpu_limit`: bytes that the allocator may take of the card; None: no
+    limit."""
 
     question: Question
     simulations: Simulations
@@ -142,8 +143,8 @@ def _next_to(plan: Plan, faster: Plan) -> Plan:
 
 
 def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, reserved_bytes: int) -> float | None:
-    """Returns the seconds of a step if the RAM limit were 1 GiB higher, None if that hardly helps. Micro-batches,
-    groups and segments stay those of `found`, which reserves `reserved_bytes` of the GPU."""
+    """Returns the seconds of a step if the RAM limit were 1 GiB higher, None if that saves less than 0.5%.
+    Micro-batches, groups and segments stay those of `found`, which reserves `reserved_bytes` of the GPU."""
     recording, units = found.recording, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
         return None
@@ -158,7 +159,8 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
 
 
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
-    """Returns the error that names the smallest caps that would do, and the ways out under the given ones."""
+    """Returns the error to raise if nothing fits into `room`. It names the smallest caps that would do, and settings
+    that fit under the given GPU cap. `card_limit`: usable bytes of the card, None if only the cap counts."""
     settings, simulations = case.question.settings, case.simulations
     varies = 0 if case.question.process is None else PROCESS_VARIES_BYTES
 

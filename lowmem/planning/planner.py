@@ -60,8 +60,8 @@ def make_plan(question: Question) -> Plan:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely, and skip the objects that exist now. It would take a sixth of the time
-    of planning."""
+    """Makes Python's cycle collector run rarely inside the block, and skip the objects that exist at its start.
+    Otherwise the collector would take a sixth of the time of planning."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*_COLLECTIONS)
@@ -73,8 +73,8 @@ def _rare_collections() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """Returns `plan` with the seconds of a step whose rows have these lengths; they take no more memory than full rows.
-    More RAM is assumed to help as much as with full rows."""
+    """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes stay as they are, because
+    such rows take no more memory than full ones. The saving by more RAM is assumed to be the same share of a step."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
-    """Forks a process, and yields `aside`: `aside(function, *arguments)` returns what `function(*arguments)` returns
-    there, or raises what it raises. Arguments and results must be picklable."""
+    """Forks a process, and yields `aside`: `aside(function, *arguments)` calls `function` there, and returns its result
+    or raises its error. Arguments and results must be picklable. If a fork is not safe, the call runs here."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -71,7 +71,8 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """Executes calls in the forked process, until the parent closes its end of the pipe, `ours`."""
+    """Executes the calls that come through `theirs`, the forked process's end of the pipe. Ends when the parent closes
+    the other end, `ours`, of which the fork has a copy."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()

@@ -34,7 +34,7 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that trains, when the plan is made."""
+    """Holds the RAM of the process that will train, at the time of planning: in use now, and its peak so far."""
 
     now_bytes: int
     peak_bytes: int
@@ -47,9 +47,9 @@ class Process:
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
-    """Returns the RAM of training on a GPU. `in_ram`: bytes by name of numbers that are copied to the GPU when needed.
-    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. Gradients get their memory when the
-    weights are in place, saved inputs and buffers in the first step."""
+    """Returns the RAM of training on a GPU, {phase: {name: bytes}}. `in_ram`: {name: bytes} of the numbers that are
+    copied to the GPU when needed. `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. `load`
+    does not count gradients, saved inputs and buffers, which get their memory later."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
@@ -79,14 +79,15 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
-    """Returns the share of the states' bytes that the moments take. Until everything is page-locked at the end of
-    loading, they are zeros that take no RAM."""
+    """Returns the share of the states' bytes that the moments take. During loading the moments are zeros, which take no
+    RAM until they are page-locked at its end."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Returns the RAM of training on the CPU. `train`: bytes in use at a step's peak, by name."""
+    """Returns the RAM of training on the CPU, {phase: {name: bytes}}. `train`: {name: bytes} in use at a step's peak.
+    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),

@@ -1,9 +1,9 @@
 """Executes each operation of a training step once per shape, then replays its allocations onto the recorder's tape.
 
 A step repeats a few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
-`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns tensors without storage,
-which stand for the results of the execution. Whole groups of micro-batches are replayed too. A test compares the tape
-with the tape of executing everything, operation by operation.
+`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns new tensors without data, as
+the executed operation did. Whole groups of micro-batches are replayed too. A test compares the tape with the tape of
+executing everything, operation by operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a m
 
 
 class _ReplayedGraph(int):
-    """Takes the place of a segment's output with its graph, after a replayed forward. The number is that of the first
-    storage in that replay."""
+    """Takes the place of a segment's autograd graph after a replayed forward (SavedSegment.output). Its value is the
+    number of the first storage in that replay."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor without its storage."""
+    """Describes a tensor that an executed call returned: which storage it views, and how."""
 
     storage: int | None  # its number in the recording of the call that made the tensor
     argument: int | None  # or the number of the call's argument whose storage it is
@@ -57,8 +57,8 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces a step's `operations`: executes each once per shape, and replays it from then on. `known` holds what has
-    been executed; if it is None, every operation is executed every time."""
+    """Replaces a step's `operations`: executes each once per shape, and replays it from then on. `known` stores the
+    executed ones; if it is None, every operation is executed every time."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -85,13 +85,14 @@ class ReplayedOperations:
         operations.recordings = None  # it is this class that repeats
 
     def begin(self) -> None:
-        """Does nothing: the simulation has no recordings."""
+        """Does nothing. A real step checks its recordings of segments here, and the simulation has none."""
 
     def composed(self, run: Callable, kind: str, *shapes, name: str = "other"):
         return self._once((kind, *shapes), name, run, self._operations.store.parts)
 
     def _run(self, operation: Callable, *arguments):
-        """Calls `operation`, in which the model's own code runs, inside `functions`, where operations take longer."""
+        """Calls `operation`, which runs the model's own code, with the device's functions (`functions`) in place of
+        generic ones. Other operations run without them, because they make every call slower."""
         with self._functions():
             return operation(*arguments)
 
@@ -162,9 +163,9 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes a new kind of segment off the tape, which then has replays only. The first backward pass differs
-        from later ones: it finds out which products can be skipped. And a replayed forward needs a replayed
-        backward."""
+        """Executes a segment of a new kind (see _kind) forward and backward, without recording it on the tape. Later
+        the tape only needs replays of it. The first backward pass differs from later ones: it finds out which products
+        can be skipped. And a forward pass can be replayed only if its backward pass can."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if kind in self._rehearsed:
             return
@@ -196,7 +197,8 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key of the segments that allocate alike: equal blocks, arguments of equal shapes."""
+        """Returns a key that is equal for segments that allocate alike: with equal blocks, and other arguments
+        (`extras`) of equal shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
             kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
@@ -262,8 +264,9 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of a known call, as new tensors without data, whose storages are numbered from `base`.
-        `held`: whether the graph holds them."""
+        """Returns the results of the replayed call `known` as new tensors without data, whose storages are numbered
+        from `base`. `arguments`: tensors that the call may return. `held`: whether a replayed graph keeps the results
+        until its backward."""
         if not known.tensors:
             return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}

@@ -27,7 +27,8 @@ _TRIES = 5  # of what is expected to fit, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Holds the bytes to fit into, None for no limit: `ram` is for numbers that are copied to the GPU when needed."""
+    """Holds the bytes that a layout must fit into; None means no limit. `gpu`: all that is allocated on the GPU. `ram`:
+    the numbers in RAM that are copied to the GPU when needed."""
 
     gpu: int | None
     ram: int | None
@@ -35,7 +36,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout with its simulated step, and its place in its column (columns.py)."""
+    """Holds a layout with its simulated step, its column, and its indices `kept` and `on_gpu` there (columns.py)."""
 
     layout: Layout
     recording: Recording
@@ -53,8 +54,8 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, the first if they are equal. An argument may be None. If one has states on a
-    disk and both are about as fast, returns the one with fewer there, or that computes less."""
+    """Returns the faster of two layouts, `one` if they are equal. An argument may be None. If either has states on a
+    disk and they are about as fast, returns the one with fewer bytes there, then the one with less computation."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -66,8 +67,8 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 @dataclass(frozen=True)
 class Search:
     """Searches for the fastest layout that fits into `room` by allocated bytes. `failed`: layouts that fit by this
-    count, but fail in the model of the allocator. Those of the same column with at least as much kept and on the GPU
-    are taken to fail too."""
+    count, but fail in the model of the allocator. A layout of the same column with at least the same `kept` and
+    `on_gpu` is assumed to fail too."""
 
     columns: Columns
     room: Room
@@ -137,8 +138,9 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with an `on_gpu` from `fewest` to `most`. With more units there, time falls until
-        no copy is waited for, then it rises. Ends if no layout in between is expected to be faster than `best`."""
+        """Returns the fastest layout with an index `on_gpu` from `fewest` to `most`. With more units on the GPU, time
+        falls until no copy is waited for, then it rises. Ends if no layout left is expected to be faster than
+        `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
@@ -160,13 +162,14 @@ class Search:
         return fastest
 
     def _expected_seconds(self, found: Found, on_gpu: int) -> float:
-        """Returns the expected seconds of a step without waiting, with more units on the GPU than `found` has."""
+        """Returns the expected seconds of a step that waits for no copy. `on_gpu` is a larger index than that of
+        `found`."""
         column, limit = found.column, self.room.gpu
         kept = self.columns.expected_kept(column, on_gpu, found.kept, limit)
         return self.columns.expected_seconds(column, column.choices.kept[kept])
 
     def places(self, column: Column) -> list[int]:
-        """Returns each `on_gpu` with which the layout fits if blocks keep nothing."""
+        """Returns each index `on_gpu` with which the column's layout with the smallest `kept` fits."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _least_disk_seconds(self, column: Column) -> float:
@@ -183,7 +186,8 @@ class Search:
         return [place for place in places if self.columns.least_on_disk(column, place, limit) is not None]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout in which blocks keep the most, with more units than `on_gpu` if they fit as well."""
+        """Returns the layout with the largest `kept` that fits with `on_gpu`. Adds units on the GPU as long as they
+        fit."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
@@ -195,7 +199,7 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns the largest `kept` that fits; 0 must fit."""
+        """Returns the largest index `kept` that fits with `on_gpu`. The index 0 must fit."""
         columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))

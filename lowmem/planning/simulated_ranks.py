@@ -1,12 +1,13 @@
-"""Simulates one of several ranks (core/shares.py): what it gathers and sums takes memory of its card, and time.
+"""Simulates one of several ranks (core/shares.py): memory and time of gathering weights and summing gradients.
 
 PyTorch's FSDP2 gathers a unit's weights into a buffer, and copies them from there into the tensor of which the model's
-parameters are views; then it frees the buffer. Here both are tensors on the list of allocations, and the parameters are
-views of a tensor that is not.
+parameters are views; then it frees the buffer. Here the tape records the buffer and that tensor. The parameters are
+views of a third tensor, which is not on the tape.
 
-A rank's link to the others does one thing after the other. Without NVLink every byte goes through the machine's RAM: it
-is written there and read again, for all cards at once. So the link is as fast as a copy over the bus, or as each card's
-part of half the RAM's speed, if that is less. A second link leads to other machines; the cards of a machine share it.
+A rank's link to the others makes one transfer after the other. Without NVLink every byte goes through the machine's
+RAM: it is written there and read again, for all cards at once. So the link is as fast as a copy over the bus or, if
+that is less, as each card's part of half the RAM's speed. A second link leads to other machines; a machine's cards
+share it.
 """
 
 import math
@@ -27,8 +28,8 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 
 @dataclass(frozen=True)
 class Mesh:
-    """Says how many ranks train together. `sharing` of them store a model together. All ranks store `replicas` of it.
-    `network`: bytes per second that come to one of the `machines` from the others."""
+    """Describes the ranks that train together. `sharing` ranks store one copy of the model together; there are
+    `replicas` such copies. `network`: bytes per second that come to one of the `machines` from the others."""
 
     sharing: int = 1
     replicas: int = 1
@@ -40,8 +41,8 @@ class Mesh:
         return self.sharing * self.replicas
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
-        """Returns the bytes per second that come to a rank from others. `bus`: of a copy to its card. `link`: from
-        cards of the same machine, None if all goes through RAM."""
+        """Returns the bytes per second that come to a rank from others. `bus`: bytes per second of a copy to its card.
+        `link`: those from cards of the same machine, None if all goes through RAM."""
         on_each = self.count // self.machines
         inside = link or bytes_per_second_through_ram(bus, on_each)
         outside = min(inside, self.network / on_each)
@@ -52,14 +53,15 @@ ALONE = Mesh()
 
 
 def bytes_per_second_through_ram(bus: float, ranks: int) -> float:
-    """Returns how fast a rank receives. `bus`: bytes per second of a copy to its card."""
+    """Returns the bytes per second that a rank receives from others through RAM. `bus`: those of a copy to its card.
+    `ranks`: how many share the machine's RAM."""
     return min(bus, RAM_BYTES_PER_SECOND / (2 * ranks))
 
 
 class SimulatedRanks(Shares):
-    """Is the first rank of `mesh`. The batch that it is given is its own part. `rates`: bytes per second of its links
-    (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only because of the
-    links."""
+    """Simulates the first rank of `mesh`. The batch that it is given is this rank's part. `rates`: bytes per second of
+    its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only because
+    of the links."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
@@ -108,8 +110,8 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Sends and receives that many bytes as soon as the link and the card are free; inside `beside`, one transfer
-        after the other. Returns when that is done."""
+        """Simulates that `size_bytes` are sent and received, as soon as the link and the card are free. Does not wait.
+        Returns the simulated time at which the transfer ends. Inside `beside`, transfers follow one another."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
@@ -119,7 +121,7 @@ class SimulatedRanks(Shares):
         return self._free[among]
 
     def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor that is not on the tape."""
+        """Returns a meta tensor [entries] that takes no simulated memory, because it is not on the tape."""
         with self._recorder.paused():
             tensor = torch.empty(entries, dtype=dtype, device="meta")
         self._recorder.leave_out(tensor)
@@ -127,7 +129,7 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Gathers one unit's matrices, `part`. `parameters`: those of the model, by name."""
+    """Gathers one unit's matrices, `part`. `parameters`: the model's parameters in `part`, by name."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
         super().__init__(part)

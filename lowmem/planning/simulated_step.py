@@ -72,7 +72,7 @@ class Target:
 
 
 class CpuAttention(TorchFunctionMode):
-    """Makes meta tensors use the CPU's own attention operator, which it takes without dropout."""
+    """Makes meta tensors use the attention operator that PyTorch uses on the CPU if there is no dropout."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -156,8 +156,8 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> Recording:  # fmt: skip
-    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known`: stores executed operations, and
-    which blocks are alike, between calls with the same decoder, sequence length, dtype and target; None executes
+    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations between
+    calls, to be replayed. These calls must have the same decoder, sequence length, dtype and target. None: executes
     everything. `whole_first_step`: make the first step as long as the second, and its updates too."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
@@ -218,7 +218,7 @@ def record_step(
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns the last four fields of Recording."""
+    """Returns four fields of Recording: in_ram, state_bytes, disk_bytes and weight_bytes."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -247,5 +247,5 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of the right size that takes no memory. Used in place of `host_tensor`."""
+    """Returns a tensor [entries] in the memory of one number. Used in place of `host_tensor`, which allocates RAM."""
     return torch.zeros(1, dtype=dtype).expand(entries)

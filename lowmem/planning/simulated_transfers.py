@@ -33,8 +33,8 @@ class SimulatedTransfers(Transfers):
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """Sets the rates. `concurrent`: whether updates have their own lane. `host_buffer`: allocates RAM for a disk's
-        copies."""
+        """Sets the rates. `concurrent`: whether updates have their own lane (CUDA stream). `host_buffer`: a function
+        that allocates RAM through which a disk's numbers pass."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
@@ -92,14 +92,15 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True for the updates' own lane. Without concurrent updates, UPDATES is a name for COMPUTE."""
+        """Returns True if `lane` is UPDATES and updates are concurrent. Otherwise UPDATES is a name for COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """Reads or writes that many bytes. Returns when that will be done."""
+        """Simulates that the disk reads or writes `size_bytes`, without waiting. Returns the simulated time of the
+        end."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

@@ -20,7 +20,7 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 class Simulations:
     """Simulates one decoder's step in different layouts, for one target, and stores the results. `base` describes the
-    step. Its layout is replaced by each that is asked for."""
+    step; each method replaces its layout by the one that is asked for."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -46,12 +46,12 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while weights are made: those that are read come
-        in small pieces."""
+        """Returns the bytes of the largest tensor that is whole in RAM while weights are made. `init` "random" makes
+        each parameter whole, in fp32. Pretrained weights are read in small pieces, so this is 0."""
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
-        """Returns the simulated step of a layout. `whole_first_step` takes twice as long to simulate."""
+        """Returns the simulated step of a layout. `whole_first_step`: with exact reserved bytes, in twice the time."""
         key = layout, whole_first_step
         if key not in self._recordings:
             self._recordings[key] = record_step(
@@ -76,7 +76,7 @@ class Simulations:
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns how many rows of the batch are in a group. Several ranks have one group each."""
+        """Returns the number of sequences in a group. With several ranks, the whole batch of a rank is one group."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
@@ -106,8 +106,8 @@ class Simulations:
         return self._runs[key]
 
     def memory_under(self, layout: Layout, *caps: int) -> Memory:
-        """Returns the figures under the first of `caps` that suffices. Holes may make a wider cap fail; if all fail,
-        returns those under the smallest cap that suffices."""
+        """Returns the memory figures under the first of `caps` with which the layout completes. If it completes with
+        none, takes the smallest cap that suffices. A layout may fail under a cap but complete under a smaller one."""
         found = next(filter(None, (self.run(layout, cap) for cap in caps)), None)
         return found or self.run(layout, self.smallest_cap_bytes(layout))
 

@@ -1,4 +1,4 @@
-"""Says what a plan is asked for, and finds out for which precision and which card."""
+"""Defines the question that a plan answers, and determines the precision and the card that the plan is for."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +44,10 @@ class Question:
 
 def planning_target(settings: Settings) -> tuple[str, Card | None]:
     """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
-    plan is for a GPU, here or not, unless the settings ask for the CPU.
+    plan is for a GPU, even if none is here, unless the settings ask for the CPU.
 
-    Raises InputError if the card is unknown or has no bf16, if training needs a card that is not here, or if the card
-    here is smaller than the cap.
+    Raises InputError if the card is unknown or lacks the bf16 that is asked for. Raises it too if training needs a card
+    that is not here, or if the card here is smaller than the cap.
     """
     for_this_card = settings.gpu is None or not settings.plan_only
     if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
@@ -75,8 +75,8 @@ def planning_target(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the card that the settings name, or else the one that is here, or else the smallest measured card with
-    bf16 and as much memory as the cap."""
+    """Returns the card that the settings name, or else the one that is here. Without either, returns the smallest
+    measured card with bf16 and room for the cap. If none has room, returns the largest measured card."""
     if settings.gpu is not None:
         return card_named(settings.gpu)
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Finds ways to train what does not fit: more RAM, states on a disk, 8-bit moments, shorter sequences.
+"""Finds settings with which a model fits after all: more RAM, states on a disk, 8-bit moments, shorter sequences.
 
-The layouts that take least are simulated for each way. The search tries the same ones, so that a way that is named is
-planned when it is given.
+Each is tried with the layouts that take the least memory. The search tries the same ones, so settings that a refusal
+names get a plan.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ _SHORTEST = 32  # tokens of the shortest sequences that are tried
 
 @dataclass(frozen=True)
 class WayOut:
-    """Holds options that make the task fit, and what it takes then. `changes`: the options that do not concern RAM.
-    `ram_limit`: the cap of RAM to be given, None if the given one is enough."""
+    """Holds options with which the model fits, and the memory that training then takes. `changes`: the options that do
+    not concern RAM. `ram_limit`: the cap of RAM to be given, None if the present one is enough."""
 
     changes: str
     ram_bytes: int
@@ -52,7 +52,8 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 @dataclass(frozen=True)
 class Ways:
-    """Looks for ways out on a GPU. `ram_bytes`: from the bytes of numbers in RAM to those of the whole process."""
+    """Looks for ways out (options with which the model fits) on a GPU. `ram_bytes(simulations, size)` returns the RAM
+    of the whole process if `size` bytes are copied to the GPU when needed."""
 
     settings: Settings
     simulations: Simulations
@@ -60,7 +61,7 @@ class Ways:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns the ways that keep the cap of GPU memory."""
+        """Returns the ways out that keep the cap of GPU memory."""
         exact = least_ram(ways(self.settings, self.simulations), self.simulations, self.room.gpu)
         if exact is None:
             found = [self._shorter(self._smallest_on_gpu(), None)]
@@ -77,8 +78,8 @@ class Ways:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the way with this layout, None if it does not fit into GPU memory. `peak`: bytes that it may allocate
-        there, as one that fits does; None to run the model of the allocator."""
+        """Returns the way out by the options `changes` with this layout, None if it does not fit into GPU memory. It
+        fits if it allocates at most `peak` bytes there or, if `peak` is None, in the model of the allocator."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -105,7 +106,7 @@ class Ways:
         return min(layouts, key=self.simulations.allocated_bytes)
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the way with the longest sequences that fit without more RAM, of --seq halved again and again."""
+        """Returns the way out with the longest sequences that fit without more RAM. Halves --seq again and again."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
