@@ -17,7 +17,7 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Finds the assistant's answers in rendered conversations. Counts what the user should know of them."""
+    """Finds the assistant's answers in rendered conversations. `notes` has remarks on them for the user."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -39,7 +39,8 @@ class Answers:
         return [last] * (self._last_only > 0) + [reasoning] * (self._without_reasoning > 0)
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation`, and splits its text into answers, which are trained on, and the rest."""
+        """Renders `conversation` and returns its text in segments, (text, True if trained on). Answers are trained on;
+        with `everything`, the whole text is. Raises InputError if the answers cannot be found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
@@ -53,7 +54,7 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Selects the spans of answers to train on from all spans that the template marks as generated."""
+        """Returns the spans of the answers to train on. `marked`: all spans that the template marks as generated."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -78,7 +79,8 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span of answer number `index` in `text`, with its end-of-turn token; None if it is unknown."""
+        """Returns the span in `text` of message number `index`, an answer, with its end-of-turn token; None if it is
+        unknown."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -103,8 +105,8 @@ class Answers:
 
     def _end(self, text: str, start: int, after: str) -> int | None:
         """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after`: the
-        conversation rendered through this answer. The first special token after the answer belongs to it, and those
-        that follow in both texts."""
+        conversation rendered through this answer. The answer includes the first special token after it. It goes on as
+        far as `text` and `after` agree behind the answer."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -126,7 +128,8 @@ class Answers:
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages. Returns None if the template refuses them."""
+        """Renders the first `count` messages, with the prompt for an answer if `ask`. Returns (text, spans marked as
+        generated), or None if the template refuses the messages."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

@@ -3,8 +3,9 @@
 Plain text is **packed**: documents are joined end to end and cut into rows of T inputs. **Examples** (conversations, or
 prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
 
-A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A text
-of weight 2 has each row twice in an epoch; of a text of weight 0.5, each epoch has the half that the last one had not.
+A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order, and
+reads each row of a text of weight 2 twice. A text of weight 0.5 gives one half of its rows to an epoch and the other
+half to the next one.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a row's ids (int64) and which are trained on (bool). Its last token is only a label."""
+        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The last is only a label."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -58,7 +59,7 @@ class Rows:
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
         """Returns the numbers of an epoch's rows, in no particular order. Epoch e takes rows e*n to (e+1)*n of an
         endless repetition of all rows; n is `in_epoch`. If it takes only a part of a repetition, that repetition is
-        shuffled first, with `part`, the text's number."""
+        shuffled first. `part`: the text's number, which seeds the shuffle together with `seed`."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -73,9 +74,9 @@ class Rows:
 
 class Batches:
     """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
-    it never ends and is reshuffled every epoch; a batch may span two. Without one (evaluation), rows keep their order,
-    and the last batch of a pass may be smaller. `fixed`: every batch is the first one. `document_mask`: attention stops
-    at the ends of packed documents."""
+    it never ends and is reshuffled every epoch; a batch may span two epochs. Without one (evaluation), rows keep their
+    order, and the last batch of a pass may be smaller. `end_of_text`: the id of padding. `fixed`: every batch is the
+    first one. `document_mask`: attention stops at the ends of packed documents. `pack`: PADDED, SORTED or PACKED."""
 
     remarks: tuple[str, ...] = ()  # for the description of the data
 
@@ -132,7 +133,8 @@ class Batches:
         return Batch(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the lengths of a typical batch's rows, longest first; None if they are full or padded in full."""
+        """Returns the lengths in tokens of a typical batch's rows, longest first; None if all rows are computed at full
+        length."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:

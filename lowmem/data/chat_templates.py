@@ -87,7 +87,8 @@ class ChatTemplate:
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if `text` is no UTF-8, or lacks tool calls or results, which many templates ignore."""
+        """Raises InputError if `text`, the rendered `conversation`, cannot be encoded as UTF-8. Does the same if it
+        lacks tool calls or their results, which many templates ignore."""
         encodable(text, conversation.where, "the conversation")
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         if calls and conversation.tools:  # the list of tools also has the names

@@ -35,7 +35,7 @@ class UntrainableRow(InputError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds the messages of one conversation. The first `given` messages are never trained on."""
+    """Holds the messages of one conversation, at the place `where`. The first `given` are never trained on."""
 
     where: str
     messages: list[Message]
@@ -64,7 +64,8 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages in one or two `columns` of a row. Of two, only the second is trained on."""
+    """Reads the messages in one or two `columns` of `record`. With two columns (prompt, completion), only messages of
+    the second are trained on. `template`: the chat template, whose text may name more roles."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -83,7 +84,8 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses `text`, JSON inside a row. `this_is` begins the sentence of a refusal, such as "tools is"."""
+    """Returns the value of `text`, JSON inside a row. Raises InputError for other text, with the message "{place}:
+    {this_is} not JSON"; `this_is` is, for example, "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -142,7 +144,8 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value under `name`, or under its synonym `other`, which is removed. They must not differ."""
+    """Returns the value under `name`, or under its synonym `other`. Removes `other`. Raises InputError if they
+    differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -194,7 +197,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns the list of objects in `value`: a list, a single object, or JSON text of either. Raises InputError."""
+    """Returns the list of objects in `value`: a list, one object, or JSON text of either; else raises InputError."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

@@ -45,10 +45,10 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. `vocabulary_size`: how
-    many ids the model embeds. `folder`: the run's, which may have the tokens of an earlier start. `decoder_start`: the
-    id before each target, for encoder-decoders. `eval_data` is held out, or each source's validation split, or
-    `eval_fraction` of its documents."""
+    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. The part is
+    `settings.eval_data`, or else each source's validation split, or else the share `settings.eval_fraction` of its
+    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, where tokens of an
+    earlier start are found; None: temporary files. `decoder_start`: the id before each target, for encoder-decoders."""
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     reader = _Reader(settings, tokenizer, vocabulary_size, folder)
@@ -128,8 +128,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without training documents that another part holds out. A note names those in `named`, which
-    stay."""
+    """Yields `parts` without training documents that another part holds out. Documents that are also in `named`, the
+    texts of --eval-data, stay; a note counts them."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -144,7 +144,7 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
 
 
 def _cut(source: Source, part: Part, seq: int) -> Part:
-    """Returns `part` with its documents cut into Rows of at most `seq` inputs."""
+    """Returns `part` with its documents cut into Rows of at most `seq` input tokens."""
     train = part.train and Rows(source.spec, part.train, seq, source.weight)
     return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 

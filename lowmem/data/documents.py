@@ -37,7 +37,7 @@ _PROGRESS_AFTER_SECONDS = 2
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Holds the tokens of n documents end to end, and what is known of each document."""
+    """Holds the tokens of n documents end to end, and the length, hash and place of each document."""
 
     tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
     lengths: np.ndarray  # int64 [n], in tokens
@@ -87,7 +87,7 @@ class Documents:
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """Names the places of consecutive documents, one entry per file, such as ["a.jsonl:17-23", "b.txt"]."""
+        """Names the places of the documents `chosen`, one entry per file, such as ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -105,7 +105,8 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records` into `folder` until they fill `rows_limit` rows; None reads all."""
+    """Tokenizes the `records` of `source`, stores the tokens in `folder`, and returns them. Stops when they fill
+    `rows_limit` rows of a batch; None reads all. `vocabulary_size`: number of ids that the model embeds."""
     first, records = with_first_filled(iter(records))
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
@@ -129,10 +130,10 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """Splits `documents` into (training, held out, description). About `fraction` of the tokens, or of the examples, is
-    held out: whole documents, in the order of their content hash. So equal documents stay together, and none makes the
-    share more than twice as large as wanted. Of a text with few documents, as of one book, the last tokens are held
-    out."""
+    """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens, or of the
+    examples: whole documents, in the order of their content hash, so that equal documents stay together. Skips a
+    document that would make the held-out part more than twice as large as wanted. From a text with few documents, such
+    as one book, holds out the last tokens. Holds out nothing if a part would not fill a row of `seq` input tokens."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1

@@ -38,7 +38,8 @@ class SplitFiles(NamedTuple):
 
 
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
-    """Finds the splits of a data set downloaded into `folder`. Returns None if nothing shows that it is one."""
+    """Finds the splits of a data set downloaded into `folder`. `files`: all files there. `config` and `split`: the
+    names that the user gave, or None. Returns None if nothing shows that the folder is a data set."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -79,8 +80,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns name and content of the configuration that is `asked` for, or of the default one. The only one has no
-    name."""
+    """Returns name and content of the configuration that is `asked` for, or of the default one. If the card has only
+    one, its name is given as ""."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -99,7 +100,8 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} as a configuration says, without splits whose files were not downloaded."""
+    """Returns {split: files} according to `data_files` of the configuration `config`. Leaves out splits whose files
+    were not downloaded. `split`: the split to train on, or None; it must be there."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -132,7 +134,8 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Groups `files` by the split that each name shows. Of three rules the first that finds a split decides."""
+    """Groups `files` by split. Tries names of shards, then words in names of folders, then words in names of files. The
+    first of these three that finds a split is used."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -148,7 +151,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if names show a training split and another one. If they are .txt files, all names must show one."""
+    """Returns True if names show a training split and another one. With .txt files, all names must show a split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -33,8 +33,8 @@ class Encoder:
         return self._long_text(self._encode)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns each text's ids, and int32 [tokens, 2], where each token begins and ends without white space that it
-        strips. That is None if the tokenizer does not report it."""
+        """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the begin and end of each
+        token in characters, without white space that it strips; None if the tokenizer does not report them."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -91,7 +91,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer, which by itself takes half the time; None if it has other ids or does not exist."""
+    """Returns the Rust tokenizer in `tokenizer`, which takes half the time if called directly. Returns None if there is
+    none, or if it gives other ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -99,7 +100,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns the white space before which a Unigram tokenizer always ends a word; None for other models."""
+    """Returns all white-space characters before which a Unigram tokenizer ends a word; None for other models."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

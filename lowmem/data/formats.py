@@ -35,7 +35,8 @@ _MOST_BLANK = 10_000  # rows before the first one that is filled
 
 
 class Format:
-    """Converts rows of one source to text. With `everything`, prompts are trained on too."""
+    """Converts rows of one source to text. `first`: the source's first row. `needed`: the columns that every row must
+    have. With `everything`, prompts are trained on too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -186,7 +187,8 @@ def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterabl
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the format of a source by its first row. A column that an option names is taken before all others."""
+    """Returns the Format for a source with this first row. A column that an option (in `reading`) names is taken before
+    all others. `train_on`: the value of --train-on. Raises InputError if no format or several fit."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):

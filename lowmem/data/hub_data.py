@@ -28,7 +28,8 @@ def split_of(name: str) -> str | None:
 
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
-    """Chooses the splits to train on (`wanted`, if given) and to hold out (or None). Also returns a remark."""
+    """Returns the name of the split to train on, that of the split to hold out (or None), and a remark for the log.
+    `names`: all splits. `wanted`: the split to train on; None for "train", a name with that word, or the first."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -44,7 +45,8 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
-    """Opens a data set of the hub. A large one, or any if `streamed`, is streamed if only a part of it is needed."""
+    """Opens the data set `path` of the hub. If --steps or --max-samples need only a part, streams it if `streamed` or
+    if it has more than STREAM_ABOVE_BYTES. Raises InputError if `streamed` and all of it is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     in_part = reading.steps is not None or reading.most_rows is not None
@@ -143,7 +145,8 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, which are single lines, to articles. An article begins at a line ` = Title = `."""
+    """Joins WikiText's rows, which are single lines, to articles in the column `text_field`. An article begins at a
+    line ` = Title = `."""
     lines: list[str] = []
     where = ""
     for row in rows:

@@ -18,7 +18,8 @@ Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begin
 
 
 class LongText:
-    """Tokenizes one text that arrives in pieces. Windows begin only with a character in `word_starts`, if given."""
+    """Tokenizes one text that arrives in pieces. `encode` returns the Tokens of short texts. Windows begin only with a
+    character in `word_starts`, if given."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
@@ -29,7 +30,8 @@ class LongText:
         self._given = 0  # leading tokens of the last window that were already returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns the tokens that no later piece can change; all after the `last` one."""
+        """Adds a piece of the text. Returns those tokens not yet returned that no later piece can change. `last`: the
+        text ends with this piece, so all remaining tokens are returned."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -47,7 +49,8 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Joins the windows that end at `ends`, until two disagree. Returns the tokens that are then final."""
+        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. If two
+        disagree, stops and doubles the last window for the next attempt. Returns the tokens that are now final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -69,7 +72,8 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns at most `most` places where the window after the one up to `cut` may begin, the latest first."""
+        """Returns at most `most` places at which the next window may begin, the latest first. `cut`: the end of the
+        window before it. All places are characters of self._text."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -77,12 +81,14 @@ class LongText:
         return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
-        """Returns the overlap of two windows, the overlap without its last character, and the second window."""
+        """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
+        window. `begin`, `end`: those of the second window. `cut`: the end of the first."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Tries to begin the next window, up to `end`, earlier, so that it agrees with the last one. Returns its begin,
-        its tokens and the joint (see _joint); the latter two are None if nothing helps."""
+        """Looks for an earlier begin of the next window, at which its tokens agree with those of the last window.
+        `cut`, `end`: the ends of the last window and of the next. Returns the begin, the next window's tokens and the
+        joint (see _joint). The latter two are None if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -97,9 +103,9 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds where the tokens of two overlapping windows can be joined: those of their `overlap`, of the same
-        without its last character (`shorter`), and of the next `window`. Returns `window` and the indices at which the
-        last window stops and `window` takes over; None if their tokens differ."""
+        """Finds the place to join the last window's tokens to those of the next one, `window`. `overlap`: tokens of the
+        text that both have. `shorter`: tokens of that text without its last character. Returns `window` and the indices
+        at which the last window stops and `window` takes over, or None if their tokens differ."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
@@ -108,7 +114,8 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens up to `stop` that are new, with their places in the whole text."""
+        """Returns the last window's tokens before index `stop` that were not returned before. Their places are
+        characters of the whole text. `begun`: the window's first character in self._text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

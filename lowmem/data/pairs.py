@@ -13,7 +13,8 @@ from lowmem.data.batches import Batches
 
 
 class PairBatches(Batches):
-    """Gives batches of sources and targets. `parts` are Rows of S + T - 1 inputs, whose S + T tokens are all used."""
+    """Gives batches of sources (S tokens) and targets (T, `target_tokens`). `parts` are Rows of S + T - 1 inputs, whose
+    S + T tokens are all used. `decoder_start`: the id before each target."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -41,10 +42,11 @@ class PairBatches(Batches):
         return Batch(*map(torch.from_numpy, (input_ids, labels)), source_mask=torch.from_numpy(mask))
 
     def typical_lengths(self) -> None:
-        """Returns None, because padding is computed."""
+        """Returns None: all rows of a batch are computed at the same length, padding included."""
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row's tokens into source and target; text at a fixed place. Also returns the target's mask."""
+        """Splits a row into source and target, and also returns the target's part of `trained`. A `packed` row is cut
+        after S tokens, an example before its first trained token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

@@ -36,7 +36,7 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds a source's documents (or Rows of them), a description of the held-out ones with them."""
+    """Holds a source's training and held-out documents, or Rows of them. `held_out` describes the latter in the log."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -44,14 +44,16 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes a run's tokenized documents in its `folder`; None: in temporary files."""
+    """Finds or makes the tokenized documents of a run in its `folder`, or in temporary files if that is None. `key`: a
+    hash of everything that decides the tokens (content_key)."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the stored documents; None if they are incomplete or have another key. Sets their chat template."""
+        """Returns the stored documents, or None if they are incomplete or have another key. Sets the chat template of
+        `tokenizer` to theirs."""
         if self._folder is None:
             return None
         try:
@@ -71,7 +73,8 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Calls `prepare` with a new folder for its files, which `keep` moves into the run's folder."""
+        """Returns the result of `prepare`, which is called with a new folder for its files. `keep` later moves the
+        files into the run folder."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -132,7 +135,8 @@ def content_key(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides the tokens. `rows_limit` matters only for streamed sources."""
+    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that are needed; it matters
+    only for streamed sources."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -1,4 +1,4 @@
-"""Defines how data is read, a row with its place in the user's files, and a source: all rows of one `--data`."""
+"""Defines Reading (how data is read), Record (a row and its place in a file) and Source (all rows of one `--data`)."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Returns how a text of --data is read, or a text of --eval-data if it is `held_out`."""
+        """Returns the Reading for texts of --data or, if `held_out`, for those of --eval-data."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         return cls(*names, *((None, None) if held_out else (settings.split, settings.max_samples)), settings.steps)
 
@@ -34,13 +34,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Record:
-    """Holds one row of a table, or the text (or a piece of the text) of a file. `where` names its place in errors."""
+    """Holds one row of a table, or the text (or a piece of the text) of a file."""
 
     where: str  # for error messages, such as "a.jsonl:17"
     columns: dict[str, Any]  # None for a column that was not read because no format uses it
     may_be_blank: bool = False  # a row without text is skipped; otherwise it is an error
-    goes_on: bool = False  # the next record continues this text, and is `begun`
-    begun: bool = False
+    goes_on: bool = False  # the next record continues this text
+    begun: bool = False  # continues the text of the record before
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
 
 
 def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
-    """Yields the first `most` records, or all of them for None. A text in several records counts once."""
+    """Yields the first `most` records, or all for None. Several records that hold one text count as one."""
     count = 0
     for record in records:
         count += not record.begun
@@ -73,5 +73,5 @@ def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
 
 
 def stable_hash(text: str) -> int:
-    """Returns 64 bits that are the same on every machine."""
+    """Returns a hash of `text`, 64 bits, that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

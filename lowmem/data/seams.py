@@ -17,7 +17,7 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples, and marks the tokens to train on. `pairs`: prompt and answer are tokenized separately."""
+    """Tokenizes examples, and marks the tokens to train on. `pairs`: sources and targets are tokenized separately."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -43,7 +43,7 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits a pair's segments into source and target. All others are tokenized in one call."""
+        """Returns the segments in lists that are tokenized separately: with `pairs` source and target, else one."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
@@ -70,7 +70,8 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before character `seam`, and whether the next one is on both sides of it."""
+        """Returns the number of the text's tokens `ids` before character `seam`, and whether the next token has
+        characters on both sides of it."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)

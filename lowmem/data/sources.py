@@ -84,7 +84,7 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
 
 
 def split_weight(spec: str) -> tuple[str, float]:
-    """Splits SPEC=WEIGHT. Nothing is split if a file named `spec` exists, such as year=2024."""
+    """Splits SPEC=WEIGHT into (name, weight). A file's name, such as year=2024, is not split; its weight is 1."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -194,7 +194,8 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a source of all readable `files`. `in_folder`: all files there, so that unread kinds can be named."""
+    """Makes a source of all readable `files`. `name`: the source's. `found` says how they were found, for an error.
+    `in_folder`: all files there, so that unread kinds can be named."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

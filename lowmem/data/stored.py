@@ -55,8 +55,9 @@ class StoredArray:
 
 
 class ArrayFolder:
-    """Writes arrays into a folder, one file after another. Raises PlanError before the disk is full, and estimates what
-    all need. `source_bytes`: of all texts, 0 if unknown. `times_written`: 2 if held-out texts are copied, too."""
+    """Writes arrays into a folder, one file after another. Raises PlanError before the disk is full; the message
+    estimates the room for all arrays. `source_bytes`: size of all texts, 0 if unknown. `times_written`: how often each
+    token is written, 2 if splitting off held-out documents copies them."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -29,7 +29,7 @@ def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, whose suffix tells its format. A text file `may_be_blank`, that is, empty."""
+    """Yields the rows of a file, whose suffix tells its format. `may_be_blank`: an empty text is not an error."""
     try:
         match path.suffix.lower():
             case ".csv":

@@ -40,9 +40,9 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model` (a folder or a hub name), or a byte-level one (see the module). Raises
-    InputError if there is none, if it has no end-of-text token, or if the model embeds fewer ids
-    (`vocabulary_size`)."""
+    """Returns the tokenizer of `model` (a folder or a hub name). With `init` "random", returns a byte-level one if the
+    model has none. Raises InputError if there is none, if it has no end-of-text token, or if that token's id is not
+    below `vocabulary_size`, the number of ids that the model embeds."""
     folder, names = Path(model), hub.names_of(model)
     try:
         for name in names:
@@ -194,7 +194,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Names a package that is not installed, and that the files in `folder` need or the library's error names."""
+    """Returns a package that is not installed, and that files in `folder` need or the error `said` names."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):

@@ -51,7 +51,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the folder with one `part` ("config" or "weights") of `model`, which is downloaded if need be."""
+    """Returns the folder with the `part` ("config" or "weights") of `model`, downloaded from the hub if needed."""
     if Path(model).is_dir():
         return Path(model)
     names = hub.names_of(model)
@@ -98,8 +98,8 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. Shapes that are known here
-    need no config.json; for pretrained weights the hub's is preferred."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. GPT-2 and the models of
+    known_configs.json need no config.json; with `init` "pretrained" the hub's is preferred."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -165,7 +165,8 @@ def _gguf_fields(path: Path) -> dict:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """Returns the generation config published with `model`, or None. One that cannot be read is said."""
+    """Returns the generation config published with `model`; None if there is none or it cannot be read. In the second
+    case `say` gets a warning."""
     path = None
     try:
         if init != "random":
@@ -199,7 +200,8 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings` with the length of an encoder-decoder's targets. Refuses those that the model cannot have."""
+    """Returns `settings`, with `target_tokens` filled in for an encoder-decoder. Raises InputError for settings that
+    the model cannot have, such as a `seq` that is too long."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
@@ -213,7 +215,8 @@ def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Takes `model` apart into a Decoder, and replaces its layers by those of `make_decoder`'s options."""
+    """Takes `model` apart into a Decoder (embedding, blocks, head). Replaces its layers as `precision`, `residual` and
+    `fused_kernels` ask, which are those of `make_decoder`."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)

@@ -42,7 +42,8 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """Raises InputError if embedding, blocks and head, run in turn, give other logits than the whole model."""
+    """Raises InputError if embedding, blocks and head, run in turn, give other logits than the whole model. With
+    `document_mask`, does the same if the model ignores one."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -63,7 +64,7 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
     """Compares the decoder's pieces with the whole model on a few tokens. Returns a sentence if they differ, if the
-    model is not causal, or if it ignores a document mask that is asked for."""
+    model is not causal, or if `document_mask` is True and it ignores one. Otherwise returns None."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Holds what an export needs besides weights, with a folder that has the tokenizer's files."""
+    """Holds a generation config for the export, and a folder that has the tokenizer's files."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -77,7 +77,8 @@ def write_description(
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes all files of an exported `model` except weights. Returns {file that could not be written: error}.
-    `generation_config`: None for the config's. `tokenizer_files`: a rehearsal's folder to copy from."""
+    `generation_config`: None for one made from the model's config. `readme`: text of README.md. `tokenizer_files`: a
+    folder to copy the tokenizer's files from, as a rehearsal has made them."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -154,7 +155,7 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields of `config`, and defaults. A rotary type has only its newer name, `rope_type`."""
+    """Returns all fields of `config`, including defaults. A rotary type has only its newer name, `rope_type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -214,7 +215,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's files as published, with the template used in training, or copies those `made`."""
+    """Writes the tokenizer's files as published, with the template used in training. Copies them from the folder `made`
+    if it exists."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

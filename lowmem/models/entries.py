@@ -146,7 +146,7 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32: in flat pieces if it is contiguous and has more than RUN_ELEMENTS elements."""
+    """Yields the tensor in fp32: whole, or in flat pieces if it is contiguous with more than RUN_ELEMENTS elements."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
@@ -158,7 +158,7 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Returns True if two stored tensors are equal. Those of other dtypes are compared by dtype and shape only."""
+    """Returns True if two stored tensors are equal. Compares those with `dtype` None by type and shape only."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

@@ -34,11 +34,11 @@ def export_model(
     generation_config: GenerationConfig | None = None, tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, shard_bytes: int = 256 * MIB,
 ) -> list[str]:  # fmt: skip
-    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. It
-    replaces an older folder when it is complete and on the disk. Returns sentences on weights that are not finite, and
-    on other files that could not be written. `parameters`: each name of `build_model(config).named_parameters()` with
-    its tensor, or with flat pieces of it in order. Memory may be reused once the next item is asked for. `order`: of
-    the names in the files; None for the config's."""
+    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. An
+    older folder is replaced once the new one is complete and on the disk. Returns sentences on weights that are not
+    finite, and on other files that could not be written. `parameters`: each name of
+    `build_model(config).named_parameters()` with its tensor, or with flat pieces of it in order. A tensor's memory may
+    be reused once the next item is asked for. `order`: order of the names in the files; None for that of the model."""
     try:
         model = build_model(config)
     except InputError as error:  # the trained model was built from it: now the machine fails
@@ -135,7 +135,7 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns {parameter: its name in files}. The name is an older one if `save_pretrained` writes that."""
+    """Returns {parameter: its name in exported files}: that of `save_pretrained`, which may be an older one."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

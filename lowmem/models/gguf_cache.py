@@ -1,8 +1,8 @@
 """Converts a GGUF file to an ordinary Hugging Face folder, once, and finds that folder again.
 
-The conversion needs the whole fp32 model in RAM, so another process does it (gguf_conversion.py). Folders are kept
-beside the hub's cache, under the hash of the file's content, so that a moved file is found and a changed one is not
-mistaken for it. This module is imported before PyTorch.
+The conversion needs the whole fp32 model in RAM, so another process does it (gguf_conversion.py). Folders are kept in
+HF_HOME/lowmem, under the hash of the file's content. So the folder of a moved file is found again, and a changed file
+is converted again. This module is imported before PyTorch.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ def check_gguf(path: Path) -> None:
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
-    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. It is made if it does
-    not exist; a process that is killed leaves no unfinished folder. `say` gets a sentence about it."""
+    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. If it does not exist,
+    converts the file first; a process that is killed leaves no unfinished folder. `say` gets the messages."""
     check_gguf(path)
     folder = _folder(path)
     if folder.is_dir():

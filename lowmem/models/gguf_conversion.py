@@ -67,7 +67,7 @@ def gguf_blamed(path: Path) -> Iterator[None]:
 
 
 def read_config_fields(path: Path) -> dict:
-    """Returns the fields of a config.json that the header of the GGUF file `path` stands for."""
+    """Returns the fields of a config.json, read from the header of the GGUF file `path`."""
     with gguf_blamed(path):
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()
 
@@ -97,7 +97,7 @@ def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[st
 
 
 def _unpacked() -> dict:
-    """Returns the argument by which newer versions of transformers do not keep weights quantised."""
+    """Returns the argument with which newer versions of transformers convert quantised weights to `dtype`."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 

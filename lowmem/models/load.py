@@ -26,8 +26,8 @@ def read_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A tensor of more
     than RUN_ELEMENTS elements comes in flat pieces, each with the name; a transposed one of a .bin file comes whole.
-    `say` gets a sentence on each change of names or values. Raises InputError before it returns if names or shapes are
-    not the model's, and later at a value that is not finite."""
+    `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. The call raises
+    InputError if names or shapes are not the model's. The iterator raises it at a value that is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
@@ -74,11 +74,11 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
 
 
 Owner = tuple[nn.Module, str]  # a module, and its name for a parameter
-Turn = tuple[PreTrainedModel, nn.Module]  # a module, and the innermost model around it, which initializes it
+Turn = tuple[PreTrainedModel, nn.Module]  # the innermost model around a module, which initializes it, and the module
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a parameter of its own on meta. Returns the owner of each parameter."""
+    """Gives each tied name a separate parameter on meta. Returns {parameter's name: its module and its name there}."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -92,15 +92,16 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields each submodule of `module` after its children, with the innermost PreTrainedModel around it."""
+    """Yields `module` and all its submodules, children first, as (innermost PreTrainedModel around it, submodule).
+    `model`: the innermost one around `module`."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
 
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
-    """Finds, on meta, which steps of the initialization write each parameter. Returns {parameter: range of step
-    numbers}, or None if this is not possible. GPT-2 initializes `c_proj` as a layer, and then as part of a block."""
+    """Initializes the parameters on meta to find which `turns` write each. Returns {parameter: range of indices in
+    `turns`}, or None if this is not possible. GPT-2 initializes `c_proj` as a layer, and then as part of a block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}
@@ -144,7 +145,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of a whole model. Each has memory of its own, which can be freed."""
+    """Builds the whole random model and yields its parameters as (name, tensor). Each can be freed by itself."""
     on_its_own = parameters_placed(
         lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
     )

@@ -35,7 +35,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds what becomes of a checkpoint's names if they are renamed in one way."""
+    """Holds how the names in a checkpoint fit the model's parameters if all are renamed in one way."""
 
     prefix: str  # that is left off
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
@@ -65,8 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Matches the names in the files as they are. If that fails, also tries them without wrappers' prefixes
-    (torch.compile's and others'), and without each prefix that many names share."""
+    """Returns the ways to match the names in the files. If the names as they are do not fit, also tries them without
+    wrappers' prefixes (torch.compile's and others'), and without each prefix that many names share."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]

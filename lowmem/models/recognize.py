@@ -72,7 +72,8 @@ class Recognized(NamedTuple):
 
 
 def recognize(model: str, with_weights: bool) -> Recognized:
-    """Returns the model to use for `model`, a path or a hub name. `with_weights`: they will be read, too."""
+    """Returns the model to use for `model`, a path or a hub name. `with_weights`: whether its weights will be read,
+    too. Raises InputError, with advice, for anything that is not a model, such as an adapter."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)

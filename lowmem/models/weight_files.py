@@ -19,7 +19,7 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder`: by their usual names, as shards without an index, or the only one."""
+    """Returns the files of weights in `folder`: by their usual names, else numbered shards, else the only candidate."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)

@@ -1,6 +1,6 @@
 """Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and the step for your own
-training loop. Planning, loading, the update, checkpoints and the export are those of the scripts. Only the scripts have
-schedules, pictures, the report, signals, and recovery from full memory."""
+training loop. Planning, loading, the update, checkpoints and the export are those of the scripts. Your own loop lacks
+schedules, pictures, the report, signals, and recovery when GPU memory runs out."""
 
 import json
 import threading
@@ -43,9 +43,9 @@ def _warn(sentence: str) -> None:
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
     """Returns the plan for the card that `settings.gpu` names, which need not be in this machine. Without a name, plans
-    for this machine's GPU, or for its CPU. `gpus`: how many torchrun trains on, on each of `machines`; the figures are
-    of one. Loads no weights. Raises PlanError, which names the smallest caps that fit, if nothing fits. Raises
-    InputError for a model that cannot be trained block by block."""
+    for this machine's GPU, or for its CPU. `gpus`: number of GPUs that torchrun uses on each of `machines` machines.
+    The plan's bytes and seconds are those of one GPU. Loads no weights. Raises PlanError if nothing fits; its message
+    names the smallest caps that fit. Raises InputError for a model that cannot be trained block by block."""
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     return plan_for(ask(settings), gpus, machines)
@@ -53,9 +53,10 @@ def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
 
 @warnings_end_nothing()
 def train(settings: Settings) -> dict:
-    """Does a whole training run, as the scripts do, and returns the content of its report.json. In the main thread a
-    signal saves and ends it (`Stopped`); a second signal drops the current step, a third ends the process (signals.py).
-    Expected errors raise LowmemError. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
+    """Does a whole training run, as the scripts do, and returns the content of its report.json. In the main thread,
+    SIGINT, SIGTERM or SIGHUP makes the run finish its step, save, and raise Stopped. A second signal drops the current
+    step, a third ends the process (signals.py). Errors that a user can cause raise LowmemError. Errors of the system
+    (OSError, OutOfMemoryError) are raised as they are."""
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     if settings.preview is not None:
@@ -70,11 +71,12 @@ def train(settings: Settings) -> dict:
 
 @warnings_end_nothing()
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
-    """Plans for this machine under both caps, caps GPU memory, and loads the weights, one model per process. A batch
-    may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a folder that `LoadedModel.save` or
-    a run of the scripts writes. The model is then that of its newest undamaged checkpoint, if there is one, with `done`
-    steps made. RAM is planned and not measured. Warns (UserWarning) if fused kernels or page-locked memory are missing,
-    which makes steps slower. Raises the errors of `train`."""
+    """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
+    one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
+    not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a folder that
+    `LoadedModel.save` or a run of the scripts has written to. If it has checkpoints, loads the newest undamaged one and
+    sets the model's `done` to its step. Warns (UserWarning) if fused kernels or page-locked memory are missing, which
+    makes steps slower. Raises the same errors as `train`."""
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
@@ -110,10 +112,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
-    """Writes the weights in `settings.export_dtype`, the config and the tokenizer into `folder`.
-    `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder `AutoModelForSeq2SeqLM`) loads the folder. Raises
-    LowmemError if that dtype cannot hold a weight. Warns (UserWarning) of a weight that is not finite, and of a file
-    that is not written."""
+    """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
+    dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
+    `AutoModelForSeq2SeqLM`) loads the folder. Raises LowmemError if that dtype cannot hold a weight. Warns
+    (UserWarning) of a weight that is not finite, and of a file that could not be written."""
     model.step.flush()
     store = model.step.store
     write = partial(

@@ -1,4 +1,4 @@
-"""Multiplies the options that make the batch of an optimizer step in other trainers.
+"""Computes the batch of an optimizer step from the options by which other trainers set it.
 
     Hugging Face   per_device_train_batch_size x gradient_accumulation_steps (default 1) x processes (one here)
     axolotl        micro_batch_size x gradient_accumulation_steps
@@ -17,9 +17,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
-    """Returns `chosen`, {option: value}, with `batch` and `micro_batch` in place of the options above. `spelled`: how
-    each option was typed. `say` gets a sentence about a multiplication. Raises InputError if the batch stays unknown,
-    or is given twice."""
+    """Returns `chosen`, {option: value}, with `batch` and `micro_batch` in place of other trainers' options
+    (PER_DEVICE, AT_ONCE, ACCUMULATION). `spelled`: {option: its name as the user typed it}. `say` gets a sentence if
+    the batch was computed. Raises InputError if the batch stays unknown, or if two options contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

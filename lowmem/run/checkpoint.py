@@ -1,7 +1,7 @@
 """Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
 
     checkpoints/step-00000123/
-      block-0-matrices.safetensors   a file per part of the store: its flat tensors `working`, `low`, `m`, `v`, ...
+      block-0-matrices.safetensors   a file per part, a unit's matrices or vectors: flat `working`, `m`, `v`, ...
       state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
       manifest.json                  size and hash of each file; written last
 
@@ -39,8 +39,8 @@ _UNREADABLE = "unreadable-"
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args`: the step with the system's error, and what the user can
-    do."""
+    """Says that a checkpoint could not be written. `args`: a sentence with the step and the system's error, and advice
+    to the user."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -48,12 +48,13 @@ class NotSaved(LowmemError):
 
 
 def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
-    """Writes `store` and `state` (JSON; "step": optimizer steps done) as folder/checkpoints/step-...
+    """Writes `store` (weights and optimizer states) and `state` (JSON; "step": optimizer steps done) as
+    folder/checkpoints/step-..., and returns that path.
 
-    No update may be waiting (TrainingStep.flush). All ranks must call this; rank 0 writes. Keeps keep_last - 1 older
-    checkpoints and that of step `best`. Removes newer checkpoints, which remain if training was resumed from an earlier
-    step. Raises NotSaved, with earlier checkpoints intact, if the disk or a quota is full or the folder cannot be
-    written.
+    Call TrainingStep.flush before, so that no update is waiting. All ranks must call this; rank 0 writes. Keeps the
+    newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
+    steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier checkpoints intact,
+    if the disk or a quota is full or the folder cannot be written.
     """
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
@@ -104,7 +105,8 @@ def _check_room(root: Path, store: Store) -> None:
 
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
-    """Returns {name: (what this rank stores of a tensor, the entries of the whole tensor)}."""
+    """Returns the part's weights ("working") and optimizer states, {name: (tensor, entries)}. The tensor is the share
+    that this rank stores. `entries` counts those of the whole flat tensor."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -132,7 +134,7 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
 
 
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
-    """Returns the first of `checkpoints` that has a readable state, and that state; None if there is none."""
+    """Returns the first of `checkpoints` (newest first) with a readable state.json, and its content; or None."""
     for checkpoint in checkpoints:
         with suppress(Damaged):  # load_newest reports it
             return checkpoint, _read_state(Manifest(checkpoint))
@@ -142,9 +144,9 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the first undamaged one of `checkpoints`, newest first, and returns it with its state. `say` gets a
-    sentence about each damaged one. If all are damaged and a checkpoint is `required`, raises Damaged. Otherwise
-    renames them, zeroes `store` and returns None."""
+    """Loads the first undamaged one of `checkpoints` (newest first) into `store`. Returns its path and the content of
+    its state.json. `identity`: that of this training run (identity.py). `say` gets a sentence about each damaged one.
+    If all are damaged, raises Damaged if `required`; otherwise renames them, zeroes `store` and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, load_checkpoint(checkpoint, store, identity)
@@ -161,12 +163,12 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Reads every tensor into its place in `store`, each file once. Returns the checkpoint's state. Of several ranks,
-    each reads all files and keeps its share.
+    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json. With several
+    ranks, each reads all files and keeps its own share of the tensors.
 
-    Raises InputError, before `store` is changed, if a run with this `identity` cannot go on from the checkpoint, or if
-    a file or tensor is missing, or of another model, optimizer or precision. Raises Damaged if bytes have changed since
-    they were written; `store` is then incomplete.
+    Raises InputError, before `store` is changed, if a run with this `identity` (identity.py) cannot go on from the
+    checkpoint. Does the same if a file or tensor is missing, or is of another model, optimizer or precision. Raises
+    Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
@@ -196,7 +198,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
 
 
 def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
-    """Reads bytes that are another rank's, for the hash."""
+    """Reads `size_bytes` that are another rank's, because the file's hash covers them. `fill` reads into a buffer."""
     while size_bytes > 0:
         fill(memoryview(bytearray(min(size_bytes, CHUNK_BYTES))))
         size_bytes -= CHUNK_BYTES
@@ -226,8 +228,8 @@ def _read_state(manifest: Manifest) -> dict:
 
 
 def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
-    """Raises InputError, which names the difference, if the header of file `name` is not the one that `part` would
-    have."""
+    """Raises InputError, which names the difference, if the header of the checkpoint's file `name` is not the header of
+    `part`. Raises Damaged if the file is damaged."""
     path, header = manifest.folder / name, _header(part)
     try:
         with open(path, "rb") as file:

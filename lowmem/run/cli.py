@@ -1,8 +1,8 @@
 """Turns a command line into Settings, or refuses it with one sentence.
 
-There are three layers: the script's own Settings (changed by ``--demo``), the file of ``--config``, the typed options.
-The later one wins. Nothing is written, and only the ``--config`` file is read. There are no abbreviations. ``lowmem
-plan`` has the same options and two more.
+Values come from three layers: the script's own Settings (changed by ``--demo``), the file of ``--config``, the typed
+options. A later layer overrides an earlier one. Nothing is written, and only the ``--config`` file is read. Options
+cannot be abbreviated. ``lowmem plan`` has the same options and three more: --json, --gpus and --machines.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _REPLACED = {  # options of a lower layer that an option of a higher layer repla
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises InputError for a command line that it cannot parse."""
+    """Parses options as ArgumentParser does, but raises InputError where that would print usage and exit."""
 
     def error(self, message: str):
         message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
@@ -63,8 +63,9 @@ class Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Stores (spelling, value) of each typed option by its field of Settings. An option that is typed again replaces
-    the earlier value, or adds to it if a list is allowed. Two spellings with different values are an error."""
+    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). A repeated option
+    replaces the earlier value, or adds to a list. Raises InputError if two names of one option have different
+    values."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -84,18 +85,18 @@ class _Record(argparse.Action):
 
 
 def parse_arguments(argv: list[str], defaults: Settings, say: Callable[[str], None] = say_on_stderr) -> Settings:
-    """Returns the settings that a command line `argv` (without the program's name) and a script's `defaults` give.
-    `say` gets a sentence if options of another trainer were multiplied to a batch. Raises InputError for options that
-    cannot be understood or cannot run. ``--help`` prints and exits with 0."""
+    """Returns the Settings of a script's `defaults`, overridden by the command line `argv` (without the program's
+    name). `say` gets a sentence if options of another trainer were multiplied to a batch. Raises InputError for unknown
+    options, and for values that are not allowed. ``--help`` prints and exits with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv, say)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Returns the settings that the command line of `lowmem plan` gives, and its own options `json`, `gpus`, `machines`
-    and `write` (whether --out was given). Needs no weights and requires --model. With --gpu the cap is the card's
-    memory, unless a cap is given."""
+    """Returns the Settings for the command line `argv` of `lowmem plan`. Also returns a namespace with its own options
+    `json`, `gpus` and `machines`, and `write` (True if --out was given). `program`: ArgumentParser's arguments, such as
+    the description. Raises InputError without --model. With --gpu, the default cap is the card's memory."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
@@ -141,7 +142,8 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """Merges two dicts of settings; `upper` wins, also over options that set the same thing (_REPLACED)."""
+    """Returns the options of `lower` and `upper` together; `upper` wins. It also removes options from `lower` that set
+    the same thing: `steps` removes `epochs` (_REPLACED)."""
     replaced = {name for field, value in upper.items() if value is not None for name in _REPLACED.get(field, ())}
     return {field: value for field, value in lower.items() if field not in replaced} | upper
 
@@ -189,7 +191,7 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
 
 
 def _listed(of: str, problems: list[str]) -> str:
-    """Returns the only problem, or a list of them."""
+    """Returns the only problem, or a text with a line for each. `of` names the group they are in: "the options"."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} of {of} cannot be used:", *problems))

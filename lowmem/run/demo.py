@@ -33,7 +33,7 @@ def model_file() -> Path | None:
 
 
 def settings_of(file: Path) -> Settings:
-    """Returns the settings of the demo. They are made for two CPU cores and two minutes."""
+    """Returns the demo's settings for the GGUF file `file`, made for two CPU cores and two minutes."""
     return Settings(
         model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=20, lr=2e-4,
         sample_prompt=QUESTIONS,

@@ -1,7 +1,7 @@
 """Refuses bad settings before PyTorch and transformers are imported, which takes seconds.
 
 The checks are about paths, folders of models, names of cards and the machine. Each calls the module that uses the path,
-table or folder later, so the refusal is the same. Nothing is written, and no network is asked.
+table or folder later, so the refusal is the same. No network is used. Nothing is written except a converted GGUF file.
 """
 
 import errno
@@ -27,9 +27,8 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run and returns them, with a run folder. If `model` names the folder of a
-    training run, it is replaced by that run's model, and `say` gets a sentence about it. Raises InputError if training
-    cannot work."""
+    """Checks the settings of a training run. Returns them with the run folder in `out`, and with `model` replaced as by
+    with_recognized_model. `say` gets a sentence about each change. Raises InputError if training cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -53,8 +52,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks only the settings that a plan depends on: the machine, the card, the model. Returns them like
-    `check_run`."""
+    """Checks only what a plan depends on: the machine, the card, the model. Returns the settings with `model` replaced
+    as by with_recognized_model."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -67,8 +66,9 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the model that the text `settings.model` stands for. A GGUF file is converted, unless it
-    is only planned for. `say` may get a remark about it. Raises InputError if there is no such model."""
+    """Returns `settings` with `model` replaced: a run folder by its exported model, a GGUF file by the folder that it
+    is converted to (unless `plan_only`). Makes that folder if needed. `say` gets a sentence about the change. Raises
+    InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if found.remark is not None:

@@ -1,5 +1,5 @@
 """Ends a training run: export, report, pictures, summary. If one of these fails, prints a sentence and does the others.
-The weights are kept in any case."""
+Then raises an error that says where the weights are."""
 
 import importlib.util
 import json
@@ -40,7 +40,7 @@ class Ending:
         self._session = session
 
     def was_finished(self) -> bool:
-        """Returns True, and says how to go on, if the same command has finished this training run before."""
+        """Returns True, and logs how to train longer, if the same command has finished this run before."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = read_metrics(session.folder / "metrics.jsonl")
@@ -61,8 +61,8 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Notes an error in the block and goes on, so that the rest of the end still happens. `name` names the block.
-        An exceeded cap and a signal are raised."""
+        """Catches an error in the block and logs it, so that the rest of the end still happens. `name` names the block
+        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -107,8 +107,8 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported: the last or, with --keep-best, the one with the lowest held-out
-        loss. Loads the checkpoint of the latter. Returns None if the weights are incomplete."""
+        """Returns the step whose weights are exported: `done`, the last one, or, with --keep-best, the one with the
+        lowest held-out loss, whose checkpoint it loads. Returns None if the weights are then incomplete."""
         session, say = self._session, self._session.log.say
         best = best_evaluation(session.log.rows, None)
         if not session.settings.keep_best or best.step in (0, done):
@@ -170,8 +170,8 @@ class Ending:
         return {"summary": summary(report, session.log.rows, asdict(session.settings))} | report
 
     def _draw(self, plan: dict) -> list[Path]:
-        """Draws loss.png and memory.png, and returns those that could be drawn. A missing matplotlib is not counted as
-        a failure."""
+        """Draws loss.png and memory.png, and returns the paths of those that could be drawn. `plan`: content of
+        plan.json. A missing matplotlib does not count as a failure."""
         session, folder = self._session, self._session.folder
         peaks, phases = session.budget.peaks(), session.budget.ram_phases
         loss, memory = folder / "loss.png", folder / "memory.png"

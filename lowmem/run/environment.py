@@ -26,9 +26,9 @@ _FALSE_ALARMS = {  # {logger: how its message begins}; each says something that 
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Makes sure that no warning in the block is raised as an error. If a filter does so, Python's default filters are
-    used. From then on, two log messages of other packages that mislead are dropped: texts longer than the tokenizer's
-    maximum are cut into rows here, and nothing here needs bitsandbytes' 4-bit products."""
+    """Makes sure that no warning in the block is raised as an error. If a filter of Python's warnings would do so, uses
+    Python's default filters instead. Also drops misleading log messages of other packages (_FALSE_ALARMS), from then
+    on."""
     for name in _FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
@@ -45,8 +45,8 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """Turns any exception but an ImportError, raised by a package's import in the block, into an InputError. The
-    message names the environment variables whose values the error quotes."""
+    """Turns an exception that a package's import raises in the block into an InputError, which names the environment
+    variables that the exception quotes. Passes on ImportError. Raises InputError for PYTHONOPTIMIZE=2."""
     _name_the_user()
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
@@ -71,10 +71,11 @@ def variables_blamed() -> Iterator[None]:
 
 
 def limit_waiting_of_threads() -> None:
-    """Sets how long OpenMP's threads keep a processor busy while they wait for one another.
+    """Sets GOMP_SPINCOUNT: how long OpenMP's threads keep a processor busy while they wait for one another. On a busy
+    machine, they then sleep at once.
 
-    Does nothing if the user has set it, or if PyTorch is already imported: OpenMP reads it once. The figures come from
-    `python -m experiments.bench.threads`.
+    Does nothing if the user has set it (or OMP_WAIT_POLICY), or if PyTorch is already imported, because OpenMP reads it
+    only once. The values come from `python -m experiments.bench.threads`.
     """
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return

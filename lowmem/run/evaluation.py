@@ -21,8 +21,8 @@ SAMPLE_TOKENS = 64
 
 
 def evaluated(session: Session) -> dict:
-    """Evaluates now. Returns the held-out loss per token in nats, with its key in metrics.jsonl. If there are several
-    texts, also returns each text's loss by name. Returns an empty dict if nothing is held out."""
+    """Evaluates the model on the held-out texts. Returns keys of a row of metrics.jsonl: `eval_loss`, in nats per
+    token, and with several texts also `eval_losses`, {text: loss}. Returns an empty dict if nothing is held out."""
     limit = session.settings.eval_batches
     with session.budget.phase("evaluate"):
         sums = {text.parts[0].name: summed_loss(session.step, text, limit) for text in session.data.evaluations}
@@ -36,8 +36,8 @@ def evaluated(session: Session) -> dict:
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
-    """Evaluates after step `done` and returns the same as `evaluated`. Returns an empty dict if a second signal
-    interrupted it. The last evaluation cannot be interrupted."""
+    """Returns the result of `evaluated` after step `done`. Returns an empty dict if a second signal, counted by `stop`,
+    interrupts the evaluation. The last evaluation cannot be interrupted."""
     if done == session.steps:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -55,7 +55,8 @@ def out_of_patience(session: Session) -> bool:
 
 
 def take_samples(session: Session, done: int, last: bool = False) -> None:
-    """Writes samples: the model's continuations of --sample-prompt."""
+    """Logs the model's continuation of each --sample-prompt after `done` steps. `last`: training has ended, so the log
+    shows the first sample of each prompt again."""
     prompts = each(session.settings.sample_prompt)
     if not prompts:
         return
@@ -75,9 +76,9 @@ def take_samples(session: Session, done: int, last: bool = False) -> None:
 def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0
 ) -> str:
-    """Returns `prompt` and the model's continuation of it, or a sentence that says why there is none. With `chat`, the
-    continuation is the answer to the user's `prompt`. `temperature`: 0 takes the likeliest token; otherwise tokens are
-    drawn from `seed`, and other random numbers stay as they were."""
+    """Returns "sample: ", then `prompt` and at most SAMPLE_TOKENS tokens of the model's continuation; or "no sample: "
+    and the reason. With `chat`, the continuation is the answer to the user's `prompt`. `temperature`: 0 takes the
+    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:
@@ -120,13 +121,14 @@ def sample(
 
 @contextmanager
 def _drawn_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws random numbers in the block from `seed`. Those after it are the same as without the block."""
+    """Seeds PyTorch's random generators with `seed` for the block, and restores their state after it."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the sum of the losses in nats over the first `limit` of `batches`, and the number of tokens."""
+    """Returns the sum of the losses in nats, and the number of tokens with a label, over the first `limit` of
+    `batches`."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

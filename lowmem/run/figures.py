@@ -17,8 +17,8 @@ MEDIAN_OVER = 25  # steps whose median is a smoothed loss; a run of four times a
 
 @dataclass(frozen=True)
 class Best:
-    """Holds the evaluation with the lowest held-out loss: its step (0: before the first), and the number of later
-    evaluations."""
+    """Holds the evaluation with the lowest held-out loss. `step`: the step after which it was made, 0 for before
+    training. `loss`: in nats per token. `since`: the number of later evaluations."""
 
     step: int
     loss: float
@@ -36,15 +36,16 @@ def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, f
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the first if several are equal."""
+    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: of metrics.jsonl.
+    `eval_first`: the loss before the first step. Without any evaluation, step 0 has the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
-    """Returns the key `loss` of report.json. `exported_step`: the step whose weights are in model/, None for the last.
-    The key `diverged` says whether the held-out loss of these weights is higher than before training."""
+    """Returns the value of the key `loss` in report.json. `exported_step`: the step whose weights are in model/, None
+    for the last. `diverged` is True if the held-out loss of these weights is higher than before training."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -115,7 +116,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns how many steps the training run is to have. Without --steps it follows from the epochs of its rows."""
+    """Returns the number of steps of the whole training run. `settings`: content of settings.json. If it has no
+    `steps`, estimates the number from its epochs and the newest of `rows` (metrics.jsonl)."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -134,7 +136,8 @@ def duration(seconds: float) -> str:
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:
-    """Returns the smoothed loss of each step whose loss is finite; an empty dict for a short run."""
+    """Returns {step: median loss of the MEDIAN_OVER steps around it}, without losses that are not finite; {} for a
+    short run."""
     finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     if len(finite) < 4 * MEDIAN_OVER:
         return {}

@@ -49,10 +49,10 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
-    """Raises PlanError if the files of training do not fit on the disk of `folder`. `disk`: bytes by name (Plan.disk).
-    `saves`: number of checkpoints that will be written, None if unknown. Files of an earlier training run count as free
-    room: they are replaced. States count if `states_folder` is on the same disk. On another disk, their file reserves
-    its room when it is created."""
+    """Raises PlanError if the disk of the run folder `folder` has no room for the checkpoints and the exported model.
+    `disk`: bytes by name (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Files of an
+    earlier training run count as free room, because they are replaced. Optimizer states in `states_folder` count if it
+    is on the same disk. On another disk, creating their file reserves the room."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
@@ -99,8 +99,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes what a killed save has left in `root`. A checkpoint that the save had moved aside gets its name back,
-    unless the new one is finished."""
+    """Removes unfinished files that a killed save has left in `root`, the folder of checkpoints. A checkpoint that the
+    save had moved aside gets its name back, unless its replacement is complete."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
@@ -110,8 +110,8 @@ def sweep(root: Path) -> None:
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
     """Returns the checkpoints to resume from, newest first; an empty list means step 0. `resume`: "never", "auto"
-    (those of `folder`), or the path of a checkpoint or of a training run's folder. Raises InputError if that path has
-    no checkpoint. The caller must hold lock_run(folder)."""
+    (those of `folder`), or the path of a checkpoint or run folder, which must have one (InputError). `say` gets a
+    sentence about checkpoints of `folder` that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():
         sweep(root)

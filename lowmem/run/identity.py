@@ -1,5 +1,5 @@
-"""Defines the identity of a training run: everything that changes its bits. A checkpoint can only be resumed with the
-same identity.
+"""Defines the identity of a training run: everything that its weights depend on, bit for bit. A checkpoint can only be
+resumed with the same identity.
 
 The identity is saved in `state.json`: the settings marked `RUN`, the values that were chosen for other settings (steps,
 device, precision, micro-batch), the hash of the data, and the fields of the model's config.
@@ -25,13 +25,14 @@ _NOT_COMPUTED = {  # fields of a config.json that say nothing about the computat
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
-    """Returns the part of the identity that is known before data are read and anything is planned."""
+    """Returns the part of a training run's identity that is known before its data are read and its plan is made."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the identity of a training run."""
+    """Returns the identity of a training run of `steps` steps: everything that its weights depend on, bit for bit.
+    `data_fingerprint`: Data.fingerprint, a hash of the tokens."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
@@ -50,8 +51,8 @@ def config_identity(config: PretrainedConfig) -> dict:
 
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
-    """Raises InputError, which names every difference, if training with this `identity` cannot go on from the
-    checkpoint with this `state`. `identity` may be a part of the whole identity."""
+    """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
+    `state`: content of the checkpoint's state.json. `identity` may be a part of the whole identity."""
     saved = state.get("identity", {})
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:

@@ -17,8 +17,9 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Describes the learning rate over a training run. A linear warm-up to `peak`, which holds until `decay_from`; then
-    `cosine` or `linear` to 0 at `updates`, or `constant`. The last three fields count optimizer updates."""
+    """Describes the learning rate over a training run. It rises in a line to `peak` and stays until `decay_from`. Then
+    it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays ("constant"). The last three fields count
+    optimizer updates."""
 
     peak: float
     schedule: str
@@ -53,8 +54,9 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns the saved values of COURSE if `wanted` extends `saved` to more steps, else an empty dict. Both are
-    identities; `wanted` may be a part of one. Raises InputError if the saved schedule cannot be extended."""
+    """Returns the values of COURSE (steps, schedule, lr) in `saved` if `wanted` has more steps, or no "steps" yet.
+    Otherwise returns an empty dict. Both are identities (identity.py); `wanted` may be a part of one. Raises InputError
+    if neither schedule is constant, because such a run cannot be extended."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}
@@ -68,7 +70,7 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Says how the learning rate goes on in an extended training run."""
+    """Says how the learning rate goes on in a run extended to more steps. `saved`: its checkpoint's state."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(

@@ -25,8 +25,8 @@ _OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", 
 class LoadedModel:
     """Holds a model that is ready to train, on the device. `step` trains every parameter; its updates may wait for the
     next step, or for `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat tensors
-    (`step.store`). `tokenizer`: None if a random model has none. `done`: the steps that were made before it was loaded
-    from a checkpoint."""
+    (`step.store`). `tokenizer`: the model's, or a byte-level one for a random model that has none. `done`: number of
+    steps in the checkpoint that the model was loaded from, 0 without one."""
 
     settings: Settings
     config: PretrainedConfig
@@ -37,7 +37,7 @@ class LoadedModel:
     done: int = 0
 
     def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
-        """Returns the loss in nats, the mean over all tokens of `batches` with a label. A batch is a Batch, or a dict
+        """Returns the mean loss in nats over all tokens of `batches` that have a label. A batch is a Batch, or a dict
         as transformers' models take it (Batch.from_hf). Raises InputError if there is no batch."""
         if isinstance(batches, Batch | Mapping):
             raise InputError("evaluate takes several batches: give a list, [batch]")
@@ -51,8 +51,8 @@ class LoadedModel:
         `lowmem.load(settings, resume=folder)` goes on from there with the same bits, if the loop gives the same batches
         and learning rates.
 
-        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid one. Raises InputError for the
-        folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
+        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for
+        the folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
         folder = Path(folder).expanduser()
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
@@ -61,7 +61,7 @@ class LoadedModel:
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
 
     def state(self, done: int) -> dict:
-        """Returns what a checkpoint after `done` steps says of the step's own counters."""
+        """Returns the step's counters for the state.json of a checkpoint. `done`: number of steps made."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
         ranks = self.step.store.ranks  # if there is a choice of who shares a model, the bits depend on it
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
@@ -69,7 +69,8 @@ class LoadedModel:
     def read(
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
-        """Reads weights, optimizer states and counters as `load_newest` does, and returns the same."""
+        """Loads weights and optimizer states from `checkpoints` by `load_newest`, and returns its result. Also sets the
+        step's counters (updates, loss scale) to those of the checkpoint."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded
@@ -78,6 +79,6 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns what decides the bits of a step, without what the loop chooses itself."""
+        """Returns everything that the result of a step depends on, except what your own loop chooses."""
         identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

@@ -84,7 +84,7 @@ def step_row(
 
 class RunLog:
     """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
-    even after an error. `rows`: every row so far, including those before training was resumed."""
+    even after an error. `rows`: all rows of metrics.jsonl so far, including those before training was resumed."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
@@ -282,7 +282,7 @@ def _line(row: dict) -> str:
 
 
 def finite(content: object, shown: Callable[[float], float] = float) -> object:
-    """Returns `content` with None for numbers that JSON cannot write. `shown`: what becomes of other fractions."""
+    """Returns `content`, nested dicts and lists, with None for NaN and infinity, and `shown(x)` for other floats x."""
     if isinstance(content, dict):
         return {key: finite(value, shown) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -50,8 +50,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
 
 
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
-    """Returns the error to be shown to the user, with a message of one sentence. Returns None for a mistake in this
-    code."""
+    """Returns the error to be shown to the user, with a message of one sentence: `error` itself, or a LowmemError for a
+    failure of the machine. Returns None if `error` is a mistake in this code."""
     if isinstance(error, LowmemError):
         return error
     if "torch" not in sys.modules:

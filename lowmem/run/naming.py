@@ -28,7 +28,8 @@ _MOST_NAMED = 3  # texts, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with a run folder. `say` gets a sentence about folders that hold other runs."""
+    """Returns `settings` with a run folder in `out`: the given one, or one named after model and data. `say` gets a
+    sentence about folders of that name that hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"

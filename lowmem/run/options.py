@@ -62,7 +62,7 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Returns which of `names` is `typed`, itself or by another trainer's name (a key of `synonyms`)."""
+    """Returns the one of `names` that the user typed, itself or by another trainer's word (a key of `synonyms`)."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -70,7 +70,7 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Returns `value`, of another option, for a flag such as ``--bf16``. A flag that is off chooses nothing."""
+    """Returns `value` if a flag is on (``--bf16``: "bf16", for --precision), and NOTHING if `typed` is off."""
     return value if switch(typed) else NOTHING
 
 

@@ -83,7 +83,7 @@ def run_data(folder: Path, name: str) -> dict:
 
 
 def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
-    """Returns what report.json would be if the training run ended now."""
+    """Returns the content that report.json would have if the training run ended now."""
     depends_on = plan.get("depends_on", {})
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
@@ -103,7 +103,7 @@ def _remarks(report: dict) -> list[str]:
 
 
 def _columns(rows: list[dict]) -> dict[str, list]:
-    """Returns the curves over steps, by name. A long run is thinned out; its smoothed loss is made of all steps."""
+    """Returns {curve: its values}. A long run is thinned out; its smoothed loss is made of all steps."""
     kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
@@ -116,7 +116,8 @@ def _columns(rows: list[dict]) -> dict[str, list]:
 
 
 def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
-    """Returns [step, loss] of each evaluation: of all texts, and of each if there are several."""
+    """Returns the points of the held-out curves, {name: [step, loss] of each evaluation}. One curve is for all held-out
+    texts together. If there are several texts, each also has one."""
     found: dict[str, list] = {"held-out": evaluations(rows, eval_first)}
     names = short_names(name for row in rows for name in row.get("eval_losses", {}))
     for row in rows:
@@ -133,7 +134,7 @@ def _phases(plan: dict, report: dict) -> list[list]:
 
 
 def _samples(rows: list[dict]) -> list[dict]:
-    """Returns the samples by prompt, each prompt's in the order of the steps."""
+    """Returns a dict for each prompt, {"prompt": prompt, "texts": [step, text] in the order of the steps}."""
     prompts: dict[str, list] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         prompts.setdefault(row.get("prompt", ""), []).append([row["step"], continuation(row)])

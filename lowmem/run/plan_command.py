@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan, for torchrun with `gpus` processes on each of `machines` if there are several. If `write`, also
-    writes it into the run folder, unless a training run is in that folder."""
+    """Prints the plan, as text or `as_json`. `gpus`: torchrun's processes on each of `machines` machines; the plan is
+    for one of them. If `write`, also writes plan.json and memory.png into a run folder that holds no training run."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

@@ -89,10 +89,10 @@ def draw_memory(
     plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Draws three panels, as a PNG. First, GPU memory over one step, if the plan has a `timeline` of (seconds,
-    allocated bytes, reserved bytes). Second, GPU and RAM peaks, predicted (stacked by name) and measured, with the cap.
-    Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`: Budget.peaks(), None before
-    training."""
+    """Draws three panels into the PNG file `path`. First, GPU memory over one step, if there is a `timeline` of
+    (seconds, allocated bytes, reserved bytes). Second, GPU and RAM peaks, predicted (stacked by name) and measured,
+    with the cap. Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`: Budget.peaks(),
+    None before training. `ram_phases`: measured bytes by phase."""
     kinds, limits = memory_kinds(plan, measured), plan["limits"]
     heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)

@@ -104,7 +104,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns what a plan is made for: precision, card, the model's config, and the settings adapted to the model."""
+    """Returns the Question that a plan answers: precision, card, the model's config, and settings adapted to it."""
     precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
@@ -113,8 +113,9 @@ def ask(settings: Settings) -> Question:
 def plan_here(
     question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
 ) -> Plan:
-    """Returns the plan for this machine as it is now, which rank 0 makes. `aside`: executes a function in another
-    process (process.py). `saved`: the checkpoint that training goes on from, and its state."""
+    """Returns the plan for this machine with the RAM that is free now. Rank 0 makes it for all ranks. `aside` executes
+    a function in another process (process.py). `say` gets a sentence if fused kernels cannot run. `saved`: the
+    checkpoint that training goes on from, and its state; None for a new start."""
     no_kernels = None
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -136,15 +137,15 @@ def plan_here(
 
 
 def in_words(plan: Plan) -> str:
-    """Returns the plan for people: its answer and, with --verbose, its table."""
+    """Returns the plan as text for people: some lines and, with --verbose, a table."""
     return "\n".join([*answer(plan), *(["", plan.describe(), ""] if plan.settings.verbose else [])])
 
 
 def make_step(
     settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks
 ) -> TrainingStep:  # fmt: skip
-    """Returns the training step as planned. Makes the decoder's parameters views of a new store; they have no values
-    yet."""
+    """Returns a TrainingStep with the layout of `plan`. Allocates its store (flat weights and optimizer states) and
+    makes the decoder's parameters views of the weights, which have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     dtype = WORKING_DTYPES[plan.precision]
@@ -161,9 +162,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, ranks: Ranks,
     say: Say, weights: bool = True,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Returns the model as planned, and its first weights, which still have to be written into it. If `weights` is
-    False, returns None instead of these. Raises InputError, before anything is allocated, if the weights' files do not
-    fit the model."""
+    """Returns the model with the layout of `plan`, and an iterator over its first weights for `write_weights`. Until
+    then the model has no values. If `weights` is False, returns None instead of the iterator. Raises InputError, before
+    anything is allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
     devices.make_deterministic(device)
     decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
@@ -277,8 +278,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Writes the first `weights`, or reads the newest undamaged one of `checkpoints`. `resuming`: whether the state of
-    one could be read; then the plan is not printed yet."""
+    """Loads the newest undamaged one of `checkpoints` into the session's model, or else writes the first `weights`.
+    `resuming`: whether a checkpoint's state could be read. If so, the plan has not been printed yet."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:
@@ -302,16 +303,17 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
 
 
 def with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:
-    """Returns the question for the micro-batch of a checkpoint, unless one was typed: the bits depend on it, and a plan
-    depends on caps and on the RAM that this process holds. `saved`: the checkpoint and its state."""
+    """Returns `question` with the micro-batch of the checkpoint, unless --micro-batch was given. Resuming gives the
+    same weights, bit for bit, only with the same micro-batch. A new plan might choose another, because it depends on
+    caps and on the RAM that this process holds. `saved`: the checkpoint and its state, or None."""
     if saved is None or question.settings.micro_batch is not None:
         return question
     return replace(question, settings=replace(question.settings, micro_batch=saved[1]["identity"]["micro_batch"]))
 
 
 def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
-    """Returns the number of checkpoints that training will write. Returns None if it saves by time and the time of a
-    step is unknown."""
+    """Returns the largest number of checkpoints that training can write. Returns None if --save-every is a time and the
+    time of a step is unknown."""
     every, seconds = settings.save_every, interval_seconds(settings.save_every)
     if seconds is not None:
         if plan.step_seconds is None:
@@ -321,7 +323,8 @@ def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
 
 
 def _computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns a sentence about the share of padding in the computation; an empty list if all rows are full."""
+    """Returns one sentence on the positions that a step skips and the padding that remains. Returns an empty list if
+    every row is computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

@@ -1,8 +1,9 @@
 """Continues training if the machine has less memory than was planned (docs/training.md).
 
 If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the failed work is
-repeated (core/step.py). Before each attempt, one more thing is changed. For waiting updates and evaluations, only
-optimizer states are moved off the GPU. An evaluation also gets smaller micro-batches.
+repeated (core/step.py). Before the first attempt, the allocator's cache is freed. Before each later one, the step gets
+a smaller layout. If memory ran out in waiting updates or an evaluation, only optimizer states are moved off the GPU. An
+evaluation also gets smaller micro-batches.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -36,16 +37,16 @@ class OutOfRoom(CapExceeded):
 
 
 class Recovery:
-    """Makes room for `step` when GPU memory runs out. `number`: the number of the current optimizer step, from 1.
-    `measures`: list of all changes so far, for checkpoints and the report."""
+    """Makes room for a TrainingStep when GPU memory runs out. `number`: the number of the current optimizer step, from
+    1. `measures`: list of all changes so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers itself as the function that makes room for `step`. `ram_refuses(moving, moved)` returns the reason
-        why RAM has no room for `moving` more bytes of states, None if it has room. `moved`: bytes of all states moved
-        to RAM that the plan had on the GPU."""
+        """Registers itself as the function that makes room for `step`. `smaller_layouts`: tried in this order.
+        `ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of optimizer states,
+        or None. `moved`: bytes of all states that are then in RAM although the plan had them on the GPU."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -59,8 +60,8 @@ class Recovery:
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Makes room after an OutOfMemoryError. Raises OutOfRoom if nothing is left to change. `where`: what ran out of
-        memory, a constant of core/step.py."""
+        """Makes room after an OutOfMemoryError with the message `reason`. `where`: the work that failed, STEP, HALFWAY,
+        UPDATES or EVALUATION (core/step.py). Raises OutOfRoom if nothing is left to change."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -92,9 +93,9 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Continues with the layout that the `measures` of a checkpoint ended with. If the plan has changed since,
-        because of other caps, say, the new plan is used. Its micro-batch is then at most as large as before, because
-        the bits depend on that."""
+        """Continues with the layout of the last of `measures`, those of a checkpoint. If the plan has changed since,
+        for example because of other caps, uses the new plan's layout instead. Its micro-batch is then at most as large
+        as before, because the micro-batch changes the bits of the weights."""
         self.measures += measures
         if not measures:
             return
@@ -117,7 +118,7 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of the change, smaller layout) for each change that can be tried, in order."""
+        """Yields (name of the change, smaller layout) for each change to try, in order. `where`: see __call__."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -137,8 +138,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns how many units (blocks, mostly) keep their optimizer states on the GPU: as many as in `layout`, or
-        more if RAM has no room."""
+        """Returns the smallest number of units (blocks, mostly) whose optimizer states must be on the GPU. That is the
+        number in `layout`, or more if RAM has no room for the others."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -169,9 +170,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group (micro-batches
-    that pass a segment together) keeps its number of sequences if it had several micro-batches, or if the whole batch
-    has to be one group. Otherwise it is a single micro-batch, a smaller one now."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
+    micro-batches that pass a segment of blocks together. It keeps its number of sequences if it had several
+    micro-batches, or if the whole batch must be one group. Otherwise it stays one micro-batch, which is now smaller."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -182,7 +183,7 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery for a training run with this plan. It respects the cap of RAM and the machine's free RAM."""
+    """Returns the Recovery for training with this plan. It keeps to the cap of RAM and the machine's free RAM."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]

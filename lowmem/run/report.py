@@ -12,7 +12,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences on what a user might not expect. `init`: the value of --init."""
+    """Returns sentences on the device, and on what a user might not expect: random weights (`init`, the value of
+    --init, is "random"), a byte-level tokenizer, fields of the config that training changes."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")

@@ -16,7 +16,7 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
-    """Saves checkpoints of a training run when it is time, and says when that is."""
+    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for one after `done` steps."""
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
@@ -31,8 +31,9 @@ class Saver:
         return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves the state after `done` steps. Raises Stopped if a signal has come, unless training has `ended` anyway.
-        Raises NotSaved if the checkpoint cannot be written and is needed: for a signal, or because it `must` exist."""
+        """Saves the state after `done` steps. Then raises Stopped if a signal has come, unless training has `ended`
+        anyway. Raises NotSaved if the checkpoint cannot be written and is needed: for a signal, or because it `must`
+        be."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
@@ -52,8 +53,8 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """If GPU memory runs out in the block, saves the state after `done` steps, unless some units are updated and
-        others not. The error is raised again and ends training."""
+        """If GPU memory runs out in the block (OutOfRoom), saves the state after `done` steps, unless only some of the
+        weights are updated. Raises the error again in any case."""
         try:
             yield
         except OutOfRoom:

@@ -1,4 +1,4 @@
-"""Does what a training run on several ranks (torchrun's processes) does differently from one on a single process.
+"""Holds the differences of a training run on several ranks (torchrun's processes) from one in a single process.
 
 Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is that of one rank: its share of
 the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
@@ -39,8 +39,8 @@ class QuietLog:
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int) -> Question:
-    """Returns the question for the plan of one rank of `mesh`. Raises InputError for what several ranks cannot do
-    yet."""
+    """Returns `question` for one rank of `mesh`: its share of the batch and of the RAM cap. `on_this_machine`: number
+    of ranks that share that cap. Raises InputError for settings that several ranks do not support yet."""
     if mesh.count == 1:
         return question
     settings, limit = question.settings, question.settings.ram_limit_bytes
@@ -60,7 +60,7 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int) -> Questio
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
-    """Returns the plan for torchrun with `gpus` processes on each of `machines`, or for one process."""
+    """Returns the plan for one process if torchrun starts `gpus` processes on each of `machines` machines."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError(f"{option} {number}: there has to be at least one")
@@ -68,9 +68,10 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
-    """Returns how `count` ranks may store a model, in the order to try: once on each machine, or once on all together,
-    which sends more over the network. `alike`: whether machines have the same number of ranks. `sharing`: what a
-    checkpoint says of the run so far; the bits depend on it."""
+    """Returns the meshes in which `count` ranks may store a model, in the order to try. In the first, each machine
+    stores the whole model. In the second, all machines store it together, which sends more over the network. `alike`:
+    whether machines have the same number of ranks. `sharing`: how many ranks stored it together before the run was
+    resumed, which must stay so for the same bits; None for a new run."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))
@@ -78,9 +79,9 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 
 
 def plan_of_ranks(question: Question, possible: list[Mesh], on_this_machine: int, make: Callable) -> Plan:
-    """Returns what `make`, which takes a Question, plans for one rank of the first of the `possible` meshes that fits
-    under the caps, with the settings of all ranks. Free RAM does not decide which. Raises PlanError if nothing fits;
-    with several ranks, says that its sizes are one rank's."""
+    """Returns the plan for one rank of the first of the `possible` meshes that fits under the caps; free RAM does not
+    decide. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: makes
+    a Plan from a Question. If nothing fits, raises PlanError, whose sizes are those of one rank."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make)
@@ -108,8 +109,8 @@ def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callabl
 
 
 def shared_data(load: Callable[[], Data], ranks: Ranks) -> Data:
-    """Returns what `load` returns. With several ranks, rank 0 loads it first and keeps its tokens in the run's folder,
-    where the others find them."""
+    """Returns the data that `load` loads. With several ranks, rank 0 loads first and stores the tokens in the run
+    folder. From there all ranks then load them."""
 
     def load_and_keep() -> None:
         data = load()

@@ -1,9 +1,10 @@
 """Handles SIGTERM, SIGINT and SIGHUP as requests to stop with everything saved (docs/training.md).
 
 A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted and answered, and the
-training loop reads the count when its state is complete. A thread does so at once: Python's own handlers wait for the
-main thread, which may wait seconds for a GPU or a disk. A hang-up (the terminal went away) only counts once, since a
-shell and the system may both send it. A signal that is ignored when training begins, as under nohup, stays ignored.
+training loop reads the count when its state is complete. A thread counts and answers at once. Python's own handlers
+would wait for the main thread, which may itself wait seconds for a GPU or a disk. A hang-up (SIGHUP: the terminal went
+away) counts only as the first signal, because a shell and the system may both send it. A signal that is ignored when
+training begins, as under nohup, stays ignored.
 """
 
 import os
@@ -39,7 +40,8 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 
 class StopRequest:
-    """Counts SIGNALS inside a `with` block. Works only in the main thread (ValueError elsewhere).
+    """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third ends the
+    process (before the first `now`, the second). Works only in the main thread (ValueError elsewhere).
 
     `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
@@ -57,19 +59,19 @@ class StopRequest:
         return (self.requests if self._agreed is None else self._agreed) > 0
 
     def agree(self, ranks: "Ranks") -> None:
-        """Makes `requested` the same on all of several ranks, until the next call."""
+        """Makes `requested` True on all ranks if one has had a signal. All ranks must call this together."""
         if ranks.count > 1:
             self._agreed = ranks.most(self.requests)
 
     @property
     def urgent(self) -> bool:
-        """Returns True if the current step or evaluation is to be given up."""
+        """Returns True after a second signal: the current step or evaluation is to be given up."""
         return self.requests > 1
 
     def now(self, finishing: str, second: str) -> None:
-        """Sets the texts printed when a signal comes. `finishing`: what is finished first, such as "step 12, about 35
-        s, then saving". `second`: what a second signal does, such as "drops this step". Must be called from the first
-        step on."""
+        """Sets the texts that are printed when a signal comes. `finishing`: the work that is finished first, such as
+        "step 12, about 35 s, then saving". `second`: the effect of a second signal, such as "drops this step". Call it
+        before each piece of work, from the first step on."""
         self._nothing_yet = False
         self._finishing, self._second = finishing, second
 
@@ -115,7 +117,7 @@ class StopRequest:
 
 def _say(sentence: str) -> None:
     """Writes a sentence directly to stderr, not through Python's buffers, which the main thread may be using. A
-    progress bar stays on its own line. Of several ranks, only the first one speaks."""
+    progress bar stays on its own line. With several ranks, only rank 0 writes."""
     if launched_rank() > 0:
         return
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""

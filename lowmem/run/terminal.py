@@ -33,7 +33,7 @@ def escape_what_stdout_lacks() -> None:
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if stderr is a terminal that says how many lines it has."""
+    """Returns True if stderr is a terminal with at least two lines, or one of unknown size, as in a notebook."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:
@@ -54,7 +54,7 @@ def for_terminal(sentence: str) -> str:
 
 
 def beside(columns: dict[str, str]) -> str:
-    """Lays out texts side by side, as wide as the terminal. `columns`: {title: text}."""
+    """Returns texts side by side, as wide as the terminal and at most 120 characters. `columns`: {title: text}."""
     width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
     cells = []
     for title, text in columns.items():

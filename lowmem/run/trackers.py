@@ -8,9 +8,9 @@ TensorBoard's events are in <out>/tensorboard. A resumed run removes the events 
 wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step: wandb's package
 for layouts (wandb-workspaces) needs wandb's server.
 
-wandb never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which the RAM cap
-does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps that are
-computed again appear again, under their `train/global_step`.
+The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which
+the RAM cap does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps
+that are computed again appear again, under their `train/global_step`.
 """
 
 import math
@@ -43,7 +43,7 @@ _POINTS_TOGETHER = 500  # of a line in such a chart: wandb gets the whole chart 
 
 
 class Trackers:
-    """Passes values to the trackers of a training run, to each until it fails. Raises InputError if TensorBoard is
+    """Passes values to each tracker of a training run until that tracker fails. Raises InputError if TensorBoard is
     asked for and not installed.
 
     The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. A tracker's `leave`
@@ -68,7 +68,7 @@ class Trackers:
             self._say(f"{tracker.name}: {tracker.where}")
 
     def show(self, what: str, *values) -> None:
-        """Shows `what`, a tracker's method: a "row", a "sample" or "pictures"."""
+        """Calls the method `what` of each tracker ("row", "sample" or "pictures") with `values`."""
         self._each("failed", lambda tracker: getattr(tracker, what)(*values))
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
@@ -96,8 +96,9 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """Returns the mode of wandb: --wandb or, if that is not given, WANDB_MODE. Returns "disabled" if --report-to is
-    given and does not name wandb."""
+    """Returns the mode of wandb: --wandb, or else the variable WANDB_MODE, or else "online" if --report-to names wandb.
+    Without --wandb, returns "disabled" if --report-to is given and does not name wandb, or if nothing asks for
+    wandb."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
