@@ -230,7 +230,7 @@ MUTATIONS = (
         "(linear + 3.0 * cubic * gate * gate)", "(linear + cubic * gate * gate)", GATES),
     _change("core/gates.py", "an MLP that computes anything else is taken to be a gated one", "<= _MOST_ERROR * found",
         "<= found", GATES),
-    _change("core/kernels/layer_kernels.py", "gradients of queries and keys are rotated forwards, as in the forward pass",
+    _change("core/kernels/layer_kernels.py", "gradients of queries and keys are rotated forwards",
         "sin, other_sin = -other_sin, -sin", "sin, other_sin = sin, other_sin", ROTARY),
     _change("core/rotary.py", "a model that rotates other pairs is taken to rotate halves", "> _MOST_ERROR * truth",
         "> 1e9 * truth", ROTARY),
