@@ -7,7 +7,7 @@ What it takes, in GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 
     gradients, fp32            4 N                            5.80   whole model: summed over all micro-batches
     Adam's m and v, fp32       8 N                           11.61   most in RAM; with the low half that would be 14.5
     low half of the weights    2 N                            2.90   there, so some has to stay on the GPU
-    16 blocks' products        1,024 x 1,600 x 16 x 18        0.44   norms and GELU run again; the other 32 blocks whole
+    16 blocks' products        1,024 x 1,600 x 16 x 18        0.44   norms, GELU run again; the other 32 run again whole
     boundaries, fp32           1,024 x 1,600 x 48 x 4         0.29
     a chunk of logits          1,024 x 50,257 x 2             0.10
     gradients of the first block's input                      0.39   64 x 1,024 x 1,600 x 4

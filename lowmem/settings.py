@@ -38,7 +38,8 @@ RUN, TOKENS = Mark
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
     """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, unless the field's type
-    says it. `shown`: the default in words, if `default` is None. `marks`: what depends on the setting."""
+    says it. `shown`: the default in words, if `default` is None. `marks`: what depends on the
+    setting: the bits of a run (RUN), the tokens of a data set (TOKENS)."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 

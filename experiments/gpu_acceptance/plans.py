@@ -32,7 +32,7 @@ from lowmem.planning.caps import MARGIN_BYTES
 from lowmem.planning.choices import Choices
 from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.search import Room
-from lowmem.planning.simulated_step import Recording, Target, gpu_target
+from lowmem.planning.simulated_step import SimulatedStep, Target, gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 
@@ -58,7 +58,7 @@ class Simulated:
         return cls(simulations, layout.case(simulations.units).layout)
 
     @property
-    def recording(self) -> Recording:
+    def simulated(self) -> SimulatedStep:
         return self.simulations.record(self.layout)
 
 
@@ -108,8 +108,8 @@ def _peaks_of(
     setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
     """Compares one layout's peaks, simulated and measured. `first`: its first measurement."""
-    recording = Simulated.of(layout, target).recording
-    predicted, real = under_cap(recording.tape), measure(layout, device, target)
+    simulated = Simulated.of(layout, target).recording
+    predicted, real = under_cap(simulated.tape), measure(layout, device, target)
     if real is None:
         return Result({"predicted_allocated_peak_bytes": predicted.allocated_peak_bytes}, {"fits": False})
     allocated = error(predicted.allocated_peak_bytes, real.allocated_peak_bytes)
@@ -121,14 +121,14 @@ def _peaks_of(
         "measured_allocated_peak_bytes": real.allocated_peak_bytes,
         "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
         "measured_reserved_peak_bytes": real.reserved_peak_bytes,
-        "predicted_step_seconds": recording.seconds,
+        "predicted_step_seconds": simulated.seconds,
         "measured_step_seconds": real.returned.step_seconds,
     }
     # a page of the allocator is much of a tiny model: there reserved has no bar
     checks = bars(allocated, 0.0 if setting.dry_run else reserved)
     if diagnose and (setting.dry_run or not all(checks.values())):
         tape = real.tape or measure(layout, device, target, history=True).tape
-        values |= differences(tape, recording.tape)
+        values |= differences(tape, simulated.tape)
     checks |= {
         "every update was made": real.returned.updates == STEPS,
         "began with nothing reserved": real.left_bytes == 0,
@@ -212,13 +212,13 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
             chosen = layout.name
 
         def work(layout=layout, case=case) -> Result:
-            recording = simulations.record(case.layout)
+            simulated = simulations.record(case.layout)
             real = measure(layout, device, target, room, steps=steps)
             values = {
                 "measured_step_seconds": None if real is None else real.returned.step_seconds,
-                "predicted_step_seconds": recording.seconds,
+                "predicted_step_seconds": simulated.seconds,
                 "completes": real is not None,
-                "predicted_to_complete": _completes(recording.tape, room),
+                "predicted_to_complete": _completes(simulated.tape, room),
             }
             return Result(values, {})
 

@@ -18,7 +18,7 @@ from experiments.harness.measured import random_step
 from lowmem.core.batch import Batch
 from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.layout import Layout
-from lowmem.core.optimizers import Hyperparameters, UpdateRule, get_optimizer, state_layout
+from lowmem.core.optimizers import Hyperparameters, UpdateFunction, get_optimizer, state_layout
 from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import GPT2_SHAPES, make_decoder
 from lowmem.planning.simulated_step import StepCase, Target, record_step
@@ -136,7 +136,7 @@ def product_case(fused: bool) -> Case:
     return _case("linear layer, forward and backward" + (", fused" if fused else ""), make)
 
 
-def update_case(rule: UpdateRule, name: str) -> Case:
+def update_case(rule: UpdateFunction, name: str) -> Case:
     """Returns the exact update of one piece, whose state is on the device."""
 
     def make(device: torch.device) -> Callable[[], Run]:

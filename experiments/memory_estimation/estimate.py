@@ -61,7 +61,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         "recompute": found.layout.recomputes(simulations.blocks),
         "blocks": simulations.blocks,
         "units": simulations.units,
-        "streamed_bytes": found.recording.streamed_bytes,
+        "streamed_bytes": found.simulated.streamed_bytes,
     }
     memory = simulations.memory_under(found.layout, limit_bytes)
     return {"batch": batch, "fits": True} | figures_of(memory) | {"choice": choice}

@@ -3,8 +3,8 @@
 The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order,
 while backward finishes the gradients. A pass over all units may be interrupted and continued.
 
-If memory runs out in an update, that update has changed nothing (optimizers.py), and `run` repeats it. So nothing is
-updated twice, and nothing is left out.
+If memory runs out in an update, that update has changed nothing (optimizers.py), and `run_until` repeats it. So nothing
+is updated twice, and nothing is left out.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class Updates:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates, which `run` makes. They multiply all gradients by `gradient_scale`. The pass goes
-        from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to the
-        first. In a pass downwards, a unit's gradients may still be missing; `run` needs them."""
+        """Begins a pass of updates, which `run_until` makes. They multiply all gradients by `gradient_scale`. The pass
+        goes from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to the
+        first. In a pass downwards, a unit's gradients may still be missing; `run_until` needs them."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -61,7 +61,7 @@ class Updates:
         self.units_done = 0
         self._wait_for_gradients()
 
-    def run(self, units: int) -> None:
+    def run_until(self, units: int) -> None:
         """Makes updates of the pass until `units` units (embeddings, blocks, final norm) in all are done. Kernels that
         are launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
@@ -80,7 +80,7 @@ class Updates:
 
     def flush(self) -> None:
         """Makes all updates that wait. Returns when every optimizer state is back where it is stored."""
-        self.run(self.units)
+        self.run_until(self.units)
         self.states.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:

@@ -63,10 +63,10 @@ class FinalGradients:
                     "they are not saved; the same command goes on from the newest checkpoint, and with --clip-norm and "
                     "room for all gradients such a step is skipped whole"
                 )
-            self._updates.run(self._updates.units - lowest)
+            self._updates.run_until(self._updates.units - lowest)
 
-    def norm(self) -> float:
-        """Calls `finish` for the units that are left, and ends the pass. Returns the norm of all gradients, computed in
+    def end(self) -> float:
+        """Ends the pass: calls `finish` for the units that are left. Returns the norm of all gradients, computed in
         fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:

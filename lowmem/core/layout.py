@@ -36,7 +36,7 @@ class Layout:
     kept: int = 0
     states_on_gpu: int = 0  # how many units, the first ones, have optimizer states there; the others' are streamed
     states_on_disk: int = 0  # how many of the streamed units have their matrices' states on a disk
-    weights_on_gpu: int | None = None  # how many units, the first ones, have weights there (None: all); the last has
+    weights_on_gpu: int | None = None  # how many units, the first ones, have weights there (None: all), and the last
     boundaries_in_ram: bool = False  # whether inputs of segments wait in RAM for their backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED only if no update waits for the norm
     gathered: int = 0  # how many blocks, the last ones, keep their gathered weights until backward; others gather twice

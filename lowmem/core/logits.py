@@ -34,7 +34,7 @@ class LogitFunction:
 
 
 class Followed(TorchDispatchMode):
-    """Notes, inside `with`, all tensors computed from `head_output`, and the function of it that each one is."""
+    """Notes each tensor that is computed from `head_output` inside `with`, and the function that computes it."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()

@@ -16,7 +16,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
-from lowmem.core.optimizers import Hyperparameters, State, UpdateRule
+from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment, SkippableProducts
 from lowmem.core.recordings import Recordings
@@ -32,12 +32,12 @@ class Operations:
     skip the same product.
     """
 
-    def __init__(self, decoder: Decoder, store: Store, rule: UpdateRule | None = None):
-        """Takes `rule`, the function that updates weights (UpdateRule). If it is None, the device and
+    def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
+        """Takes `update`, the function that updates weights (UpdateFunction). If it is None, the device and
         `decoder.fused_kernels` choose one."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
-        self.rule = rule or (fused.update if decoder.fused_kernels else eager)
+        self._update = update or (fused.update if decoder.fused_kernels else eager)
         self.skippable_products: SkippableProducts = {}
         self.recordings: Recordings | None = Recordings()
         self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
@@ -126,7 +126,7 @@ class Operations:
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
         moments = {name: tensor for name, tensor in state.items() if name not in (WORKING, GRADIENT)}
-        self.rule(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
+        self._update(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
 
     def _repeated(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple

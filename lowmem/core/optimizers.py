@@ -29,7 +29,7 @@ from lowmem.core.precision import join, split_into
 from lowmem.errors import InputError
 
 State = dict[str, Tensor]
-UpdateRule = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
+UpdateFunction = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
 BLOCK = 256  # parameters that share a scale in 8-bit states; every slice handed to an update starts at a multiple
 CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the cache, ten times faster than 2**22
 
@@ -103,9 +103,10 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """Updates weights and state in place; an UpdateRule. `working`: weights [n] in the dtype that computes. `state`:
-    tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay. `at_once`:
-    elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice is unchanged."""
+    """Updates weights and state in place; an UpdateFunction. `working`: weights [n] in the dtype that computes.
+    `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay.
+    `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice is
+    unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):

@@ -1,6 +1,6 @@
 """Defines what a training step asks of ranks, the processes that train one model together.
 
-A process that trains alone needs nothing, so `Ranks` does nothing. lowmem/distributed has a subclass for several ranks.
+A process that trains alone needs nothing, so `Ranks` does nothing. Its subclass for several ranks is in shares.py.
 The ranks of a machine, or of all machines, store a model together: each an equal share of a unit's matrices, and of
 their gradients and optimizer states. Each rank stores all vectors.
 """

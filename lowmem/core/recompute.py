@@ -58,7 +58,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Holds a range of consecutive blocks that run together, and what they save for backward."""
+    """Holds a range of consecutive blocks that run together, and which of their tensors are saved for backward."""
 
     blocks: range
     keep: str  # INPUT, PRODUCTS or ALL

@@ -221,5 +221,5 @@ class GradientWindow:
 
 
 def _room(tensor: Tensor) -> int:
-    """Returns how many elements of the RAM buffer `tensor` takes: its size rounded up to a multiple of _ALIGNMENT."""
+    """Returns how many elements `tensor` takes in the RAM buffer: its size, rounded up to a multiple of _ALIGNMENT."""
     return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT

@@ -42,8 +42,8 @@ class Gatherer:
         return self._updates == self._part.updates and self._coming is None
 
     def start(self) -> None:
-        """Starts to gather the weights and returns at once. Does nothing if they are here, or on their way, with their
-        newest update."""
+        """Starts to gather the weights from all ranks, and returns at once. Does nothing if this rank has, or is
+        already gathering, the newest ones."""
         if self._updates != self._part.updates:
             self.let_go()
             self._coming, self._updates = self._gather(), self._part.updates

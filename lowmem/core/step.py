@@ -20,6 +20,7 @@ Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -98,7 +99,7 @@ class TrainingStep:
             self.transfers, decoder, store, [each.blocks for each in self.segments]
         )
         self.boundaries = BoundaryWindow(self.transfers, store)
-        self._gradients = GradientWindow(self.transfers)
+        self._gradient_window = GradientWindow(self.transfers)
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
@@ -138,8 +139,8 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Returns this rank's micro-batches of `batch`, on the device, in groups that pass each segment together. With
-        several ranks, each rank has one group. `scale` multiplies the loss before backward."""
+        """Returns this rank's micro-batches of `batch`, on the device, in the layout's groups. With several ranks, each
+        rank has one group. `step`: its number, which seeds dropout. `scale` multiplies the loss before backward."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
         several = self.store.ranks.count > 1
@@ -149,7 +150,7 @@ class TrainingStep:
         return Work([cut[index].to(self.store.device) for index in own], dropouts, scale, groups, sum(positions))
 
     def _final_gradients(self, fate: Fate, gradient_scale: float, learning_rate: float) -> FinalGradients:
-        parts = self.store, self.operations.norms, self._gradients, self._updates
+        parts = self.store, self.operations.norms, self._gradient_window, self._updates
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
@@ -158,7 +159,14 @@ class TrainingStep:
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
-            of_group = self._group(work.group(places), gradients)
+            group = work.group(places)
+            run = partial(self._group, group, gradients)
+            copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
+            if gradients.fate is Fate.HELD and not copies:
+                key = "group", *(each.input_ids.shape for each in group.micro_batches), *self.segments
+                of_group = self.operations.composed(run, *key, name="group")
+            else:
+                of_group = run()
             losses += of_group[0]
             input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been used
@@ -168,31 +176,24 @@ class TrainingStep:
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = self.store.ranks.total(torch.stack(losses).double().sum().item() if losses else 0.0)
-        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else `norm` frees gradients
-        return loss, self.operations.composed(gradients.norm, "norm") if held else gradients.norm()
+        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else `end` frees gradients
+        return loss, self.operations.composed(gradients.end, "norm") if held else gradients.end()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Runs `work`, one group of micro-batches, forward and backward. Returns two lists with one entry per
         micro-batch: its loss, summed over tokens, and the gradient for the first block's input."""
-        copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
-        self_contained = gradients.fate is Fate.HELD and not copies
-
-        def run() -> tuple[list[Tensor], list[Tensor]]:
-            hidden, extras, saved = self._forward(work)
-            losses, output_gradients = self._losses(work, hidden)
-            gradients.begin(losses)
-            self._backward(work, extras, saved, output_gradients, gradients)
-            return losses, output_gradients
-
-        key = "group", *(each.input_ids.shape for each in work.micro_batches), *self.segments
-        return self.operations.composed(run, *key, name="group") if self_contained else run()
+        hidden, extras, saved = self._forward(work)
+        losses, output_gradients = self._losses(work, hidden)
+        gradients.begin(losses)
+        self._backward(work, extras, saved, output_gradients, gradients)
+        return losses, output_gradients
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
         """Runs all segments forward. Returns three lists with one entry per micro-batch: the last block's output, the
         blocks' arguments besides their input, and the tensors that each segment saves. No loop in this method or the
         next two may leave a tensor in a variable: it would stay in memory until the method returns."""
-        self._updates.run(1)
-        self._weights.bring(range(-1, 0))
+        self._updates.run_until(1)
+        self._weights.bring(range(-1, 0))  # the embeddings; only several ranks have to gather them
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
         hidden = [first for first, _ in embedded]
         extras = [extra for _, extra in embedded]
@@ -201,9 +202,9 @@ class TrainingStep:
         if self.layout.boundaries_in_ram:
             self.boundaries.begin(hidden, self.segments)
         for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True):
-            self._updates.run(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
+            self._updates.run_until(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
             if following is not None and self._weights.any_of(following.blocks):
-                self._updates.run(following.blocks.stop + 1)  # before its weights are on their way
+                self._updates.run_until(following.blocks.stop + 1)  # before its weights are on their way
             self._weights.bring(segment.blocks, following and following.blocks)
             for index in range(len(hidden)):
                 self._unless_abandoned()
@@ -218,15 +219,15 @@ class TrainingStep:
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
         `hidden` has these outputs, and they are freed."""
-        self._updates.run(self._updates.units)
+        self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
-        losses, gradients = [None] * len(hidden), [None] * len(hidden)
+        losses, output_gradients = [None] * len(hidden), [None] * len(hidden)
         for index, micro_batch in enumerate(work.micro_batches):
-            losses[index], gradients[index] = self.operations.head(
+            losses[index], output_gradients[index] = self.operations.head(
                 hidden[index], micro_batch.labels, work.dropouts[index], work.scale
             )
             hidden[index] = None
-        return losses, gradients
+        return losses, output_gradients
 
     def _backward(
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
@@ -343,6 +344,6 @@ class TrainingStep:
             parameter.grad = None  # one that did not reach its accumulator
         self._accumulation.clear()
         self.boundaries.begin()
-        self._gradients.release()
+        self._gradient_window.release()
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()

@@ -4,7 +4,7 @@
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A home is where numbers are stored; a slot is a buffer on the device; a window is a set of slots (docs/step.md). A slot
+A home is where numbers are stored; a slot is a buffer on the device; a window has slots (docs/step.md). A slot
 is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
 """
 

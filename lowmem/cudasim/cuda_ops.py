@@ -202,12 +202,13 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the sizes of the workspaces that a thread takes at its first matrix product, and keeps. The first is that
-    of cuBLAS. Until 2.12 cuBLASLt has a second one, for addmm with a bias vector. Only forward has such products.
+    """Returns the bytes of the workspaces that a thread allocates at its first matrix product, and keeps. The first
+    workspace is cuBLAS's. PyTorch 2.12 and older have another one for cuBLASLt, which computes addmm with a bias
+    vector, in forward only.
 
-    `config` is the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp
-    ("recent": see the module), with 2.13's declarations; an H200 with 2.11 took these bytes. In "main" each product
-    frees its workspace.
+    `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp of PyTorch
+    2.13. An H200 with PyTorch 2.11 allocated these bytes. PyTorch's main branch frees the workspace after each product;
+    this function does not.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

@@ -79,8 +79,8 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span in `text` of message number `index`, an answer, with its end-of-turn token; None if it is
-        unknown."""
+        """Returns the span in `text` of message number `index`, which is an answer, and of its end-of-turn token.
+        Returns None if the span cannot be found."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:

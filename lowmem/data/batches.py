@@ -57,9 +57,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the numbers of an epoch's rows, in no particular order. Epoch e takes rows e*n to (e+1)*n of an
-        endless repetition of all rows; n is `in_epoch`. If it takes only a part of a repetition, that repetition is
-        shuffled first. `part`: the text's number, which seeds the shuffle together with `seed`."""
+        """Returns the numbers of an epoch's rows, in no particular order. All rows are repeated without end; epoch e
+        takes the places e*n to (e+1)*n, with n = `in_epoch`. A repetition is shuffled first if the epoch takes only
+        some of its rows. `seed` and `part`, the number of the training text, seed that shuffle."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:

@@ -52,8 +52,8 @@ class Preparation:
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the stored documents, or None if they are incomplete or have another key. Sets the chat template of
-        `tokenizer` to theirs."""
+        """Returns the stored documents. Returns None if they are incomplete, or were made of other data, by another
+        tokenizer or with other settings. Sets the chat template of `tokenizer` to the one stored with them."""
         if self._folder is None:
             return None
         try:

@@ -43,7 +43,8 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Returns the segments in lists that are tokenized separately: with `pairs` source and target, else one."""
+        """Splits `segments` into lists that are tokenized separately. If `pairs` is set, these are source and target,
+        else one list of all segments."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))

@@ -99,7 +99,8 @@ def _has_part(folder: Path, part: str) -> bool:
 
 def load_config(model: str, init: str) -> PretrainedConfig:
     """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. GPT-2 and the models of
-    known_configs.json need no config.json; with `init` "pretrained" the hub's is preferred."""
+    known_configs.json need no config.json. If `init` is "pretrained", the hub's config comes before the built-in
+    one."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():

@@ -100,8 +100,10 @@ def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
 
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
-    """Initializes the parameters on meta to find which `turns` write each. Returns {parameter: range of indices in
-    `turns`}, or None if this is not possible. GPT-2 initializes `c_proj` as a layer, and then as part of a block."""
+    """Finds which `turns` write each parameter, by running them on meta tensors. A turn is a call of the model's
+    initializer on one module. Returns {parameter: range of indices in `turns`}, or None if an initializer reads a
+    number. `owners`: {parameter: its module and name}. GPT-2 initializes `c_proj` twice: as a layer, and with its
+    block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}

@@ -7,8 +7,7 @@ from lowmem.units import MIB, format_size
 
 # Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
 # cap (limits.py), and the driver's addresses, which no simulation knows, decide which free block serves a request.
-# Twice as much stays free if nothing is clipped or scaled: such a step may update in backward, and cannot be made again
-# once it has begun to.
+# Twice as much stays free if the step updates in backward: it cannot be made again once it has begun to.
 MARGIN_BYTES = 64 * MIB
 MARGINS_IN_A_CAP = 200
 

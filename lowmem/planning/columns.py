@@ -1,4 +1,4 @@
-"""Computes memory and time of all layouts in a column from a few simulated steps (recordings).
+"""Computes memory and time of all layouts in a column from a few simulated steps.
 
 A column is a set of layouts that differ only in two numbers. `kept` is how much blocks keep for backward, `on_gpu` how
 many units are on the GPU. In this file both are indices into the lists of these names in Choices. The bytes of units
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Fate, Layout
 from lowmem.planning.choices import Choices
-from lowmem.planning.simulated_step import Recording
+from lowmem.planning.simulated_step import SimulatedStep
 from lowmem.planning.simulations import Simulations
 
 
@@ -65,7 +65,7 @@ class Columns:
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
         """Returns the bytes of RAM for everything that is copied to the GPU when needed."""
-        return self.recording(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
+        return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
         """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory, without simulating it. Adds up the
@@ -96,8 +96,8 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units whose states must be on a disk, so that the rest fits into `limit_bytes`
-        of RAM. Returns None if RAM is too small even then."""
+        """Returns the smallest number of units whose states must be on a disk to keep RAM within `limit_bytes`. Returns
+        None if RAM is too small even with all states there. `on_gpu`: an index in `choices.on_gpu`."""
         layout, disk = column.layout(0, on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
         if not disk:
@@ -145,9 +145,9 @@ class Columns:
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns the seconds that copying the units between the indices `fewer` and `more` of `on_gpu` takes in a
-        step. The copies use the bus and, if there is one, the disk. Weights in RAM are copied in forward and in
-        backward of each group."""
+        """Returns the seconds of copies that a step saves if it has `choices.on_gpu[more]` units on the GPU instead of
+        `choices.on_gpu[fewer]`. Counts copies over the bus and, if there is one, to and from the disk. Weights in RAM
+        are copied twice for each group: in forward and in backward."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -178,7 +178,7 @@ class Columns:
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
-        return share * self.recording(column).computing_seconds
+        return share * self.simulated(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
         """Returns a lower bound for the seconds of all layouts with this micro-batch. If forward and backward run
@@ -188,9 +188,9 @@ class Columns:
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _smallest(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. Here
-        `kept` is Layout.kept. Simulates three of its values (nothing, all products, everything), and interpolates
-        between them."""
+        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. `kept`
+        (Layout.kept): how much blocks keep for backward. Simulates at most two steps, in which blocks keep their input,
+        their matrix products or everything, and interpolates between them."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._smallest_known:
@@ -207,6 +207,6 @@ class Columns:
     def _smallest_layout(column: Column, kept: int) -> Layout:
         return Layout(column.choices.micro_batches[0], kept=kept)
 
-    def recording(self, column: Column) -> Recording:
+    def simulated(self, column: Column) -> SimulatedStep:
         """Returns the simulated step of the column's smallest `kept` and fewest units on the GPU."""
         return self.simulations.record(column.layout(0, 0))

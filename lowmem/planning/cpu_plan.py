@@ -40,16 +40,16 @@ class _Case:
         return self.question.settings
 
     def plan(self, layout: Layout) -> Plan:
-        question, simulations, recording = self.question, self.simulations, self.simulations.record(layout)
-        train = named_at_peak(recording.tape) | {name: size for name, size in recording.in_ram.items() if size}
-        train["freed_and_kept"] = most_bytes(recording.tape, "live_blocks", RETURNED_FROM_BYTES)
+        question, simulations, simulated = self.question, self.simulations, self.simulations.record(layout)
+        train = named_at_peak(simulated.tape) | {name: size for name, size in simulated.in_ram.items() if size}
+        train["freed_and_kept"] = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
         drawn_bytes = simulations.largest_drawn_bytes(self.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
         return Plan(
             self.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision, None,
             layout, self.settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
-            checkpoint_bytes=recording.checkpoint_bytes, disk_state_bytes=sum(recording.disk_bytes),
-            sent_bytes=recording.sent_bytes,
+            checkpoint_bytes=simulated.checkpoint_bytes, disk_state_bytes=sum(simulated.disk_bytes),
+            sent_bytes=simulated.sent_bytes,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:

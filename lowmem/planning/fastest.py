@@ -28,7 +28,7 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
     fitting = [
         found
         for found in _frugal(ways, simulations, room)
-        if within(found.recording.streamed_bytes, room.ram) and simulations.fits(found.layout, room.gpu)
+        if within(found.simulated.streamed_bytes, room.ram) and simulations.fits(found.layout, room.gpu)
     ]
     return min(fitting, key=lambda found: found.seconds, default=None)
 
@@ -71,25 +71,25 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
     """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
     raises the RAM limit alone. Otherwise raises the GPU limit, and also the RAM limit if every layout exceeds it."""
     frugal = _frugal(ways, simulations, room)
-    for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
+    for found in sorted(frugal, key=lambda found: found.simulated.streamed_bytes):
         # Weights in RAM are no help if RAM is short.
         if found.layout.weights_on_gpu is None and simulations.fits(found.layout, room.gpu):
-            return Room(room.gpu, found.recording.streamed_bytes)
-    in_ram = [found for found in frugal if within(found.recording.streamed_bytes, room.ram)]
+            return Room(room.gpu, found.simulated.streamed_bytes)
+    in_ram = [found for found in frugal if within(found.simulated.streamed_bytes, room.ram)]
     smallest: Room | None = None
     for found in sorted(in_ram or frugal, key=lambda found: simulations.allocated_bytes(found.layout)):
         if smallest is not None and simulations.allocated_bytes(found.layout) >= smallest.gpu:
             break
         cap = simulations.smallest_cap_bytes(found.layout)
         if smallest is None or cap < smallest.gpu:
-            smallest = Room(cap, found.recording.streamed_bytes)
+            smallest = Room(cap, found.simulated.streamed_bytes)
     return smallest
 
 
 def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | None:
     """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
     frugal = _frugal(ways, simulations, Room(gpu, None))
-    for found in sorted(frugal, key=lambda found: found.recording.streamed_bytes):
+    for found in sorted(frugal, key=lambda found: found.simulated.streamed_bytes):
         if simulations.fits(found.layout, gpu):
             return found
     return None

@@ -27,7 +27,7 @@ from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import Question
-from lowmem.planning.ways_out import Ways, in_a_sentence
+from lowmem.planning.ways_out import WaysOut, in_a_sentence
 from lowmem.units import GIB, format_size
 
 _WORTH_SAYING = 0.995  # More RAM is named if it brings a step below this share of its time.
@@ -66,18 +66,18 @@ class _Case:
 
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations
-        recording, memory = simulations.record(found.layout, whole_first_step=True), self._memory(found.layout)
+        simulated, memory = simulations.record(found.layout, whole_first_step=True), self._memory(found.layout)
         second_step = [
-            (seconds - recording.began, allocated, reserved)
+            (seconds - simulated.began, allocated, reserved)
             for seconds, allocated, reserved in memory.timeline
-            if 0 <= seconds - recording.began <= recording.seconds
+            if 0 <= seconds - simulated.began <= simulated.seconds
         ]
         return Plan(
             question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
             question.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes, memory.reserved_peak_bytes,
-            memory.at_peak, self.ram(simulations, recording.in_ram), recording.seconds, recording.waiting_seconds,
-            second_step, simulations.target.fused_kernels, checkpoint_bytes=recording.checkpoint_bytes,
-            disk_state_bytes=sum(recording.disk_bytes), sent_bytes=recording.sent_bytes,
+            memory.at_peak, self.ram(simulations, simulated.in_ram), simulated.seconds, simulated.waiting_seconds,
+            second_step, simulations.target.fused_kernels, checkpoint_bytes=simulated.checkpoint_bytes,
+            disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes,
         )  # fmt: skip
 
     def ram(self, simulations: Simulations, in_ram: dict[str, int]) -> Ram:
@@ -125,7 +125,7 @@ def gpu_plan(question: Question) -> Plan:
         return plan if less is None else _next_to(case.plan(less), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
-        without = replace(found, layout=layout, recording=simulations.record(layout))
+        without = replace(found, layout=layout, simulated=simulations.record(layout))
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.fits(layout, room.gpu):
             return _next_to(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
@@ -145,10 +145,10 @@ def _next_to(plan: Plan, faster: Plan) -> Plan:
 def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, reserved_bytes: int) -> float | None:
     """Returns the seconds of a step if the RAM limit were 1 GiB higher, None if that saves less than 0.5%.
     Micro-batches, groups and segments stay those of `found`, which reserves `reserved_bytes` of the GPU."""
-    recording, units = found.recording, found.layout.states_on_gpu
+    simulated, units = found.simulated, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
         return None
-    if recording.streamed_bytes + recording.state_bytes[units - 1] <= room.ram:
+    if simulated.streamed_bytes + simulated.state_bytes[units - 1] <= room.ram:
         return None
     wasted = reserved_bytes - simulations.allocated_bytes(found.layout)
     more = Room(None if room.gpu is None else room.gpu - wasted, room.ram + GIB)
@@ -170,7 +170,7 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     smallest = smallest_room(ways(settings, simulations), simulations, room)
     gpu_cap = None if smallest.gpu is None else smallest_cap(smallest.gpu, case.margins)
     ram = ram_bytes(simulations, smallest.ram)
-    found = Ways(settings, simulations, room, ram_bytes).found()
+    found = WaysOut(settings, simulations, room, ram_bytes).found()
     said = [way.to_dict() for way in found]
     if card_limit is None or gpu_cap <= card_limit:
         first = {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}

@@ -82,11 +82,11 @@ def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> 
     decoder = partial(make_decoder, config, plan.precision, settings.residual, plan.fused_kernels)
     case = replace(step_case(settings, plan.precision), lengths=tuple(lengths))
     target = gpu_target(plan.card, plan.fused_kernels, settings.disk_rate_bytes)
-    recording = Simulations(decoder, case, target).record(plan.layout)
+    simulated = Simulations(decoder, case, target).record(plan.layout)
     more_ram = plan.seconds_with_more_ram
     return replace(
         plan,
-        step_seconds=recording.seconds,
-        waiting_seconds=recording.waiting_seconds,
-        seconds_with_more_ram=more_ram and more_ram * recording.seconds / plan.step_seconds,
+        step_seconds=simulated.seconds,
+        waiting_seconds=simulated.waiting_seconds,
+        seconds_with_more_ram=more_ram and more_ram * simulated.seconds / plan.step_seconds,
     )

@@ -57,8 +57,9 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces a step's `operations`: executes each once per shape, and replays it from then on. `known` stores the
-    executed ones; if it is None, every operation is executed every time."""
+    """Replaces the `operations` of a simulated step. Executes each operation once per shape, and notes its allocations
+    and its time. From then on repeats these notes. `known` stores the notes; if it is None, every operation is executed
+    every time."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,

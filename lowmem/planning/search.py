@@ -19,9 +19,9 @@ from functools import partial
 from lowmem.core.layout import Layout
 from lowmem.planning.choices import Choices
 from lowmem.planning.columns import Column, Columns, within
-from lowmem.planning.simulated_step import Recording
+from lowmem.planning.simulated_step import SimulatedStep
 
-_NEGLIGIBLE = 0.002  # share of a step's time that is not worth a recording
+_NEGLIGIBLE = 0.002  # share of a step's time that is not worth simulating
 _TRIES = 5  # of what is expected to fit, before plain bisection
 
 
@@ -39,18 +39,18 @@ class Found:
     """Holds a layout with its simulated step, its column, and its indices `kept` and `on_gpu` there (columns.py)."""
 
     layout: Layout
-    recording: Recording
+    simulated: SimulatedStep
     column: Column
     kept: int = 0
     on_gpu: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.recording.seconds
+        return self.simulated.seconds
 
     @property
     def waits(self) -> bool:
-        return self.recording.waiting_seconds > _NEGLIGIBLE * self.seconds
+        return self.simulated.waiting_seconds > _NEGLIGIBLE * self.seconds
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
@@ -61,7 +61,7 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
     if best is None or not any(each.layout.states_on_disk for each in found):
         return best
     close = [each for each in found if each.seconds <= (1 + _NEGLIGIBLE) * best.seconds]
-    return min(close, key=lambda each: (sum(each.recording.disk_bytes), each.recording.computing_seconds))
+    return min(close, key=lambda each: (sum(each.simulated.disk_bytes), each.simulated.computing_seconds))
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class Search:
             if self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
                 return self._found(column, 0, places[0])
             if computing >= best.seconds:
-                return Found(column.layout(0, places[0]), columns.recording(column), column, 0, places[0])
+                return Found(column.layout(0, places[0]), columns.simulated(column), column, 0, places[0])
         fastest, some = None, places
         if column.choices.on_gpu[places[-1]] == columns.simulations.units:  # no copies, and no slots for them
             fastest, some = self._with_most_kept(column, places[-1]), places[:-1]
         if some:
             fastest = faster(fastest, self._bisected(column, some[0], some[-1], best))
-        if columns.recording(column).computing_seconds < faster(best, fastest).seconds:  # keeping may cost more
+        if columns.simulated(column).computing_seconds < faster(best, fastest).seconds:  # keeping may cost more
             for place in {places[0], *some[-1:], places[-1]}:
                 fastest = faster(fastest, self._found(column, 0, place))
         return fastest
@@ -145,8 +145,8 @@ class Search:
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
             saved = partial(self.columns.copying_seconds, column, found.on_gpu)  # at most, up to some place
-            waiting, to_beat = found.recording.waiting_seconds, (1 - _NEGLIGIBLE) * faster(best, fastest).seconds
-            if found.recording.computing_seconds + max(waiting - saved(most), least_waiting) >= to_beat:
+            waiting, to_beat = found.simulated.waiting_seconds, (1 - _NEGLIGIBLE) * faster(best, fastest).seconds
+            if found.simulated.computing_seconds + max(waiting - saved(most), least_waiting) >= to_beat:
                 break
             enough = bisect_left(range(most + 1), waiting, lo=found.on_gpu + 1, key=saved)
             middle = enough if enough <= most else (found.on_gpu + most + 1) // 2
@@ -158,7 +158,7 @@ class Search:
             if tried.seconds < found.seconds and tried.waits:
                 found = tried
             else:
-                most, least_waiting = middle - 1, tried.recording.waiting_seconds
+                most, least_waiting = middle - 1, tried.simulated.waiting_seconds
         return fastest
 
     def _expected_seconds(self, found: Found, on_gpu: int) -> float:

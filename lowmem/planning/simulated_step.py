@@ -26,7 +26,7 @@ from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
-from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateRule
+from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateFunction
 from lowmem.core.parameters import WORKING, Store
 from lowmem.core.precision import LossScale
 from lowmem.core.ranks import Ranks
@@ -59,7 +59,7 @@ class Target:
     """Describes the device that the step is simulated for. Rates are bytes per second."""
 
     machine: DeviceModel
-    update: UpdateRule = optimizers.update
+    update: UpdateFunction = optimizers.update
     copies: float | None = None  # each way, if both are busy; None if nothing is copied over a bus
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
@@ -126,7 +126,7 @@ class StepCase:
 
 
 @dataclass(frozen=True)
-class Recording:
+class SimulatedStep:
     """Holds the results of a simulation. The times are those of the last step, which is like all later ones."""
 
     tape: Tape
@@ -155,7 +155,7 @@ class Recording:
 def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
-) -> Recording:  # fmt: skip
+) -> SimulatedStep:  # fmt: skip
     """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations between
     calls, to be replayed. These calls must have the same decoder, sequence length, dtype and target. None: executes
     everything. `whole_first_step`: make the first step as long as the second, and its updates too."""
@@ -214,11 +214,11 @@ def record_step(
         waiting = sum(each.exposed_seconds for each in waits) - waited
         if whole_first_step:  # else the updates of the first step are there for those of the second
             step.flush()
-    return Recording(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
+    return SimulatedStep(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns four fields of Recording: in_ram, state_bytes, disk_bytes and weight_bytes."""
+    """Returns four fields of SimulatedStep: in_ram, state_bytes, disk_bytes and weight_bytes."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -247,5 +247,5 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [entries] in the memory of one number. Used in place of `host_tensor`, which allocates RAM."""
+    """Returns a tensor [entries] whose entries share the memory of one number. `host_tensor` would allocate RAM."""
     return torch.zeros(1, dtype=dtype).expand(entries)

@@ -12,7 +12,7 @@ from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import ROUNDING, SimulatedOutOfMemory
 from lowmem.cudasim.tape import Memory, most_bytes, under_cap
 from lowmem.planning.simulated_ranks import STREAMS
-from lowmem.planning.simulated_step import Recording, StepCase, Target, record_step
+from lowmem.planning.simulated_step import SimulatedStep, StepCase, Target, record_step
 from lowmem.units import MIB
 
 _PRECISION = 1 / 256  # of a smallest cap
@@ -33,7 +33,7 @@ class Simulations:
         sizes = [parameter.numel() for parameter in self._decoder.model.parameters()]
         self.parameters, self.largest_parameter = sum(sizes), max(sizes)
         self._known: dict = {}
-        self._recordings: dict[tuple[Layout, bool], Recording] = {}
+        self._steps: dict[tuple[Layout, bool], SimulatedStep] = {}
         self._peaks: dict[Layout, int] = {}
         self._summaries: dict = {}  # of regions, for `Tape.peak_bytes`
         self._runs: dict[tuple[Layout, int | None], Memory | None] = {}
@@ -50,14 +50,14 @@ class Simulations:
         each parameter whole, in fp32. Pretrained weights are read in small pieces, so this is 0."""
         return 4 * self.largest_parameter if init == "random" else 0
 
-    def record(self, layout: Layout, whole_first_step: bool = False) -> Recording:
+    def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
         """Returns the simulated step of a layout. `whole_first_step`: with exact reserved bytes, in twice the time."""
         key = layout, whole_first_step
-        if key not in self._recordings:
-            self._recordings[key] = record_step(
+        if key not in self._steps:
+            self._steps[key] = record_step(
                 self._decoder, self.case(layout), self.target, self._known, whole_first_step=whole_first_step
             )
-        return self._recordings[key]
+        return self._steps[key]
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
@@ -120,9 +120,9 @@ class Simulations:
         return self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns the smallest cap under which the simulated allocator does not run out, exact to a few thousandths and
-        rounded up to whole MiB. Bisects between the bytes that are allocated and those reserved without a cap. In
-        between, the allocator returns cached memory, and may succeed under one cap and fail under a larger one."""
+        """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
+        smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
+        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

@@ -51,7 +51,7 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 
 @dataclass(frozen=True)
-class Ways:
+class WaysOut:
     """Looks for ways out (options with which the model fits) on a GPU. `ram_bytes(simulations, size)` returns the RAM
     of the whole process if `size` bytes are copied to the GPU when needed."""
 
@@ -61,7 +61,7 @@ class Ways:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns the ways out that keep the cap of GPU memory."""
+        """Returns the changes of settings with which the model fits under the same cap of GPU memory."""
         exact = least_ram(ways(self.settings, self.simulations), self.simulations, self.room.gpu)
         if exact is None:
             found = [self._shorter(self._smallest_on_gpu(), None)]
@@ -83,10 +83,10 @@ class Ways:
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
-        recording = simulations.record(layout)
-        ram_bytes = self.ram_bytes(simulations, recording.streamed_bytes)
-        ram_limit = None if within(recording.streamed_bytes, self.room.ram) else ram_bytes
-        return WayOut(changes, ram_bytes, ram_limit, sum(recording.disk_bytes))
+        simulated = simulations.record(layout)
+        ram_bytes = self.ram_bytes(simulations, simulated.streamed_bytes)
+        ram_limit = None if within(simulated.streamed_bytes, self.room.ram) else ram_bytes
+        return WayOut(changes, ram_bytes, ram_limit, sum(simulated.disk_bytes))
 
     def _on_disk(self, layout: Layout, peak: int) -> WayOut | None:
         settings, units = self.settings, self.simulations.units

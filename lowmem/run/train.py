@@ -1,4 +1,4 @@
-"""Runs the training loop. Both scripts and every experiment use this one."""
+"""Runs the training loop of the scripts, of `lowmem train` and of `lowmem.train`."""
 
 import math
 import time

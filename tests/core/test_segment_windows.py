@@ -202,7 +202,7 @@ def test_on_the_device_are_gradients_of_two_segments():
     def watching(lane, pairs, *after):
         if lane is Lane.RAM_OUT:
             here = {part.unit for part in store.parts if part.gradient is not None} - {0}
-            most.append((here, len(step._gradients._window.sent)))
+            most.append((here, len(step._gradient_window._window.sent)))
             home = pairs[0][0].data_ptr()
             assert home in {part.gradient_home.data_ptr() for part in store.parts if part.unit in here}
         copy(lane, pairs, *after)
@@ -219,7 +219,7 @@ def test_on_the_device_are_gradients_of_two_segments():
     ("case", "call", "in_flight"),
     [
         (BOUNDARIES | {"group": 2}, 3, lambda step: step.boundaries._coming),
-        (GRADIENTS, BATCH + 3, lambda step: step._gradients._window.sent),
+        (GRADIENTS, BATCH + 3, lambda step: step._gradient_window._window.sent),
     ],
     ids=["boundaries", "gradients"],
 )

@@ -374,7 +374,7 @@ def test_a_cards_events_become_lanes_and_what_is_hidden_is_counted():
 def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
     card = dataclasses.replace(CARDS["rtx3060"], bus_bytes_per_second=2e8)  # so slow that copies cannot hide
     target, layout = gpu_target(card), dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
-    recording = plans.Simulated.of(layout, target).recording
+    recording = plans.Simulated.of(layout, target).simulated
     found = timeline.simulated(layout.decoder(target.fused_kernels), layout.case(4), target)
     assert found.seconds == recording.seconds and found.streamed_bytes == recording.streamed_bytes
     figures = found.figures()

@@ -218,7 +218,7 @@ def never_slower(question, rooms: list[Room]) -> None:
         found = fastest_layout(*question, room)
         assert found is not None, f"{room} is refused, {rooms[0]} was named"
         assert room.gpu is None or question[1].smallest_cap_bytes(found.layout) < room.gpu + 20 * MIB
-        assert room.ram is None or found.recording.streamed_bytes <= room.ram
+        assert room.ram is None or found.simulated.streamed_bytes <= room.ram
         assert found.seconds <= fastest * TOLERANCE
         fastest = min(fastest, found.seconds)
 

@@ -24,7 +24,7 @@ from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import FREED, Chunk, Tape, most_bytes, named_at_peak, under_cap
 from lowmem.models.build import load_config, make_decoder
-from lowmem.planning.simulated_step import Recording, StepCase, Target, batch_of_zeros, cpu_target, record_step
+from lowmem.planning.simulated_step import SimulatedStep, StepCase, Target, batch_of_zeros, cpu_target, record_step
 from lowmem.units import KIB, MIB
 from tests.core.test_decoder import HONOUR_DOCUMENT_MASK
 
@@ -60,7 +60,7 @@ def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool =
 def of_demo(
     layout: Layout, machine: DeviceModel | None = None, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16,
     optimizer: str = "adamw", clip_norm: float | None = 1.0, known: dict | None = None, **keywords,
-) -> Recording:  # fmt: skip
+) -> SimulatedStep:  # fmt: skip
     """The recorded step of the demo's model."""
     decoder = decoder_of(load_config("gpt2-demo", "random"), dtype)
     case = StepCase(256, batch, layout, dtype, OPTIMIZERS[optimizer], clip_norm)

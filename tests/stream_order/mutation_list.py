@@ -164,7 +164,7 @@ WEIGHTS = [
     _segments("what computes waits for the other slot's weights", USE_WEIGHTS,
         USE_WEIGHTS.replace("use(slot)", "use(*(s for s in self._window.slots if s is not slot))")),
     Mutation("core/step.py", "weights are fetched before their update",
-        "                self._updates.run(following.blocks.stop + 1)  # before its weights are on their way\n",
+        "                self._updates.run_until(following.blocks.stop + 1)  # before its weights are on their way\n",
         "                pass\n"),
     Mutation("core/deferred_updates.py", "weights that were updated are taken for those of before", "part.updates += 1",
         "part.updates += 0"),

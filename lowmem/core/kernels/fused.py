@@ -201,7 +201,7 @@ def largest_ulps(
     device: torch.device,
     optimizer_name: str,
     dtype: torch.dtype,
-    rule: optimizers.UpdateRule = update,
+    rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
     """Returns {weight or moment: largest error of one update by `rule` on `device`}, compared with optimizers.py on the
