@@ -153,7 +153,7 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, precision, piece, ahead):
 
 
 WATCHED = {
-    "applied": (Updates, "run"),
+    "applied": (Updates, "run_until"),
     "dropped": (FinalGradients, "finish"),
 }  # by what becomes of gradients in backward
 

@@ -6,14 +6,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowmem.device import ALLOCATOR_VARIABLES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str, options: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
-    """`python -m stand_in OPTIONS -- COMMAND` in the repository, with more variables; what it printed is text."""
+    """`python -m stand_in OPTIONS -- COMMAND` in the repository, with more variables; what it printed is text. CUDA's
+    settings are not passed on: a training that ran in this process before has made some (lowmem/device.py)."""
+    set_by_training = *ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG"
+    inherited = {name: value for name, value in os.environ.items() if name not in set_by_training}
     return subprocess.run(
         [sys.executable, "-m", "stand_in", *options, "--", *command], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | environment,  # a signal that ends it leaves a traceback
+        env=inherited | {"PYTHONFAULTHANDLER": "1"} | environment,  # a signal that ends it leaves a traceback
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ STEPS = [name for name in RECORDINGS if name.startswith("step")]
 REDUCTIONS = [name for name in RECORDINGS if name.startswith("reductions")]
 REDUCTION_WIDTH = 2560  # width of the model whose reductions were recorded
 SEGMENT_STEP_BYTES = 2 * 2**20  # requests to cudaMalloc are multiples of it
-# Unused bytes of a segment that holds only the logits of 512 tokens: 20,971,520 - 20,480,000. They are too few to be #
+# Unused bytes of a segment that holds only the logits of 512 tokens: 20,971,520 - 20,480,000. They are too few to be
 # split off, so they count as allocated. The embedding, the head, and logits of 40.96 MB leave twice as many unused.
 REST_BYTES = -(VOCABULARY * MEDIUM.width * 2) % SEGMENT_STEP_BYTES
 
@@ -44,8 +44,8 @@ def test_a_recorded_step_makes_the_same_requests_in_the_same_order(name):
     assert (found["allocations"], found["frees"]) == (recorded["allocations"], recorded["frees"])
 
     # Which of several free blocks of one size serves a request depends on their addresses, which cudaMalloc chooses. So
-    # # a tensor may have a whole segment here, with its unused rest, and a piece of a larger one there. With torch
-    # 2.14.1 # and 2.11.0 the peak is one rest lower at 128 tokens, six higher at 512, the same at 256 and 1,024.
+    # a tensor may have a whole segment here, with its unused rest, and a piece of a larger one there. With torch 2.14.1
+    # and 2.11.0 the peak is one rest lower at 128 tokens, six higher at 512, the same at 256 and 1,024.
     difference = found["allocated_peak_bytes"] - recorded["allocated_peak_bytes"]
     # torch 2.12.1 makes the same requests, and its peak is 2 MiB higher at 1,024.
     assert difference == SEGMENT_STEP_BYTES or difference % REST_BYTES == 0, difference

@@ -143,7 +143,7 @@ def test_fsdp2_holds_one_units_parameters_twice_while_they_are_gathered():
     rest = sum(p.numel() for p in decoder.model.parameters()) - 2 * block
     recording = record("fsdp2", 4)
     # The root stays whole from forward to backward; one block at a time is whole. A gathered buffer exists next to it:
-    # # in forward the block's own until the next one is waited for, in backward the prefetched block's.
+    # in forward the block's own until the next one is waited for, in backward the prefetched block's.
     assert most_live(recording, {"unsharded_parameters"}) == 2 * rest + 2 * block
     # In forward there are two buffers for a moment, and the rank's own shard in 16 bit on its way into one.
     assert most_live(recording, {"gathered"}) == 2 * 2 * block + 2 * block // 4

@@ -95,7 +95,7 @@ UPDATE = """\
 """
 GIVE_BACK = "        self.states.give_back(piece)\n"
 FLUSH = """\
-        self.run(self.units)
+        self.run_until(self.units)
         self.states.synchronize()
 """
 
@@ -266,7 +266,7 @@ SYNCHRONIZING = [
         equivalent="flush() has completed the pass before: every copy in was awaited by the stream of the updates, and "
         "that by the copies out, for which the host waits"),
     _window("the window is not synchronized", SYNCHRONIZE, ""),
-    _updates("a flush does not wait for the copies", FLUSH, "        self.run(self.units)\n"),
+    _updates("a flush does not wait for the copies", FLUSH, "        self.run_until(self.units)\n"),
 ]
 # fmt: on
 MUTATIONS = COPIES + SLOTS + WEIGHTS + BOUNDARIES + GRADIENTS + DISK + UPDATES + COPIES_OUT + SYNCHRONIZING
