@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context, parent_process
 
@@ -34,7 +35,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import CARDS, Card
-from lowmem.cudasim.tape import Memory, under_cap
+from lowmem.cudasim.tape import under_cap
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.plan import Plan
@@ -74,6 +75,15 @@ TINY = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Predicted:
+    """Holds the two peaks that are predicted for a training, and bytes by name at the allocated one."""
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    at_peak: dict[str, int]
+
+
 def lowmem(setting: Setting, models: Sequence[str]) -> Result:
     """Plans and runs each model with lowmem, a row for each."""
     device, card, target = prepared(setting)
@@ -90,7 +100,7 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
         if isinstance(plan, str):
             return Result({"model": name, "method": "lowmem", "not_measured": plan}, {})
         found = measure(partial(_run_lowmem, plan, device), device, setting.gpu_limit_bytes)
-        predicted = Memory(plan.gpu_allocated_peak_bytes, plan.gpu_reserved_peak_bytes, plan.gpu_breakdown, [])
+        predicted = _Predicted(plan.gpu_allocated_peak_bytes, plan.gpu_reserved_peak_bytes, plan.gpu_breakdown)
         values, checks = _compared(predicted, found)
         values = _case(plan.settings, "lowmem") | values
         values |= {"parameters": plan.parameters, "choice": plan.to_dict()["choice"]}
@@ -116,7 +126,7 @@ def plain(setting: Setting, models: Sequence[str]) -> Result:
     seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, PLAIN_BATCH)
     run_plain = named(f"{_ESTIMATION}.measure:run_plain")
 
-    def measured(name: str, predicted: Memory | str) -> Result:
+    def measured(name: str, predicted: _Predicted | str) -> Result:
         case = {"model": name, "method": f"plain {recipe}", "seq": seq, "batch": batch}
         if isinstance(predicted, str):
             return Result(case | {"not_measured": predicted}, {})
@@ -158,7 +168,7 @@ def _run_lowmem(plan: Plan, device: torch.device):
     return train(decoder, case, Batch(ids, labels), device, STEPS)
 
 
-def _compared(predicted: Memory, found) -> tuple[dict, dict[str, bool]]:
+def _compared(predicted: _Predicted, found) -> tuple[dict, dict[str, bool]]:
     """Compares with `found`: Measured, or None if the GPU ran out of memory."""
     values: dict = {
         "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
@@ -213,10 +223,11 @@ def _planned(name: str, settings: Settings, precision: str, card: Card, fused_ke
         return str(refusal)
 
 
-def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> Memory | str:
+def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> _Predicted | str:
     record_plain, target = named(f"{_ESTIMATION}.plain:record_plain"), named(f"{_ESTIMATION}.estimate:plain_target")
     try:
-        return under_cap(record_plain(_config(name), seq, batch, recipe, target(card)), expandable_segments=False)
+        memory = under_cap(record_plain(_config(name), seq, batch, recipe, target(card)), expandable_segments=False)
+        return _Predicted(memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.at_peak)
     except LowmemError as refusal:
         return str(refusal)
 

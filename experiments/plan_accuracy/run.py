@@ -1,5 +1,5 @@
 """Plans against PyTorch's own allocator, case by case, on the stand-in: `.venv-cuda/bin/python -m
-experiments.plan_accuracy.run`.
+stand_in -- -m experiments.plan_accuracy.run`.
 
 Starts a process on the stand-in for each card, which has a process for each case (cell.py); appends a row for each to
 results/rows.jsonl. Cases that have a row made by the same sources are left out, so that the command goes on where it

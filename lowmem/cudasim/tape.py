@@ -10,6 +10,7 @@ such a list, and says at which number its storages begin.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lowmem.cudasim.allocator import CachingAllocator
 from lowmem.device import expandable_segments as environment_expands
@@ -89,8 +90,13 @@ class Memory:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    at_peak: dict[str, int]  # by name at the peak of allocated bytes; adds up to that peak
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
+    to_peak: Tape  # the tape up to the peak of allocated bytes
+
+    @cached_property
+    def at_peak(self) -> dict[str, int]:
+        """Returns {name: bytes} at the peak of allocated bytes. The values add up to that peak."""
+        return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 
 def under_cap(
@@ -118,8 +124,8 @@ def under_cap(
                 handles[number] = allocate(size)
         timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
     peaks = [allocated for _, allocated, _ in timeline] or [0]
-    at_peak = named_at_peak(Tape(tape.chunks[: peaks.index(max(peaks)) + 1]), max(peaks))
-    return Memory(max(peaks), max((reserved for *_, reserved in timeline), default=0), at_peak, timeline)
+    to_peak = Tape(tape.chunks[: peaks.index(max(peaks)) + 1])
+    return Memory(max(peaks), max((reserved for *_, reserved in timeline), default=0), timeline, to_peak)
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:

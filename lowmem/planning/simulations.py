@@ -117,12 +117,13 @@ class Simulations:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
             return True
-        return self.smallest_cap_bytes(layout) <= limit_bytes
+        return self.smallest_cap_bytes(layout, limit_bytes) <= limit_bytes
 
-    def smallest_cap_bytes(self, layout: Layout) -> int:
+    def smallest_cap_bytes(self, layout: Layout, limit_bytes: int | None = None) -> int:
         """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
         smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
-        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
+        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one.
+        `limit_bytes`: if the result exceeds this, any such number is returned, which takes fewer runs."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
@@ -130,6 +131,8 @@ class Simulations:
                 low = middle
             else:
                 high = middle
+            if limit_bytes is not None and low >= limit_bytes:
+                return high
         cap = -(-high // MIB) * MIB
         while self.run(layout, cap) is None:  # rounding may have come to a hole
             cap += MIB
