@@ -21,6 +21,7 @@ from experiments.harness.planned_rows import PlannedRows
 from experiments.memory_estimation import run as memory_estimation
 from experiments.memory_estimation.several_gpus import published as several_gpus
 from experiments.parallel_3d import measure as parallel_3d
+from experiments.peers import published
 from experiments.several_gpus import scaling
 from experiments.unified_memory import measure as unified_memory
 
@@ -70,6 +71,7 @@ def everything() -> list[Made]:
         made(memory_estimation, memory_estimation.RESULTS, "rows.jsonl", 15, is_of=lambda r: r["kind"] == "predicted"),
         planned(plans.ROWS, 235, "--all", is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
+        planned(published.ROWS, 2),
         made(predicted, predicted.RESULTS, predicted.NAME, 30),
     ]  # fmt: skip
 

@@ -1,16 +1,17 @@
-"""The tables of tables.md, from the rows in results/: `python -m experiments.peers.table`. A test fails when they and
-the committed rows disagree."""
+"""The tables of tables.md and the README, from the rows in results/: `python -m experiments.peers.table`. A test fails
+when they and the committed rows disagree."""
 
 from pathlib import Path
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import Page, markdown, put_all
+from experiments.peers import published
 from experiments.peers.catalogue import PEERS
 from lowmem.units import GIB
 
-BEGIN = "<!-- peers -->"
+BEGIN, BEGIN_PUBLISHED = "<!-- peers -->", "<!-- made by python -m experiments.peers.table -->"
 FOLDER = Path(__file__).resolve().parent
-TABLES = FOLDER / "tables.md"
+README, TABLES = FOLDER / "README.md", FOLDER / "tables.md"
 FILES = ("rows.jsonl", "update.jsonl")
 NOT_MEASURED = "not measured yet"
 WANTED = ("gpt2-large, GPU 11 GiB", "gpt2-xl, GPU 11 GiB and RAM 16 GiB")
@@ -123,7 +124,8 @@ def committed_rows() -> list[dict]:
 
 
 def pages() -> list[Page]:
-    return [(TABLES, BEGIN, table(committed_rows()))]
+    speeds = published.table(published.ROWS.committed())
+    return [(TABLES, BEGIN, table(committed_rows())), (README, BEGIN_PUBLISHED, speeds)]
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from experiments.memory_estimation import estimate
 from experiments.memory_estimation import run as memory_estimation
 from experiments.parallel_3d import measure as parallel_3d
 from experiments.parallel_3d.table import by_theory
+from experiments.peers import published
 from experiments.unified_memory import measure as unified_memory
 from lowmem.cudasim.gpus import CARDS
 from lowmem.units import GIB
@@ -97,6 +98,11 @@ def test_will_it_fit_predicts_what_its_row_says():
     case = next(case for case in today.CASES if case.name.startswith("GPT-2-Large, RTX 3090"))
     found, row = planned(case), committed(today.ROWS.file, name=case.name)
     as_committed(found["predicted"], row["predicted"], *row["predicted"])
+
+
+def test_published_speeds_are_planned_as_their_row_says():
+    found, row = planned(published.CASES[0]), committed(published.ROWS.file, name=published.CASES[0].name)
+    as_committed(found, row, "tokens_per_second")
 
 
 def test_bigger_models_predicts_what_its_row_says():
