@@ -185,20 +185,23 @@ def _readers(
 
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`."""
-    tables = [module._parameters for module in model.modules()]
-    tables += [module._buffers for module in model.modules() if with_buffers]
-    kept = [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`. Afterwards all
+    are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    before = [dict(table) for table in tables]
     try:
-        for table, name, tensor in kept:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            kind = dtype if is_parameter and tensor.dim() >= 2 else tensor.dtype
-            empty = torch.empty_like(tensor, device="meta", dtype=kind)
-            table[name] = nn.Parameter(empty) if is_parameter else empty
+        for table, tensors in zip(tables, before, strict=True):
+            for name, tensor in tensors.items():
+                is_parameter = isinstance(tensor, nn.Parameter)
+                if tensor is not None and (is_parameter or with_buffers):
+                    kind = dtype if is_parameter and tensor.dim() >= 2 else tensor.dtype
+                    empty = torch.empty_like(tensor, device="meta", dtype=kind)
+                    table[name] = nn.Parameter(empty) if is_parameter else empty
         yield
     finally:
-        for table, name, tensor in kept:
-            table[name] = tensor
+        for table, tensors in zip(tables, before, strict=True):
+            table.clear()
+            table.update(tensors)
 
 
 class _Readers(LayerMode):

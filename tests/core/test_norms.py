@@ -235,6 +235,21 @@ def test_norms_whose_output_is_added_to_the_residual_stream_stay_in_its_dtype(fa
     assert added == ADDED[family]
 
 
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_a_models_buffers_are_as_without_kernels(family):
+    """Seen to fail: GPT-J and CodeGen lost their positions to the meta device, and no GPU could train them."""
+
+    def buffers(fused: bool) -> dict:
+        model = make_decoder((FAMILIES | MORE_FAMILIES)[family](), "bf16", "fp32", fused).model
+        others = [value for module in model.modules() for value in vars(module).values()]
+        assert not any(isinstance(value, torch.Tensor) and value.is_meta for value in others)
+        return dict(model.named_buffers())
+
+    plain, fused = buffers(False), buffers(True)
+    assert plain.keys() == fused.keys()
+    assert all(fused[name].device.type == "cpu" and fused[name].equal(plain[name]) for name in plain)
+
+
 def test_without_kernels_and_in_fp32_no_norm_is_replaced():
     for precision, fused in (("fp32", True), ("bf16", False)):
         model = make_decoder(FAMILIES["gpt2"](), precision, "fp32", fused).model
