@@ -167,8 +167,9 @@ class Recorder(TorchDispatchMode):
         results = result if several else (result,)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if function is _aten.lift_fresh.default:  # torch.tensor(...): numbers of Python are part of the code
-            constant = self._new(result.clone())
-            self._note(torch.clone, lambda values: (values[constant],), {}, self._result(result))
+            constant = self._new(result.to("cpu", copy=True))  # on the device it would take memory between repeats
+            again = {"device": result.device, "copy": True}
+            self._note(Tensor.to, lambda values: (values[constant],), again, self._result(result))
             return
         self._refuse(function, given, [one for one in results if isinstance(one, Tensor)])
         if self.refusal:
