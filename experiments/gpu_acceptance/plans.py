@@ -58,7 +58,7 @@ class Simulated:
         return cls(simulations, layout.case(simulations.units).layout)
 
     @property
-    def simulated(self) -> SimulatedStep:
+    def step(self) -> SimulatedStep:
         return self.simulations.record(self.layout)
 
 
@@ -108,7 +108,7 @@ def _peaks_of(
     setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
     """Compares one layout's peaks, simulated and measured. `first`: its first measurement."""
-    simulated = Simulated.of(layout, target).recording
+    simulated = Simulated.of(layout, target).step
     predicted, real = under_cap(simulated.tape), measure(layout, device, target)
     if real is None:
         return Result({"predicted_allocated_peak_bytes": predicted.allocated_peak_bytes}, {"fits": False})

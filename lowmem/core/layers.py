@@ -47,10 +47,10 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             module.forward = in_fp32 if rule is None else Norm(module, rule, in_fp32)
         elif fused and (activation := activation_of(module)) is not None:
             module.forward = GatedMLP(module, activation, partial(type(module).forward, module))
-        elif fused and (rotary := rotary_forward(module)) is not None:
-            module.forward = rotary
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
+        if fused and (rotary := rotary_forward(module)) is not None:
+            module.forward = rotary
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
             # Rotary tables and additive masks are combined with queries and keys, which are in 16 bit.
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=False), with_kwargs=True)

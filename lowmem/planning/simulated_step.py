@@ -173,12 +173,12 @@ def record_step(
     )
     with recorder:
         recorder.take_workspaces()  # as a run does (device.py)
+        for buffer in decoder.model.buffers():
+            recorder.note(buffer, "buffers")
         for part in store.parts:
             recorder.note(part.absent if part.weights_streamed else part.working, "working_weights")
             for tensor in part.state.values() if not part.streamed else ():
                 recorder.note(tensor, "resident_states")
-        for buffer in decoder.model.buffers():
-            recorder.note(buffer, "buffers")
         operations = ReplayedOperations(
             Operations(decoder, store, target.update), recorder,
             known=known, functions=target.machine.functions,

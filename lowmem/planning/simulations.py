@@ -3,6 +3,7 @@
 None of these figures depends on a cap, so the search may ask for them in any order.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -117,13 +118,20 @@ class Simulations:
             return limit_bytes is None
         if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
             return True
-        return self.smallest_cap_bytes(layout, limit_bytes) <= limit_bytes
+        return self._bisected(layout, limit_bytes) <= limit_bytes and self.smallest_cap_bytes(layout) <= limit_bytes
 
-    def smallest_cap_bytes(self, layout: Layout, limit_bytes: int | None = None) -> int:
+    def smallest_cap_bytes(self, layout: Layout) -> int:
         """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
         smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
-        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one.
-        `limit_bytes`: if the result exceeds this, any such number is returned, which takes fewer runs."""
+        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
+        cap = -(-self._bisected(layout) // MIB) * MIB
+        while self.run(layout, cap) is None:  # rounding may have come to a hole
+            cap += MIB
+        return cap
+
+    def _bisected(self, layout: Layout, enough_bytes: float = math.inf) -> int:
+        """Returns a cap that suffices, a few thousandths above one that does not; or any such cap above
+        `enough_bytes`."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
@@ -131,9 +139,6 @@ class Simulations:
                 low = middle
             else:
                 high = middle
-            if limit_bytes is not None and low >= limit_bytes:
-                return high
-        cap = -(-high // MIB) * MIB
-        while self.run(layout, cap) is None:  # rounding may have come to a hole
-            cap += MIB
-        return cap
+            if low >= enough_bytes:
+                break
+        return high

@@ -1,6 +1,9 @@
 """Rotary embeddings in one kernel each way: values and gradients against fp64, and which models use it."""
 
 import copy
+import functools
+import pickle
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from transformers import Qwen3Config
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rotation
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
+from lowmem.core import rotary
 from lowmem.core.rotary import rotary_forward, rotate, rotate_plainly
 from lowmem.models.build import make_decoder
 from stand_in import plain_layers
@@ -67,6 +71,22 @@ def test_queries_and_keys_may_be_parts_of_one_product_and_heads_gradients_of_any
     assert all(map(torch.equal, found, rotate(q.contiguous(), k.contiguous(), cos, sin)))
     transposed = q.transpose(2, 3).contiguous().transpose(2, 3)  # whose last dimension is not contiguous
     assert torch.equal(rotate(transposed, k, cos, sin)[0], found[0])
+    gradients = []
+    for of_q in (torch.ones(()).expand(q.shape), torch.ones(q.shape)):  # of sums, and stored as [B, H, T, E]
+        leaf = q.detach().clone().requires_grad_()
+        rotate(leaf, k, cos, sin)[0].backward(of_q)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_results_may_be_changed_in_place_and_nothing_is_rotated_of_no_tokens(interpreted):
+    q, k, (cos, sin) = heads(4, 8, 1).requires_grad_(), heads(2, 8, 2), tables(8)
+    rotate(q, k, cos, sin)[0].mul_(2).sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert [one.shape for one in rotate(q[:, :, :0], k[:, :, :0], cos[:, :0], sin[:, :0])] == [
+        (B, 4, 0, 8),
+        (B, 2, 0, 8),
+    ]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -113,11 +133,58 @@ def test_other_arguments_or_dtypes_go_to_the_models_own_function(monkeypatch):
     config = Qwen3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     forward = rotary_forward(Qwen3Attention(config, 0))
     called.clear()
-    inside = forward.func.__globals__["apply_rotary_pos_emb"]
+    inside = forward._run.__globals__["apply_rotary_pos_emb"]
     q, k, (cos, sin) = heads(4, 8, 1), heads(2, 8, 2), tables(8)
     inside(q, k, cos.double(), sin.double())
     inside(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     assert called == [(torch.float64, 1), (FP32, 2)]
+    called.clear()
+    inside(q, k, cos[:, :1], sin[:, :1])  # one row for all tokens
+    inside(q[:1], k[:1], cos, sin)  # two rows of tables for one of queries
+    inside(q, k[..., :4].repeat(1, 1, 1, 2), cos=cos, sin=sin)
+    learned = cos.clone().requires_grad_()
+    inside(q, k, learned, sin)[0].sum().backward()
+    assert called == [(FP32, 1)] * 4 and learned.grad is not None
+
+
+@pytest.mark.parametrize("shapes", [
+    ((2, 4, 3, 8), (2, 2, 3, 6), (2, 3, 6), (2, 3, 6)),  # keys of another width
+    ((2, 4, 3, 8), (2, 2, 3, 8), (2, 1, 3, 8), (2, 1, 3, 8)),  # tables with a dimension for heads
+    ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 12), (2, 3, 12)),  # tables wider than heads
+    ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 7), (2, 3, 7)),  # an odd number of places
+    ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8)),
+    ((4, 3, 8), (2, 3, 8), (1, 3, 8), (1, 3, 8)),
+])  # fmt: skip
+def test_shapes_that_the_kernel_does_not_take_do_not_fit(shapes):
+    assert not rotary._fit(*map(torch.ones, shapes))
+    assert rotary._fit(*map(torch.ones, [(2, 4, 3, 8), (2, 2, 3, 8), (1, 3, 4), (1, 3, 4)]))
+    assert not rotary._fit(torch.ones(2, 4, 3, 8), None, torch.ones(2, 3, 8), torch.ones(2, 3, 8))
+
+
+def test_a_decorated_forward_is_left_alone_unless_it_renames_arguments():
+    def deprecate_kwarg(forward):  # as that of transformers 4
+        @functools.wraps(forward)
+        def wrapped_func(*arguments, **keywords):
+            return forward(*arguments, **keywords)
+
+        return wrapped_func
+
+    class Renaming(Qwen3Attention):
+        forward = deprecate_kwarg(Qwen3Attention.forward)
+
+    class Silent(Qwen3Attention):
+        forward = torch.no_grad()(Qwen3Attention.forward)
+
+    config = Qwen3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    assert isinstance(rotary_forward(Renaming(config, 0)), rotary.RotaryAttention)
+    assert rotary_forward(Silent(config, 0)) is None
+
+
+def test_a_model_with_the_kernel_can_be_copied_and_pickled():
+    model = make_decoder(FAMILIES["qwen3"](), "bf16", "fp32", True).model
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        attention = again.model.layers[0].self_attn
+        assert vars(attention)["forward"]._module is attention
 
 
 @pytest.mark.parametrize("wrong", [
@@ -126,6 +193,8 @@ def test_other_arguments_or_dtypes_go_to_the_models_own_function(monkeypatch):
     lambda q, k, cos, sin: (apply_rotary_pos_emb(q, k, cos, sin)[0], k),
     lambda q, k, cos, sin, more: apply_rotary_pos_emb(q, k, cos, sin),
     lambda q, k, cos, sin: tuple(x[..., : cos.shape[-1]] for x in partial_rotation(q, k, cos, sin)),
+    lambda q, k, cos, sin: None,
+    lambda q, k, cos, sin: (1.0, 2.0),
 ])  # fmt: skip
 def test_a_function_that_computes_anything_else_is_left_alone(monkeypatch, wrong):
     monkeypatch.setitem(Qwen3Attention.forward.__globals__, "apply_rotary_pos_emb", wrong)
@@ -133,26 +202,38 @@ def test_a_function_that_computes_anything_else_is_left_alone(monkeypatch, wrong
 
 
 HAVE = set("llama gpt_neox qwen2 qwen3 mistral gemma gemma2 gemma3_text smollm3 olmo olmo2 olmo3 phi phi3".split())
-HAVE_NOT = set("gpt2 opt bloom gptj cohere glm helium nanochat deepseek_v2".split())  # the last turn other pairs
+WITHOUT, OTHER_PAIRS = ("gpt2", "opt", "bloom"), ("gptj", "cohere", "glm", "helium", "nanochat", "deepseek_v2")
 
 
-@pytest.mark.parametrize("family", sorted(HAVE | HAVE_NOT))
-def test_families_that_turn_halves_use_the_kernel(family):
+@pytest.mark.parametrize("family", sorted({*HAVE, *WITHOUT, *OTHER_PAIRS}))
+def test_families_that_rotate_halves_use_the_kernel(family):
     def rotaries(*kind) -> int:
         model = make_decoder((FAMILIES | MORE_FAMILIES)[family](), *kind).model
-        forwards = [getattr(vars(module).get("forward"), "func", None) for module in model.modules()]
-        return sum("Attention" in getattr(forward, "__qualname__", "") for forward in forwards)
+        return sum(isinstance(vars(module).get("forward"), rotary.RotaryAttention) for module in model.modules())
 
     blocks = rotaries("bf16", "fp32", True)
     assert bool(blocks) == (family in HAVE)
     assert not rotaries("bf16", "fp32", False) and not rotaries("fp32", "fp32", True)
 
 
+@pytest.mark.parametrize("shape", [(32, 8, 128), (40, 8, 128), (56, 8, 128), (14, 2, 64)], ids=str)
 @pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
-def test_the_kernel_compiles_for_cards_and_moves_8_or_16_bytes_at_a_time_without_spilling(compiled, capability, kind):
-    kernel = compiled._rotate
+def test_the_kernel_compiles_for_cards_and_moves_8_or_16_bytes_of_queries_at_a_time_without_spilling(
+    compiled, monkeypatch, capability, kind, shape
+):
+    """Seen to fail: 40 heads asked for 5 warps, which is no power of two."""
+    q_heads, k_heads, width = shape
+    launched = {}
+    grid = MagicMock()
+    grid.__getitem__.return_value = lambda *_, **options: launched.update(options)
+    monkeypatch.setattr(compiled, "_rotate", grid)
+    q, k = (torch.empty(1, n, 2, width) for n in (q_heads, k_heads))
+    compiled.rotate(q, k, torch.empty(1, 2, width), torch.empty(1, 2, width), q, k, True)
+    monkeypatch.undo()
+    kernel, warps = compiled._rotate, launched.pop("num_warps")
     integers = [name for name in kernel.arg_names if not name.endswith("_at") and name.islower()]
     types = {name: f"*{kind}" for name in kernel.arg_names if name.endswith("_at")} | dict.fromkeys(integers, "i32")
-    constants = {"BACKWARD": True, "COLUMNS": 64, "Q_HEADS": 32, "K_HEADS": 8, "PASSED": 0}  # Llama-3-8B's
-    accesses = accesses_of(kernel, types, constants, integers, capability, 4)
-    assert all("global" in what and ("v4" in width or "v2" in width) for what, width in accesses), accesses
+    accesses = accesses_of(kernel, types, launched, integers, capability, warps)
+    assert all("global" in what for what, _ in accesses)
+    wide = [what for what, width in accesses if "v4" in width or "v2" in width]
+    assert wide.count("ld.global") >= 2 and wide.count("st.global") >= 2, "both halves of the queries"

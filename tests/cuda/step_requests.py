@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, LlamaConfig, T5Config
+from transformers import GPT2Config, GPTJConfig, GPTNeoConfig, LlamaConfig, T5Config
 
 from lowmem import device as devices
 from lowmem.core.homes import DiskStates
@@ -39,6 +39,13 @@ MODELS = {
     "llama": LlamaConfig(
         vocab_size=5000, hidden_size=256, num_attention_heads=4, num_hidden_layers=3, intermediate_size=640,
         tie_word_embeddings=True,
+    ),
+    "gpt_neo": GPTNeoConfig(  # which makes tensors of Python's numbers in each block
+        vocab_size=5000, hidden_size=256, num_heads=4, num_layers=3, max_position_embeddings=256, intermediate_size=640,
+        attention_types=[[["global", "local", "global"], 1]], bos_token_id=0, eos_token_id=0,
+    ),
+    "gptj": GPTJConfig(  # which moves a buffer when it runs
+        vocab_size=5000, n_embd=256, n_head=4, n_layer=3, rotary_dim=32, n_positions=256, bos_token_id=0, eos_token_id=0
     ),
     "t5": T5Config(
         vocab_size=5000, d_model=256, d_kv=64, d_ff=640, num_layers=2, num_decoder_layers=2, num_heads=4,

@@ -17,5 +17,5 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_run_asks_for_what_its_plan_says_in_the_same_order(card):
     lines = on_card.output("-m", "tests.cuda.step_requests", options=("--gpu", card)).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(rows) == {"rtx3060": 83, "t4": 40}[card] and all(row["requests"] > 1000 for row in rows)
+    assert len(rows) == {"rtx3060": 141, "t4": 68}[card] and all(row["requests"] > 1000 for row in rows)
     assert [row for row in rows if row["differences"]] == []

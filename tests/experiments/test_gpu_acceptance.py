@@ -374,12 +374,12 @@ def test_a_cards_events_become_lanes_and_what_is_hidden_is_counted():
 def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
     card = dataclasses.replace(CARDS["rtx3060"], bus_bytes_per_second=2e8)  # so slow that copies cannot hide
     target, layout = gpu_target(card), dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
-    recording = plans.Simulated.of(layout, target).simulated
+    step = plans.Simulated.of(layout, target).step
     found = timeline.simulated(layout.decoder(target.fused_kernels), layout.case(4), target)
-    assert found.seconds == recording.seconds and found.streamed_bytes == recording.streamed_bytes
+    assert found.seconds == step.seconds and found.streamed_bytes == step.streamed_bytes
     figures = found.figures()
-    assert figures["step_seconds"] - figures["compute_busy_seconds"] == pytest.approx(recording.waiting_seconds)
-    assert 0 < recording.waiting_seconds < figures["copying_seconds"] and 0 < figures["hidden_share"] < 1
+    assert figures["step_seconds"] - figures["compute_busy_seconds"] == pytest.approx(step.waiting_seconds)
+    assert 0 < step.waiting_seconds < figures["copying_seconds"] and 0 < figures["hidden_share"] < 1
     assert figures["copies_in_seconds"] == pytest.approx(found.streamed_bytes / card.copy_bytes_per_second)
     contents = [timeline.content(found), timeline.content(timeline.timeline_of([event("kernel", 0, 9)], 0))]
     assert [len(content["panels"]) for content in contents] == [2, 1]

@@ -167,16 +167,22 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
     """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] into `new_q` and `new_k`, whose memory is [B, T, H or G, E]. `cos`
     and `sin` [B or 1, T, R] are the angles of the first R numbers of each head; the others are copied. `backward`: q, k
     and the results are gradients. Each last dimension is contiguous."""
-    batch, _, tokens, width = q.shape
-    half = cos.shape[-1] // 2
-    heads = q.shape[1], k.shape[1]
-    block, passed = triton.next_power_of_2(half), width - 2 * half
-    _rotate[(tokens, batch)](
+    batch, q_heads, tokens, width = q.shape
+    k_heads, half = k.shape[1], cos.shape[-1] // 2
+    if not tokens * batch:
+        return
+    q_block, k_block, block, passed = (_power_of_2(n) for n in (q_heads, k_heads, half, width - 2 * half))
+    _rotate[(tokens * batch,)](
         q, k, cos, sin, new_q, new_k, *q.stride()[:3], *k.stride()[:3], *_strides(cos), *_strides(sin), tokens, width,
-        half, *heads, BACKWARD=backward, COLUMNS=block, Q_HEADS=triton.next_power_of_2(heads[0]),
-        K_HEADS=triton.next_power_of_2(heads[1]), PASSED=triton.next_power_of_2(passed) if passed else 0,
-        num_warps=min(8, max(4, heads[0] * block // 512)),
+        half, q_heads, k_heads, BACKWARD=backward, COLUMNS=block, Q_HEADS=q_block, K_HEADS=k_block, PASSED=passed,
+        num_warps=min(8, max(4, q_block * block // 512)),
     )  # fmt: skip
+
+
+@cache
+def _power_of_2(number: int) -> int:
+    """Returns the next power of two, 0 for 0."""
+    return triton.next_power_of_2(number) if number else 0
 
 
 def _strides(table: Tensor) -> tuple[int, int]:
@@ -190,8 +196,8 @@ def _rotate(
     cos_token, sin_batch, sin_token, tokens, width, half, q_heads, k_heads, BACKWARD: tl.constexpr,
     COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // tokens, row % tokens
     column = tl.arange(0, COLUMNS)
     there = column < half
     cos_at += batch * cos_batch + token * cos_token + column
@@ -202,7 +208,6 @@ def _rotate(
     other_sin = tl.load(sin_at + half, there, other=0.0).to(tl.float32)
     if BACKWARD:  # the transposed rotation
         sin, other_sin = -other_sin, -sin
-    row = batch * tokens + token
     _rotate_heads(
         q_at + batch * q_batch + token * q_token, q_head, new_q_at + row * q_heads * width, q_heads, width, half,
         cos, other_cos, sin, other_sin, COLUMNS, Q_HEADS, PASSED,
@@ -218,16 +223,16 @@ def _rotate_heads(
     from_at, stride, to_at, heads, width, half, cos, other_cos, sin, other_sin, COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
-    head = tl.arange(0, HEADS)[:, None]
+    head = tl.arange(0, HEADS)[:, None].to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     there = (head < heads) & (column < half)
     source, target = from_at + head * stride + column, to_at + head * width + column
     first = tl.load(source, there, other=0.0).to(tl.float32)
     second = tl.load(source + half, there, other=0.0).to(tl.float32)
-    turned = first * cos[None, :] - second * sin[None, :]
-    other = second * other_cos[None, :] + first * other_sin[None, :]
-    tl.store(target, turned.to(to_at.dtype.element_ty), there)
-    tl.store(target + half, other.to(to_at.dtype.element_ty), there)
+    new_first = first * cos[None, :] - second * sin[None, :]
+    new_second = second * other_cos[None, :] + first * other_sin[None, :]
+    tl.store(target, new_first.to(to_at.dtype.element_ty), there)
+    tl.store(target + half, new_second.to(to_at.dtype.element_ty), there)
     if PASSED:
         column = 2 * half + tl.arange(0, PASSED)[None, :]
         there = (head < heads) & (column < width)
