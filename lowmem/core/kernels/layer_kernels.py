@@ -175,7 +175,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
     _rotate[(tokens * batch,)](
         q, k, cos, sin, new_q, new_k, *q.stride()[:3], *k.stride()[:3], *_strides(cos), *_strides(sin), tokens, width,
         half, q_heads, k_heads, BACKWARD=backward, COLUMNS=block, Q_HEADS=q_block, K_HEADS=k_block, PASSED=passed,
-        num_warps=min(8, max(4, q_block * block // 512)),
+        num_warps=min(16, max(4, q_block * block // 256)),
     )  # fmt: skip
 
 
