@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(case.name for case in wanted))
         return 0
     common = {
-        "command": shlex.join(["python", "-m", PROGRAM, *arguments]),
+        "command": shlex.join(["python", "-m", PROGRAM, *map(row_file.portable, arguments)]),
         "commit": row_file.commit(),
         "sources": row_file.sources(PROGRAM),
         "stand_in": True,
