@@ -35,8 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in wanted))
         return 0
+    through = row_file.through_stand_in()
     common = {
-        "command": shlex.join(["python", "-m", PROGRAM, *map(row_file.portable, arguments)]),
+        "command": shlex.join(["python", *through, "-m", PROGRAM, *map(row_file.portable, arguments)]),
         "commit": row_file.commit(),
         "sources": row_file.sources(PROGRAM),
         "stand_in": True,

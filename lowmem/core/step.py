@@ -218,7 +218,7 @@ class TrainingStep:
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
-        `hidden` has these outputs, and they are freed."""
+        Frees these outputs in `hidden`."""
         self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
         losses, output_gradients = [None] * len(hidden), [None] * len(hidden)

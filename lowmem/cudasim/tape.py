@@ -91,7 +91,7 @@ class Memory:
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
-    to_peak: Tape  # the tape up to the peak of allocated bytes
+    to_peak: Tape = field(repr=False)  # the tape up to the peak of allocated bytes
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
@@ -124,8 +124,9 @@ def under_cap(
                 handles[number] = allocate(size)
         timeline.append((chunk.seconds, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
     peaks = [allocated for _, allocated, _ in timeline] or [0]
-    to_peak = Tape(tape.chunks[: peaks.index(max(peaks)) + 1])
-    return Memory(max(peaks), max((reserved for *_, reserved in timeline), default=0), timeline, to_peak)
+    highest = max(peaks)
+    to_peak = Tape(tape.chunks[: peaks.index(highest) + 1])
+    return Memory(highest, max((reserved for *_, reserved in timeline), default=0), timeline, to_peak)
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:

@@ -126,10 +126,10 @@ def loss_error(
             bias=bias.to(device) if with_bias else None, weight_gradient=of_weight, bias_gradient=of_bias, fused=fused,
             function=function,
         )  # fmt: skip
-        return [tensor.cpu().double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
+        return [tensor.double() for tensor in (*found, of_weight, of_bias) if tensor is not None]
 
     pairs = zip(results(device, dtype, True), results(torch.device("cpu"), torch.float32, False), strict=True)
-    return _largest(((found - truth).norm() / truth.norm()).item() for found, truth in pairs)
+    return _relative_error(pairs)
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int = 40, columns: int = 1280) -> float:
@@ -146,7 +146,7 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int =
     truth = rule(*leaves, *[None] * (bias is None))
     truth.backward(gradient.double())
     pairs = zip(found, (truth, *(leaf.grad for leaf in leaves)), strict=False)
-    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
+    return _relative_error(pairs)
 
 
 def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation, size: int = 5000) -> float:
@@ -160,7 +160,7 @@ def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation,
     found.backward(gradient.to(device))
     truth.backward(gradient.double())
     pairs = zip((found, *(each.grad for each in there)), (truth, *(each.grad for each in leaves)), strict=True)
-    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
+    return _relative_error(pairs)
 
 
 def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -176,7 +176,12 @@ def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
     torch.autograd.backward(found, [gradient.to(device) for gradient in gradients])
     torch.autograd.backward(truth, [gradient.double() for gradient in gradients])
     pairs = *zip(found, truth, strict=True), *((a.grad, b.grad) for a, b in zip(there, leaves, strict=True))
-    return _largest(((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs)
+    return _relative_error(pairs)
+
+
+def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Returns the largest relative error (by norm) in pairs (found on a device, truth in fp64 on the CPU)."""
+    return _largest(((found.cpu().double() - truth).norm() / truth.norm()).item() for found, truth in pairs)
 
 
 def _largest(numbers: Iterable[float]) -> float:
