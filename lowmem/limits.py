@@ -42,9 +42,9 @@ class Budget:
         self.gpu_limit_bytes = gpu_limit_bytes if device.type == "cuda" else None
         self.ram_limit_bytes = ram_limit_bytes
 
-    def apply(self, planned_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator. Raises InputError if the cap is larger than the card. Raises LowmemError if
-        less than `planned_bytes` (None: the whole cap) is free on the card."""
+    def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
+        """Caps PyTorch's GPU allocator, at `allocator_bytes` if they are fewer. Raises InputError if the cap is larger
+        than the card. Raises LowmemError if less than `planned_bytes` (None: the whole cap) is free on the card."""
         if self.device.type != "cuda":
             return
         self.check_card()
@@ -55,9 +55,9 @@ class Budget:
                 f"the GPU is busy: {format_size(free)} of its {format_size(total)} are free and the plan needs "
                 f"{format_size(needed)}; stop what else runs on it (nvidia-smi lists it), or lower --gpu-limit"
             )
-        if self.gpu_limit_bytes is not None:
-            own_limit_bytes = max(self.gpu_limit_bytes - OVERSHOOT_BYTES, 0)
-            torch.cuda.set_per_process_memory_fraction(own_limit_bytes / total, self.device)
+        limit = None if self.gpu_limit_bytes is None else max(self.gpu_limit_bytes - OVERSHOOT_BYTES, 0)
+        if caps := [cap for cap in (limit, allocator_bytes) if cap is not None]:
+            torch.cuda.set_per_process_memory_fraction(min(caps) / total, self.device)
 
     def check_card(self) -> None:
         """Raises InputError, which names the largest possible cap, if the GPU cap is larger than the card."""

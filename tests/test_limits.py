@@ -207,6 +207,15 @@ def test_the_gpu_cap_becomes_the_share_of_the_card_that_the_allocator_may_take(m
     assert card.fraction == (11 * GIB - OVERSHOOT_BYTES) / (80 * GIB)
 
 
+@pytest.mark.parametrize(("limit", "allocator", "expected"), [
+    (11 * GIB, 10 * GIB, 10 * GIB), (11 * GIB, 12 * GIB, 11 * GIB - OVERSHOOT_BYTES), (None, 10 * GIB, 10 * GIB)
+])  # fmt: skip
+def test_a_plan_may_ask_for_a_smaller_cap_of_the_allocator(monkeypatch, limit, allocator, expected):
+    card = Card(monkeypatch, free=70 * GIB, total=80 * GIB)
+    Budget(CUDA, limit, None).apply(10 * GIB, allocator)
+    assert card.fraction == expected / (80 * GIB)
+
+
 @pytest.mark.parametrize("grow", [True, False])
 def test_what_segments_map_beyond_the_allocators_cap_stays_under_the_runs(grow):
     """One request after another of each size, in the model of the allocator: how far it gets beyond its own cap."""

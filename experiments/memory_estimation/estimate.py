@@ -63,7 +63,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
         "units": simulations.units,
         "streamed_bytes": found.simulated.streamed_bytes,
     }
-    memory = simulations.memory_under(found.layout, limit_bytes)
+    memory, _ = simulations.memory_under(found.layout, limit_bytes)
     return {"batch": batch, "fits": True} | figures_of(memory) | {"choice": choice}
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from lowmem.core.layout import Fate, Layout
-from lowmem.cudasim.tape import Memory
+from lowmem.cudasim.tape import Memory, Tape
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, wants, what
@@ -66,7 +66,8 @@ class _Case:
 
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations
-        simulated, memory = simulations.record(found.layout, whole_first_step=True), self._memory(found.layout)
+        simulated = simulations.record(found.layout, whole_first_step=True)
+        memory, smaller_cap = self._memory(found.layout, simulated.tape)
         second_step = [
             (seconds - simulated.began, allocated, reserved)
             for seconds, allocated, reserved in memory.timeline
@@ -77,22 +78,27 @@ class _Case:
             question.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes, memory.reserved_peak_bytes,
             memory.at_peak, self.ram(simulations, simulated.in_ram), simulated.seconds, simulated.waiting_seconds,
             second_step, simulations.target.fused_kernels, checkpoint_bytes=simulated.checkpoint_bytes,
-            disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes,
+            disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes, allocator_bytes=smaller_cap,
         )  # fmt: skip
 
     def ram(self, simulations: Simulations, in_ram: dict[str, int]) -> Ram:
         base = simulations.base
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
-    def _memory(self, layout: Layout) -> Memory:
-        """Simulates the allocator for this layout, and returns its memory figures. The cap is that of training, a
-        little wider than the memory that the search fills."""
+    def _memory(self, layout: Layout, tape: Tape) -> tuple[Memory, int | None]:
+        """Simulates the allocator for this layout, which has this `tape`. Returns its memory figures. The cap is that
+        of training, a little wider than the memory that the search fills. Also returns the cap that the allocator needs
+        to complete, if it must be smaller than that."""
         free = self.simulations.run(layout, None)
-        if self.gpu_limit is None or free.reserved_peak_bytes <= self.gpu_limit - OVERSHOOT_BYTES:
-            return free  # the cap changes nothing
+        if self.gpu_limit is None:
+            return free, None
+        cap = self.gpu_limit - OVERSHOOT_BYTES
+        # The allocator frees its cache if a whole request does not fit, also if it would only take a part of it anew.
+        if free.reserved_peak_bytes + max(size for _, size, _ in tape) <= cap:
+            return free, None
         left_free = self.margins if layout.fate is Fate.APPLIED else 1
-        caps = self.gpu_limit - OVERSHOOT_BYTES, room_under(self.gpu_limit, left_free)
-        return self.simulations.memory_under(layout, *caps)
+        memory, found = self.simulations.memory_under(layout, cap, room_under(self.gpu_limit, left_free))
+        return memory, found if found < cap else None
 
 
 def gpu_plan(question: Question) -> Plan:

@@ -106,11 +106,12 @@ class Simulations:
                 self._runs[key] = None
         return self._runs[key]
 
-    def memory_under(self, layout: Layout, *caps: int) -> Memory:
-        """Returns the memory figures under the first of `caps` with which the layout completes. If it completes with
-        none, takes the smallest cap that suffices. A layout may fail under a cap but complete under a smaller one."""
-        found = next(filter(None, (self.run(layout, cap) for cap in caps)), None)
-        return found or self.run(layout, self.smallest_cap_bytes(layout))
+    def memory_under(self, layout: Layout, *caps: int) -> tuple[Memory, int]:
+        """Returns the memory figures under the first of `caps` with which the layout completes, and that cap. If it
+        completes with none, takes the smallest cap that suffices: a layout may fail under a cap but complete under a
+        smaller one, under which the allocator frees its cache at another time."""
+        cap = next((cap for cap in caps if self.run(layout, cap) is not None), None) or self.smallest_cap_bytes(layout)
+        return self.run(layout, cap), cap
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
         """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""

@@ -96,7 +96,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
         plan = plan_here(question, device, ranks, aside, said.append, saved)
-    Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes)
+    Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes)
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
         _, state = model.read(checkpoints, model.identity(), said.append, required=True)

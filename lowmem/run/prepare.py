@@ -255,7 +255,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             refuse_another_run(*saved, identity)
 
         budget = Budget(device, settings.gpu_limit_bytes, share.settings.ram_limit_bytes)
-        budget.apply(plan.gpu_reserved_peak_bytes)
+        budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes)
         budget.enter("load")
         model, weights = build(question, plan, tokenizer, device, ranks, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)

@@ -211,7 +211,7 @@ def test_a_control_group_that_is_too_small_is_refused_before_loading(train, tmp_
 
 
 def test_a_busy_gpu_is_refused_before_loading(train, tmp_path, capsys, monkeypatch):
-    def busy(self, planned_bytes):
+    def busy(self, *_):
         raise LowmemError("the GPU is busy")
 
     monkeypatch.setattr(Budget, "apply", busy)

@@ -21,7 +21,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import Chunk
 from lowmem.errors import InputError, PlanError
-from lowmem.limits import CONTEXT_BYTES, ram_now_bytes
+from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
 from lowmem.planning.answer import answer
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
@@ -127,6 +127,20 @@ def test_the_timeline_covers_one_step_and_reaches_the_peak_which_leaves_a_margin
     assert seconds == sorted(seconds) and 0 <= seconds[0] and seconds[-1] <= plan.step_seconds
     assert max(allocated for _, allocated, _ in plan.timeline) == plan.gpu_allocated_peak_bytes
     assert plan.gpu_allocated_peak_bytes <= 400 * MIB - MARGIN_BYTES and plan.gpu_reserved_peak_bytes <= 400 * MIB
+
+
+def test_a_layout_that_completes_only_under_a_smaller_cap_asks_the_allocator_for_that(monkeypatch):
+    """A run under the cap itself would run out of memory once, and a plan would say other bytes than its run takes."""
+    words = GPT2Config(n_layer=2, n_embd=512, n_head=8, vocab_size=50_000, n_positions=256)
+    fixed = {"config": words, "micro_batch": 1, "recompute": "on", "states": "streamed", "group": 1}
+    roomy = plan_for(**fixed)
+    limit = smallest_cap(roomy.gpu_reserved_peak_bytes)  # closer than the gradient of 100 MB
+    assert roomy.allocator_bytes is None is plan_for(**fixed, gpu_limit_bytes=limit).allocator_bytes
+    run, fails = Simulations.run, limit - OVERSHOOT_BYTES
+    monkeypatch.setattr(gpu_plan, "Simulations", Simulations)  # nothing is shared
+    monkeypatch.setattr(Simulations, "run", lambda *given: None if given[2] == fails else run(*given))
+    plan = plan_for(**fixed, gpu_limit_bytes=limit)
+    assert plan.gpu_reserved_peak_bytes <= plan.allocator_bytes < fails
 
 
 def test_the_same_plan_is_made_every_time(monkeypatch):
