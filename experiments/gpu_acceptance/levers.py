@@ -1,9 +1,9 @@
 """Measures how much single changes speed up a step on this card: the same step with each and without, by turns.
 
-    norms          one kernel each way, inside the product that follows, and an output in 16 bit (core/norms.py)
-    last product   a block that runs again skips it without a mode that watches every operation (core/recompute.py)
-    head           its products take a multiple of 8 words, and the rest apart (core/loss.py)
-    recordings     a segment's operations are repeated without the model's Python (core/recordings.py)
+    norms             one kernel each way, inside the product that follows, and an output in 16 bit (core/norms.py)
+    skipped product   a block that runs again leaves out its last product (core/products.py)
+    head              its products take a multiple of 8 words, and the rest apart (core/loss.py)
+    recordings        a segment's operations are repeated without the model's Python (core/recordings.py)
 
 Everything is on the card, and blocks run again in backward; nothing is copied. The first step of each way is not
 timed. One more step with all changes, and one without any, is recorded: seconds in which a kernel ran, and the longest
@@ -26,7 +26,7 @@ from experiments.gpu_acceptance import timeline
 from experiments.harness.child import Result, Setting
 from experiments.harness.measured import capped_device, random_step, sixteen_bit
 from lowmem import device as devices
-from lowmem.core import layers, loss, recompute
+from lowmem.core import layers, loss
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
@@ -37,7 +37,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
-LEVERS = ("norms", "last product", "head", "recordings")
+LEVERS = ("norms", "skipped product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
 LEARNING_RATE = 1e-5
@@ -80,7 +80,7 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
     runs = {name: _run(no_norms if "norms" in left_out else norms, left_out, shape) for name, left_out in ways.items()}
     for run in runs.values():
         run()
-        run()  # what the first one has learnt is put to the test, and then recorded
+        run()  # from here on segments are repeated, if there was one micro-batch
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 if setting.dry_run else ROUNDS):
         for name, run in runs.items():
@@ -108,13 +108,15 @@ def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out:
 
 
 def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callable[[], None]:
-    words = step.operations.decoder.head_weight.shape[0]
+    decoder = step.operations.decoder
+    words, skippable = decoder.head_weight.shape[0], decoder.skippable_layers
     tokens = torch.randint(0, words, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
-    batch, numbers, learnt = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count(), {}
+    batch, numbers = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count()
     recordings = None if "recordings" in left_out else Recordings()
 
     def run() -> None:
-        step.operations.skippable_products, step.operations.recordings = learnt, recordings
+        decoder.skippable_layers = [None] * len(skippable) if "skipped product" in left_out else skippable
+        step.operations.recordings = recordings
         with _left_out(left_out):
             step(batch, next(numbers), LEARNING_RATE)
 
@@ -127,8 +129,6 @@ def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
     with ExitStack() as stack:
         if "norms" in levers:
             stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
-        if "last product" in levers:
-            stack.enter_context(patch.object(recompute, "replace", lambda last, tried: last))
         if "head" in levers:
             stack.enter_context(patch.object(loss, "_aligned", lambda words: [slice(0, words)]))
         yield

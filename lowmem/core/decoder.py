@@ -26,6 +26,7 @@ from lowmem.core.logits import Followed, LogitFunction
 from lowmem.errors import InputError
 
 Extra = tuple[tuple, dict[str, Any]]  # a block's positional and keyword arguments after the hidden state
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Decoder:
         self.architecture = type(model).__name__
         self._refuse_unsupported()
         self.blocks = self._find_blocks()
+        # Each block's layer whose matrix product need not be computed again for backward, or None (products.py).
+        self.skippable_layers: list[nn.Module | None] = [None] * len(self.blocks)
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
@@ -136,7 +139,7 @@ class Decoder:
 
     def run_once(self) -> None:
         """Runs `embed`, the blocks, `final` and the head once, on `example`. Parameters may be on the meta device."""
-        with _AnswerYes():
+        with AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
     # --- for comparisons; training never has all logits
@@ -238,7 +241,7 @@ class Decoder:
         head_output = self.head_weight.new_zeros((1, 1, self.head_weight.shape[0]))
         with (
             torch.no_grad(),
-            _AnswerYes(),
+            AnswerYes(),
             self._blocks_replaced(lambda hidden, *_, **__: self._as_block_output(hidden)),
             Followed(head_output) as followed,
         ):
@@ -270,7 +273,7 @@ class Decoder:
 
             hook = nn.modules.module.register_module_forward_pre_hook(note)
             try:
-                with torch.no_grad(), _AnswerYes(), self._blocks_replaced(pass_on), forward_replaced(self._head, _stop):
+                with torch.no_grad(), AnswerYes(), self._blocks_replaced(pass_on), forward_replaced(self._head, _stop):
                     shapes.append(self._run(input_ids).shape)
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 failure = f" ({error})"
@@ -282,11 +285,29 @@ class Decoder:
         raise InputError(f"{self.architecture} cannot be taken apart into embedding, blocks and head{failure}")
 
 
+def kind_of(block: nn.Module) -> tuple:
+    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate alike."""
+    return tuple(
+        (
+            name,
+            type(module),
+            getattr(vars(module).get("forward"), "kind", None),  # of the layers of core/layers.py
+            tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str | None) and key not in _PLACES
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
 def _stop(value: Tensor) -> None:
     raise _Stop(value)
 
 
-class _AnswerYes(TorchFunctionMode):
+class AnswerYes(TorchFunctionMode):
     """Answers True if the model asks a yes-or-no question of a meta tensor, such as "are all tokens real?". Meta
     tensors have no answer, and True will do to see which modules run."""
 

@@ -11,8 +11,7 @@ well, which spares the processor a call of Python in each direction.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
+from lowmem.core.dry_run import LayerMode, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.products import MATRIX_PRODUCTS, LayerMode
+from lowmem.core.products import MATRIX_PRODUCTS
 from lowmem.core.recorder import address_of
 
 PROGRAMS = 512  # that share the rows in backward, at most: four for each multiprocessor of the largest cards
@@ -175,33 +175,12 @@ def join_to_products(
 def _readers(
     model: nn.Module, norms: dict[nn.Module, Norm], run: Callable[[], object], dtype: torch.dtype
 ) -> "_Readers":
-    for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
-        with _without_data(model, dtype, with_buffers), torch.no_grad(), _Readers(norms, dtype) as readers:
-            with suppress(Exception):  # whatever a model says that does not run without data
-                run()
-                return readers
-    return _Readers(norms, dtype)
+    def watched() -> _Readers:
+        with torch.no_grad(), _Readers(norms, dtype) as readers:
+            run()
+        return readers
 
-
-@contextmanager
-def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`. Afterwards all
-    are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    before = [dict(table) for table in tables]
-    try:
-        for table, tensors in zip(tables, before, strict=True):
-            for name, tensor in tensors.items():
-                is_parameter = isinstance(tensor, nn.Parameter)
-                if tensor is not None and (is_parameter or with_buffers):
-                    kind = dtype if is_parameter and tensor.dim() >= 2 else tensor.dtype
-                    empty = torch.empty_like(tensor, device="meta", dtype=kind)
-                    table[name] = nn.Parameter(empty) if is_parameter else empty
-        yield
-    finally:
-        for table, tensors in zip(tables, before, strict=True):
-            table.clear()
-            table.update(tensors)
+    return dry_run(model, dtype, watched) or _Readers(norms, dtype)
 
 
 class _Readers(LayerMode):

@@ -18,19 +18,14 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
-from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment, SkippableProducts
+from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
 from lowmem.core.recordings import Recordings
 
 Result = TypeVar("Result")
 
 
 class Operations:
-    """Executes the operations of a step on `decoder`, whose numbers are in `store`.
-
-    `skippable_products`: {kind of segment: its last matrix product, which need not be computed when the segment runs
-    again} (recompute.py). `kind(segment, extras)` returns a segment's key in that dict. Segments with equal keys can
-    skip the same product.
-    """
+    """Executes the operations of a step on `decoder`, whose numbers are in `store`."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
         """Takes `update`, the function that updates weights (UpdateFunction). If it is None, the device and
@@ -38,9 +33,7 @@ class Operations:
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self._update = update or (fused.update if decoder.fused_kernels else eager)
-        self.skippable_products: SkippableProducts = {}
         self.recordings: Recordings | None = Recordings()
-        self.kind: Callable[[Segment, Sequence[Extra]], Hashable] = lambda segment, extras: segment
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
@@ -67,8 +60,7 @@ class Operations:
         """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. `extras`:
         arguments of all blocks besides their input. Returns the output [B, T, D], and the tensors that
         `segment_backward` needs."""
-        last_is_needed = self.skippable_products.get(self.kind(segment, extras), 0) is None
-        run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout, last_is_needed)
+        run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
         output = self._repeated("forward", lambda: run()[0], segment, extras, (hidden, dropout))
@@ -91,10 +83,7 @@ class Operations:
         """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the
         segment's output. `saved`: from `segment_forward`. Adds the gradients of the segment's parameters to their
         accumulators."""
-        kind = self.kind(segment, extras)
-        run = partial(
-            recompute.backward, self.decoder, segment, saved, extras, dropout, gradient, self.skippable_products, kind
-        )
+        run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
         return self._repeated("backward", run, segment, extras, (gradient, saved.boundary, dropout))
@@ -136,8 +125,7 @@ class Operations:
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
-        learnt = partial(self.skippable_products.get, self.kind(segment, extras))
-        return self.recordings.run((name, segment), run, arguments, of_segment, blocks, learnt)
+        return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
         """Computes the loss of the head on `final` [B, T, D], summed over tokens. With `scale`, also returns `scale`

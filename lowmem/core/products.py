@@ -2,11 +2,14 @@
 
 These operations take nearly all of a block's time, so only norms, activation functions and sums are computed twice
 (docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
+Often backward does not need a block's last product. `skippable_layers` finds out, and `product_skipped` leaves it out.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowmem.core.decoder import forward_replaced
+from lowmem.core.decoder import AnswerYes, Decoder, forward_replaced, kind_of
+from lowmem.core.dry_run import LayerMode, dry_run
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
@@ -49,35 +53,13 @@ class Kept:
     generator_state: Tensor | None  # after it, if it took random numbers
 
 
-class LayerMode(TorchDispatchMode):
-    """Notes in `called` which module was called last inside `with`. A base class of dispatch modes."""
-
-    def __init__(self):
-        super().__init__()
-        self.called: nn.Module | None = None
-
-    def __enter__(self):
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._calls)
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self._hook.remove()
-        self.called = None
-        return super().__exit__(*exception)
-
-    def _calls(self, module: nn.Module, _) -> None:
-        self.called = module
-
-
 class ProductRecorder(TorchDispatchMode):
     """Records the outputs of matrix products and attention in `kept`, in order. The entry of an output that is changed
-    in place afterwards becomes None. `last_matrix_product`: the index of the last entry, if it is a plain matrix
-    product."""
+    in place afterwards becomes None."""
 
     def __init__(self):
         super().__init__()
         self.kept: list[Kept | None] = []
-        self.last_matrix_product: int | None = None
         self._numbers: dict[int, int] = {}  # {address of a kept tensor's storage: number of the product}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -89,101 +71,118 @@ class ProductRecorder(TorchDispatchMode):
                 if number is not None:
                     self.kept[number] = None
         if is_kept(func, args):
-            number = len(self.kept)
-            self.last_matrix_product = number if func in MATRIX_PRODUCTS else None
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
             for tensor in _tensors(copies):
-                self._numbers[tensor.untyped_storage()._cdata] = number
+                self._numbers[tensor.untyped_storage()._cdata] = len(self.kept)
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
             self.kept.append(Kept(copies, state))
         return result
 
 
-class ProductReplayer(LayerMode):
+class ProductReplayer(TorchDispatchMode):
     """Returns, when a block is recomputed, the outputs in `kept` (from ProductRecorder) instead of computing them. A
-    product whose entry is None is computed.
+    product whose entry is None is computed."""
 
-    `unneeded`: the index of a matrix product whose output is returned without values. If its values turn out to be
-    needed, `missed` becomes True, and the results must not be used. `last_matrix_product`: as for ProductRecorder.
-    `layers`: for each matrix product, the module that was called last before it. `skipped`: the module for the unneeded
-    product; None if that product has not run.
-    """
-
-    def __init__(self, kept: Sequence[Kept | None] | None, unneeded: int | None):
+    def __init__(self, kept: Sequence[Kept | None]):
         super().__init__()
-        self.last_matrix_product: int | None = None
-        self.missed = False
-        self.layers: list[nn.Module | None] = []
-        self.skipped: nn.Module | None = None
-        self._kept, self._unneeded = kept, unneeded
-        self._products = 0  # so far
-        self._without_values: set[StorageWeakRef] = set()
-        self._watch: saved_tensors_hooks | None = None
-
-    def __exit__(self, *exception):
-        self._kept = None
-        if self._watch is not None:
-            self._watch.__exit__(*exception)
-            self._watch = None  # it refers to this object
-        return super().__exit__(*exception)
+        self._kept = iter(kept)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if is_kept(func, args):
-            number = self._products
-            self._products += 1
-            self.last_matrix_product = number if func in MATRIX_PRODUCTS else None
-            if self.last_matrix_product is not None:
-                self.layers.append(self.called)
-            if number == self._unneeded == self.last_matrix_product:
-                self.skipped = self.called
-                return self._shape_alone(*(args[index] for index in MATRIX_PRODUCTS[func]))
-            kept = self._kept[number] if self._kept is not None and number < len(self._kept) else None
+            kept = next(self._kept, None)
             if kept is not None:
                 if kept.generator_state is not None:
                     _generator(kept.result).set_state(kept.generator_state)
                 return kept.result
-        result = func(*args, **(kwargs or {}))
-        if self._without_values:
-            self._follow(func, args, kwargs, result)
-        return result
+        return func(*args, **(kwargs or {}))
 
-    def _shape_alone(self, left: Tensor, right: Tensor) -> Tensor:
-        result = left.new_empty(left.shape[0], right.shape[1])
-        self._without_values.add(StorageWeakRef(result.untyped_storage()))
-        self._watch = saved_tensors_hooks(self._saved, lambda tensor: tensor)
-        self._watch.__enter__()
-        return result
 
-    def _follow(self, func, args, kwargs, result) -> None:
-        if func in _WITHOUT_VALUES or not any(map(self._has_no_values, _tensors((args, kwargs)))):
-            return
-        if func in _READS:
-            self.missed = True
-        outputs = _tensors(result) + (_written(func, args, kwargs or {}) if func._schema.is_mutable else [])
-        if func is _aten.native_dropout.default:
-            outputs = outputs[:1]  # the mask is drawn, not computed
-        self._without_values.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
-
-    def _has_no_values(self, tensor: Tensor) -> bool:
-        return StorageWeakRef(tensor.untyped_storage()) in self._without_values
-
-    def _saved(self, tensor: Tensor) -> Tensor:
-        self.missed |= self._has_no_values(tensor)
-        return tensor.detach()  # an operation that saves its own output would keep itself alive through its graph
+class _ProductSkipper(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in MATRIX_PRODUCTS:
+            left, right = (args[index] for index in MATRIX_PRODUCTS[func])
+            return left.new_empty(left.shape[0], right.shape[1])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its only matrix product inside `with`: its output then has the right shape, but no
-    values."""
+    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values."""
     forward = layer.forward
 
     def skipping(*arguments, **keywords):
-        with ProductReplayer(None, unneeded=0):
+        with _ProductSkipper():
             return forward(*arguments, **keywords)
 
     with forward_replaced(layer, skipping):
         yield
+
+
+class _LastProduct(LayerMode):
+    """Notes which layer makes the last matrix product inside `with`, and whether backward needs its values.
+
+    `layer`: that layer; None if another kept operation, such as attention, comes after the last matrix product.
+    `needed`: whether autograd saves that product or anything computed from it, or Python code reads its values.
+    `products`: how many matrix products each module makes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer: nn.Module | None = None
+        self.needed = False
+        self.products: Counter[nn.Module | None] = Counter()
+        self._computed_from: set[StorageWeakRef] = set()  # storages of the last product and what is computed from it
+        self._watch = saved_tensors_hooks(self._saved, lambda tensor: tensor)
+
+    def __enter__(self):
+        self._watch.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._watch.__exit__(*exception)
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if is_kept(func, args):
+            self.layer, self.needed = (self.called if func in MATRIX_PRODUCTS else None), False
+            self.products[self.called] += func in MATRIX_PRODUCTS
+            self._computed_from = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(result)}
+        elif func not in _WITHOUT_VALUES and any(map(self._is_computed_from, _tensors((args, kwargs)))):
+            self.needed |= func in _READS
+            outputs = _tensors(result) + (_written(func, args, kwargs or {}) if func._schema.is_mutable else [])
+            if func is _aten.native_dropout.default:
+                outputs = outputs[:1]  # the mask is drawn, not computed
+            self._computed_from.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
+        return result
+
+    def _is_computed_from(self, tensor: Tensor) -> bool:
+        return StorageWeakRef(tensor.untyped_storage()) in self._computed_from
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        self.needed |= self._is_computed_from(tensor)
+        return tensor.detach()  # an operation that saves its own output would keep itself alive through its graph
+
+
+def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
+    """Returns for each block of `decoder` the layer that makes its last matrix product. Returns None for a block if
+    backward needs that product's values, or the layer makes other products. `dtype`: of the matrices."""
+    return dry_run(decoder.model, dtype, partial(_skippable_layers, decoder)) or [None] * len(decoder.blocks)
+
+
+def _skippable_layers(decoder: Decoder) -> list[nn.Module | None]:
+    found: dict[tuple, str | None] = {}  # the layer's name, by kind of block
+    with torch.no_grad(), AnswerYes():
+        hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
+    for index, block in enumerate(decoder.blocks):
+        if (kind := kind_of(block)) not in found:
+            with torch.enable_grad(), _LastProduct() as last:
+                decoder.block(index, hidden.detach().requires_grad_(), extras[index])
+            alone = last.products[last.layer] == 1 and not last.needed
+            names = (name for name, module in block.named_modules() if module is last.layer)
+            found[kind] = next(names, None) if alone else None
+    names = (found[kind_of(block)] for block in decoder.blocks)
+    return [name and block.get_submodule(name) for name, block in zip(names, decoder.blocks, strict=True)]
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.modules import module as of_modules
 
 from lowmem.core.recorder import Recorder, Recording, address_of, geometry_of, holders_if_alone
 
-RUNS_BEFORE = 2  # runs of a segment before it is recorded: they find out which products can be skipped
+RUNS_BEFORE = 1  # run of a segment before it is recorded: a short training is over before a recording pays
 MOST_SHAPES = 4  # of arguments, per segment and direction
 _PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -35,13 +35,12 @@ class Recordings:
 
     def run(
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
-        modules: Sequence[nn.Module], learnt: Callable[[], object],
+        modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
         """Returns `run()`, or repeats its recorded operations for these `arguments` and `extras`, and returns their
         result. The first of `arguments` is a tensor. `extras`: each block's arguments besides its input.
 
         `name`: calls with equal names run the same code. `modules`: those whose parameters and buffers `run` uses.
-        `learnt()`: its value must be the same before and after `run`; otherwise nothing is recorded.
         """
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
@@ -60,11 +59,9 @@ class Recordings:
         if _hooked(modules):
             known[shape] = None
             return run()
-        before = learnt()
         with Recorder(arguments, modules, holders_if_alone()) as recorder:
             result = run()
-        if learnt() == before:
-            known[shape] = recorder.recording(result)
+        known[shape] = recorder.recording(result)
         return result
 
     def forget_if_changed(self, model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tok
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.norms import join_to_products
 from lowmem.core.precision import WORKING_DTYPES
+from lowmem.core.products import skippable_layers
 from lowmem.errors import InputError, first_line, some_of
 from lowmem.models.gguf_cache import SUFFIX
 from lowmem.models.recognize import check_fields, config_fields, needs_code, no_config, not_found
@@ -224,6 +225,7 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
         join_to_products(model, decoder.blocks, decoder.run_once, dtype)
+    decoder.skippable_layers = skippable_layers(decoder, dtype)
     return decoder
 
 

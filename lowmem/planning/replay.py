@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lowmem.core.batch import Batch
-from lowmem.core.decoder import Extra
+from lowmem.core.decoder import Extra, kind_of
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, State
 from lowmem.core.parameters import Part, Piece
@@ -25,7 +25,6 @@ from lowmem.core.recompute import ALL, INPUT, Dropout, SavedSegment, Segment
 from lowmem.cudasim.recorder import Recorder, Region
 
 META = torch.device("meta")
-_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
 
 
 class _ReplayedGraph(int):
@@ -77,12 +76,11 @@ class ReplayedOperations:
         self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by the address of the extras, which are alive
         self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
-            operations.skippable_products, self._rehearsed = known.setdefault("learnt", ({}, set()))
+            self._rehearsed = known.setdefault("rehearsed", set())
             if "kinds" not in known:
                 kinds = [kind_of(block) for block in decoder.blocks]
                 known["kinds"] = [kinds.index(kind) for kind in kinds]
             self._kinds = known["kinds"]
-        operations.kind = self._kind
         operations.recordings = None  # it is this class that repeats
 
     def begin(self) -> None:
@@ -165,10 +163,9 @@ class ReplayedOperations:
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
         """Executes a segment of a new kind (see _kind) forward and backward, without recording it on the tape. Later
-        the tape only needs replays of it. The first backward pass differs from later ones: it finds out which products
-        can be skipped. And a forward pass can be replayed only if its backward pass can."""
+        the tape only needs replays of it, because a forward pass can be replayed only if its backward pass can."""
         kind = (*self._kind(segment, extras), hidden.shape)
-        if kind in self._rehearsed:
+        if self._known is None or kind in self._rehearsed:
             return
         self._rehearsed.add(kind)
         parts = self._parts_of(segment)
@@ -181,19 +178,10 @@ class ReplayedOperations:
             self.segment_backward(segment, saved, extras, dropout, gradient)
 
         with self._recorder.off_the_tape():
-            known, self._known = self._known, None
-            with self._recorder.paused():
-                known_products = self._operations.skippable_products  # also from blocks of other shapes
-                if segment.keep != ALL and kind[:-1] not in known_products:
-                    run()
-                if segment.keep != ALL:
-                    run()  # what was learnt is put to the test
-            self._known = known
-            if known is not None:
-                for part in parts:
-                    part.gradient = None
-                run()  # makes the accumulators
-                run()  # adds to them
+            for part in parts:
+                part.gradient = None
+            run()  # makes the accumulators
+            run()  # adds to them
             for part, gradient in zip(parts, gradients, strict=True):
                 part.gradient = gradient
 
@@ -307,21 +295,3 @@ def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyp
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()
-
-
-def kind_of(block: nn.Module) -> tuple:
-    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate alike."""
-    return tuple(
-        (
-            name,
-            type(module),
-            getattr(vars(module).get("forward"), "kind", None),  # of the layers of core/layers.py
-            tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | float | str | None) and key not in _PLACES
-            ),
-        )
-        for name, module in block.named_modules()
-    )

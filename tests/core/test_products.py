@@ -1,4 +1,4 @@
-"""What is kept is handed out again bit for bit; what is left out is not needed, or is computed after all."""
+"""What is kept is handed out again bit for bit; what is left out is not needed."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -11,17 +11,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, FalconConfig
 
-from families import FAMILIES, POST_NORM
-from lowmem.core import products, recompute
+from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM
+from lowmem.core import products
 from lowmem.core.decoder import Decoder
-from lowmem.core.products import ProductRecorder, ProductReplayer, is_kept
-from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, LastProduct, Segment, backward, forward
+from lowmem.core.products import (
+    ProductRecorder,
+    ProductReplayer,
+    _LastProduct,
+    is_kept,
+    product_skipped,
+    skippable_layers,
+)
+from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
+from lowmem.models.build import make_decoder
 from reference import VOCABULARY, tiny_model
 from tests.core.test_recompute import assert_same
 
 aten = torch.ops.aten
 NAME = Dropout(1, 2, 3)
 BLOCK = range(1, 2)
+NEED_THEIR_LAST_PRODUCT = {"opt_projected": FAMILIES["opt_projected"], **POST_NORM}
 
 
 class Counting(TorchDispatchMode):
@@ -36,33 +45,48 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_run_again(family: str, keep: str, monkeypatch) -> set[int]:
-    """Products computed in a block's later runs, once it has been learnt which can be left out."""
-    decoder, lessons = Decoder(tiny_model(family).train()), {}
+def made(family: str) -> Decoder:
+    decoder = Decoder(tiny_model(family).train())
+    decoder.skippable_layers = skippable_layers(decoder, torch.float32)
+    return decoder
+
+
+def products_run_again(family: str, keep: str) -> int:
+    """How many products a block computes when it runs again: the last calls of its backward's first half."""
+    decoder, segment = made(family), Segment(BLOCK, keep)
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
-    counts = []
-    again = recompute._run_again
-
-    def counted(*arguments):
-        with Counting() as counting:
-            output = again(*arguments)
-        counts.append(sum(n for operation, n in counting.operations.items() if operation in set_of_products))
-        return output
-
-    set_of_products = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
-    monkeypatch.setattr(recompute, "_run_again", counted)
-    for _ in range(4):
-        output, saved = forward(decoder, Segment(BLOCK, keep), hidden, extras, NAME, lessons.get(BLOCK, 0) is None)
-        backward(decoder, Segment(BLOCK, keep), saved, extras, NAME, torch.ones_like(output), lessons, BLOCK)
-    return set(counts[1:])
+    output, saved = forward(decoder, segment, hidden, extras, NAME)
+    with pytest.MonkeyPatch.context() as patched, Counting() as counting:
+        patched.setattr(Tensor, "backward", lambda *_: None)
+        backward(decoder, segment, saved, extras, NAME, torch.ones_like(output))
+    return sum(count for operation, count in counting.operations.items() if operation in PRODUCTS_OF_BLOCKS)
 
 
-def test_a_second_run_computes_all_products_but_the_last_or_none(monkeypatch):
-    assert products_run_again("gpt2", INPUT, monkeypatch) == {4}  # qkv, attention, projection, the MLP's first
-    assert products_run_again("gpt2", PRODUCTS, monkeypatch) == {0}
-    assert products_run_again("llama", INPUT, monkeypatch) == {7}
-    assert products_run_again("llama", PRODUCTS, monkeypatch) == {0}
+PRODUCTS_OF_BLOCKS = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+
+def test_a_second_run_computes_all_products_but_the_last_or_none():
+    assert products_run_again("gpt2", INPUT) == 4  # qkv, attention, projection, the MLP's first
+    assert products_run_again("gpt2", PRODUCTS) == 0
+    assert products_run_again("llama", INPUT) == 7
+    assert products_run_again("llama", PRODUCTS) == 0
+
+
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES | ENCODER_DECODERS
+EXPERTS_ALONE = {"mixtral", "olmoe"}  # the last product is one of all experts together
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_layer_is_found_in_each_block_but_where_a_norm_comes_last(family, precision):
+    found = make_decoder(ALL_FAMILIES[family](), precision, "fp32", precision == "bf16").skippable_layers
+    # transformers' experts run without data in 16 bit alone
+    without = family in NEED_THEIR_LAST_PRODUCT or family in EXPERTS_ALONE or (family, precision) == DEEPSEEK_IN_FP32
+    assert [layer is None for layer in found] == [without] * len(found)
+
+
+DEEPSEEK_IN_FP32 = "deepseek_v2", "fp32"
 
 
 class Branches(torch.nn.Module):
@@ -79,67 +103,31 @@ class Branches(torch.nn.Module):
         return x + y
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_from_the_third_run_on_only_the_layer_that_skips_its_product_is_watched(calls, monkeypatch):
-    """If the layer makes other products, too, the whole block is watched each time."""
-    block = Branches(calls)
-    decoder = SimpleNamespace(blocks=[block], block=lambda index, hidden, extra: block(hidden))
-    watched, tanhs = [], []
-    dispatch = ProductReplayer.__torch_dispatch__
-
-    def counted(self, func, *others):
-        watched.append(func)
-        return dispatch(self, func, *others)
-
-    monkeypatch.setattr(ProductReplayer, "__torch_dispatch__", counted)
-    lessons, gradients = {}, []
-    for _ in range(4):
-        block.zero_grad()
-        hidden = torch.linspace(-1, 1, 8).view(1, 2, 4)
-        segment = Segment(range(1), INPUT)
-        _, saved = forward(decoder, segment, hidden, [None], NAME)
-        found = backward(decoder, segment, saved, [None], NAME, torch.ones(1, 2, 4), lessons, 0)
-        tanhs.append(watched.count(aten.tanh.default))
-        watched.clear()
-        gradients.append({"boundary": found} | {name: p.grad.clone() for name, p in block.named_parameters()})
-    for other in gradients[1:]:
-        assert_same(other, gradients[0])
-    assert lessons == {0: LastProduct(calls - 1, "layer" if calls == 1 else None, tried=calls == 1)}
-    assert tanhs == ([1, 1, 0, 0] if calls == 1 else [2, 2, 2, 2])
-
-
 class Experts(torch.nn.Module):
-    """Makes as many products as its input says, and one that backward needs."""
+    """Makes as many products as its input says."""
 
     def __init__(self):
         super().__init__()
         self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-        self.last = torch.nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x
         for expert in self.experts[: int(x[0, 0, 0])]:
-            y = y + torch.tanh(expert(y))
-        return x + torch.tanh(self.last(y))
+            x = x + expert(x)
+        return x
 
 
-def test_a_product_that_a_run_did_not_come_to_has_not_been_tried():
-    block = Experts()
-    decoder = SimpleNamespace(blocks=[block], block=lambda index, hidden, extra: block(hidden))
-    lessons = {}
-    for experts in (3, 2, 2, 3):
-        hidden = torch.full((1, 2, 4), float(experts))
-        found = []
-        for learnt in (lessons, {0: None}):
-            block.zero_grad()
-            _, saved = forward(decoder, Segment(range(1), INPUT), hidden, [None], NAME)
-            boundary = backward(decoder, Segment(range(1), INPUT), saved, [None], NAME, torch.ones(1, 2, 4), learnt, 0)
-            found.append({"boundary": boundary, "last": block.last.weight.grad.clone()})
-        assert_same(*found)
+@pytest.mark.parametrize(("block", "name"), [(Branches(1), "layer"), (Branches(2), None), (Experts(), None)])
+def test_only_a_layer_with_one_product_in_each_run_is_found(block, name):
+    blocks = torch.nn.ModuleList([block])
+    decoder = SimpleNamespace(
+        model=blocks, blocks=blocks, block=lambda index, hidden, extra: block(hidden), example=lambda words: (),
+        embed=lambda: (torch.empty(1, 2, 4, device="meta"), [None]), head_weight=torch.empty(8, 4),
+    )  # fmt: skip
+    assert skippable_layers(decoder, torch.float32) == [name and block.get_submodule(name)]
 
 
 def kept_bytes(keep: str) -> int:
-    decoder = Decoder(tiny_model("gpt2").train())
+    decoder = made("gpt2")
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
     _, saved = forward(decoder, Segment(BLOCK, keep), hidden, extras, NAME)
@@ -172,43 +160,39 @@ class Storages(TorchDispatchMode):
         return sum(not reference.expired() for reference in self._made.values())
 
 
-NEED_THEIR_LAST_PRODUCT = {"opt_projected": FAMILIES["opt_projected"], **POST_NORM}
-
-
 @pytest.mark.parametrize("keep", [INPUT, PRODUCTS])
 @pytest.mark.parametrize("family", NEED_THEIR_LAST_PRODUCT)
-def test_a_last_product_that_is_needed_is_computed_after_all_and_no_graph_stays(family, keep):
+def test_a_last_product_that_is_needed_is_computed_again_and_no_graph_stays(family, keep):
     """Their blocks end in a norm, which saves its input for backward, and some norms an output of their own, too."""
     torch.manual_seed(0)
     decoder = Decoder(AutoModelForCausalLM.from_config(NEED_THEIR_LAST_PRODUCT[family]()).train())
+    decoder.skippable_layers = skippable_layers(decoder, torch.float32)
     with torch.no_grad():
         hidden, extras = decoder.embed(torch.arange(24).view(2, 12) % VOCABULARY)
 
     def gradients(keep: str) -> dict[str, Tensor]:
-        lessons, segment = {}, Segment(BLOCK, keep)
-        for _ in range(3):
-            decoder.model.zero_grad()
-            output, saved = forward(decoder, segment, hidden, extras, NAME, lessons.get(BLOCK, 0) is None)
-            weight = torch.linspace(-1, 1, output.numel()).view_as(output)
-            with Storages() as storages:
-                boundary = backward(decoder, segment, saved, extras, NAME, weight, lessons, BLOCK)
-            results = {"boundary": boundary} | {n: p.grad for n, p in decoder.blocks[1].named_parameters()}
-            assert storages.alive() == len({t.untyped_storage()._cdata for t in results.values()})
-        assert lessons == ({} if keep == ALL else {BLOCK: None})
+        segment = Segment(BLOCK, keep)
+        output, saved = forward(decoder, segment, hidden, extras, NAME)
+        weight = torch.linspace(-1, 1, output.numel()).view_as(output)
+        decoder.model.zero_grad()
+        with Storages() as storages:
+            boundary = backward(decoder, segment, saved, extras, NAME, weight)
+        results = {"boundary": boundary} | {n: p.grad for n, p in decoder.blocks[1].named_parameters()}
+        assert storages.alive() == len({t.untyped_storage()._cdata for t in results.values()})
         return {name: gradient.clone() for name, gradient in results.items()}
 
     assert_same(gradients(keep), gradients(ALL))
 
 
-def second_run(function, x: Tensor, unneeded: int | None = None) -> tuple[Tensor, Tensor, ProductReplayer]:
-    """(first output, second output, the mode of the second run); the generator's state is the same before both."""
+def second_run(function, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(first output, second output); the generator's state is the same before both."""
     torch.manual_seed(7)
     with ProductRecorder() as recorder:
         first = function(x)
     torch.manual_seed(7)
-    with ProductReplayer(recorder.kept, unneeded) as replayer:
+    with ProductReplayer(recorder.kept):
         second = function(x)
-    return first, second, replayer
+    return first, second
 
 
 def test_what_is_drawn_after_a_kept_operation_that_draws_is_the_same_again(monkeypatch):
@@ -216,7 +200,7 @@ def test_what_is_drawn_after_a_kept_operation_that_draws_is_the_same_again(monke
     monkeypatch.setattr(products, "is_kept", lambda operation, args: args[1:2] == (0.25,))
     x = torch.ones(100, requires_grad=True)
     function = lambda x: torch.native_dropout(torch.native_dropout(x, 0.25, True)[0], 0.5, True)[0]  # noqa: E731
-    first, second, _ = second_run(function, x)
+    first, second = second_run(function, x)
     assert torch.equal(first, second) and 0 < first.count_nonzero() < 100
 
 
@@ -231,7 +215,7 @@ def test_what_is_drawn_after_a_kept_operation_that_draws_is_the_same_again(monke
 )
 def test_a_kept_output_that_was_changed_in_place_is_computed_anew(function):
     x = torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_()
-    first, second, _ = second_run(function, x)
+    first, second = second_run(function, x)
     assert torch.equal(first, second)
 
 
@@ -250,27 +234,50 @@ def test_blocks_that_add_in_place_change_no_bit_in_segments_of_two():
         decoder.model.zero_grad()
         segment = Segment(range(0, 2), keep)
         output, saved = forward(decoder, segment, hidden, extras, NAME)
-        backward(decoder, segment, saved, extras, NAME, torch.ones_like(output), {}, 0)
+        backward(decoder, segment, saved, extras, NAME, torch.ones_like(output))
         found.append({name: p.grad.clone() for name, p in decoder.model.named_parameters() if p.grad is not None})
     assert_same(*found)
 
 
-@pytest.mark.parametrize(("function", "missed"), [
-    (lambda x: x + x @ x, False), (lambda x: x + torch.native_dropout(x @ x, 0.5, True)[0], False),
-    (lambda x: x + torch.nn.functional.dropout(x @ x, 0.5), False),
-    (lambda x: x + 3 * (x @ x).view(8, 2).view(4, 4), False), (lambda x: x + (x @ x).exp(), True),
-    (lambda x: x * (x @ x), True), (lambda x: torch.nn.functional.layer_norm(x + x @ x, [4]), True),
-    (lambda x: (x @ x) @ x, True), (lambda x: x if (x @ x).sum() > 0 else -x, True),
+class Between(torch.nn.Module):
+    """Adds to its input what `then` makes of a product of it."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.layer, self.then = torch.nn.Linear(4, 4, bias=False), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(x, self.layer(x))
+
+
+@pytest.mark.parametrize(("then", "needed"), [
+    (lambda x, y: x + y, False), (lambda x, y: x + torch.native_dropout(y, 0.5, True)[0], False),
+    (lambda x, y: x + torch.nn.functional.dropout(y, 0.5), False),
+    (lambda x, y: x + 3 * y.view(8, 2).view(4, 4), False), (lambda x, y: x + y.exp(), True),
+    (lambda x, y: x * y, True), (lambda x, y: torch.nn.functional.layer_norm(x + y, [4]), True),
+    (lambda x, y: y.clone().mul_(2).exp() + x, True), (lambda x, y: x if y.sum().item() > 0 else -x, True),
+    (lambda x, y: x + x.mul(y.detach()), True), (lambda x, y: x[y.detach().nonzero()[:, 0]], True),
 ])  # fmt: skip
-def test_a_product_that_backward_needs_is_found_out(function, missed):
-    x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-    _, output, replayer = second_run(function, x, unneeded=0)
-    assert replayer.missed == missed
-    if not missed:
+def test_a_product_that_backward_needs_is_found_out(then, needed):
+    block, x = Between(then), torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+    with _LastProduct() as last:
+        block(x)
+    assert last.layer is block.layer and last.needed == needed
+    if not needed:
         torch.manual_seed(7)
-        (expected,) = torch.autograd.grad(function(x).sum(), x)
+        (expected,) = torch.autograd.grad(block(x).sum(), x)
+        torch.manual_seed(7)
+        with product_skipped(block.layer):
+            output = block(x)
         (gradient,) = torch.autograd.grad(output.sum(), x)
         assert torch.equal(gradient, expected)
+
+
+def test_attention_after_the_last_product_leaves_no_layer_to_skip():
+    block = Between(lambda x, y: x + torch.nn.functional.scaled_dot_product_attention(x[None], x[None], y[None])[0])
+    with _LastProduct() as last:
+        block(torch.ones(4, 4).requires_grad_())
+    assert last.layer is None
 
 
 def test_queries_times_keys_are_recomputed_and_what_they_weigh_is_kept():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import fuse_gelu
+from lowmem.core.products import skippable_layers
 from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Dropout, Segment, backward, forward
 from reference import VOCABULARY, tiny_model
 
@@ -16,13 +17,12 @@ CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(24).view(2, 12) * 7 % VOCABULARY
 
 
-def run(
-    family: str, dropout: float, segment_blocks: int, keep: str, name: Dropout, lessons: dict | None = None, **config
-) -> dict[str, Tensor]:
+def run(family: str, dropout: float, segment_blocks: int, keep: str, name: Dropout, **config) -> dict[str, Tensor]:
     """Forward and backward through all blocks in segments: output, the boundary's gradient, every parameter's."""
     model = tiny_model(family, dropout, **config).train()
     decoder = Decoder(model)
-    lessons = {} if lessons is None else lessons
+    decoder.skippable_layers = skippable_layers(decoder, torch.float32)
+    assert None not in decoder.skippable_layers
     with torch.no_grad():
         name.begin(-1, CPU)
         hidden, extras = decoder.embed(INPUT_IDS)
@@ -30,7 +30,7 @@ def run(
     saved = []
     for segment in segments:
         before = hidden
-        hidden, kept = forward(decoder, segment, before, extras, name, lessons.get(segment, 0) is None)
+        hidden, kept = forward(decoder, segment, before, extras, name)
         assert not hidden.requires_grad
         assert (kept.output is None) == (kept.boundary is before) == (keep != ALL)
         assert (kept.products is None) == (keep != PRODUCTS)
@@ -40,7 +40,7 @@ def run(
     for segment in reversed(segments):
         torch.rand(3)  # whatever else the run draws from the generator in between must not matter
         kept = saved.pop()
-        gradient = backward(decoder, segment, kept, extras, name, gradient, lessons, segment)
+        gradient = backward(decoder, segment, kept, extras, name, gradient)
         assert kept.output is kept.products is None
     results["boundary"] = gradient
     return results | {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
@@ -60,10 +60,7 @@ def test_recompute_changes_no_bit_of_output_boundary_gradient_and_parameter_grad
     assert all(tensor.count_nonzero() > 0 for tensor in kept.values())
     assert_same(run(family, dropout, 4, ALL, name), kept)
     for keep, segment_blocks in itertools.product((INPUT, PRODUCTS), (1, 3, 4)):
-        lessons = {}
-        assert_same(run(family, dropout, segment_blocks, keep, name, lessons), kept)
-        assert None not in lessons.values(), "the last product of these blocks can be left out"
-        assert_same(run(family, dropout, segment_blocks, keep, name, lessons), kept)  # with what has been learnt
+        assert_same(run(family, dropout, segment_blocks, keep, name), kept)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

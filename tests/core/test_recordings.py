@@ -21,7 +21,6 @@ from reference import tiny_model
 from steps import make_batch
 
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
-NOTHING_LEARNT = lambda: None  # noqa: E731
 VALUES_DECIDE = {"mixtral", "olmoe", "deepseek_v2"}  # which rows an expert gets
 
 
@@ -166,7 +165,7 @@ def runs(kept: Recordings, function, module: nn.Module, count: int = RUNS_BEFORE
         x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             expected = function(module, x.clone())
-            found = kept.run("it", lambda x=x: function(module, x), (x,), [], [module], NOTHING_LEARNT)
+            found = kept.run("it", lambda x=x: function(module, x), (x,), [], [module])
         assert torch.equal(found, expected), seed
 
 
@@ -198,7 +197,7 @@ def test_parameters_are_those_of_the_moment_and_calls_are_made_anew():
     for number in range(6):
         with torch.no_grad():
             module.weight.data = torch.full((5, 3), float(number))  # as when weights arrive in another buffer
-            assert kept.run("it", run, (x,), [], [module], NOTHING_LEARNT)[0, 0] == 3 * number
+            assert kept.run("it", run, (x,), [], [module])[0, 0] == 3 * number
     assert len(calls) == 6 and all(call is x for call in calls)
 
 
@@ -212,10 +211,10 @@ def test_what_differs_in_shape_in_other_arguments_or_in_shared_memory_is_recorde
         ((other,), keywords) = extras[0]
         other = other[0] if isinstance(other, tuple) else other
         run = lambda other=other, keywords=keywords: x * other * [*keywords.values()][0]  # noqa: E731
-        assert kept.run("it", run, (x,), extras, [], NOTHING_LEARNT).eq(expected).all()
+        assert kept.run("it", run, (x,), extras, []).eq(expected).all()
     assert len(kept._known["it"]) == MOST_SHAPES
     kept._known.clear()
-    kept.run("it", lambda: x + 1, (x,), [((object(),), {})], [], NOTHING_LEARNT)
+    kept.run("it", lambda: x + 1, (x,), [((object(),), {})], [])
     assert not kept._known, "what cannot be compared is never recorded"
 
 
@@ -224,13 +223,6 @@ def test_only_the_last_shapes_are_kept():
     for rows in range(1, 4 + MOST_SHAPES):
         runs(kept, RECORDED["products and views"], table(), rows=rows)
     assert len(kept._known["it"]) == MOST_SHAPES
-
-
-def test_nothing_is_recorded_while_something_is_learnt():
-    kept, x, learnt = Recordings(), torch.ones(2, 3), iter(range(100))
-    for _ in range(6):
-        kept.run("it", lambda: x + 1, (x,), [], [], lambda: next(learnt))
-    assert found_in(kept) == RUNS_BEFORE
 
 
 def test_an_error_while_it_is_recorded_leaves_nothing_behind():
@@ -244,10 +236,10 @@ def test_an_error_while_it_is_recorded_leaves_nothing_behind():
     for number in range(RUNS_BEFORE + 3):
         if number == RUNS_BEFORE:
             with pytest.raises(torch.OutOfMemoryError):
-                kept.run("it", run, (x,), [], [], NOTHING_LEARNT)
+                kept.run("it", run, (x,), [], [])
             assert recorder._active is None
         else:
-            assert kept.run("it", run, (x,), [], [], NOTHING_LEARNT).eq(2).all()
+            assert kept.run("it", run, (x,), [], []).eq(2).all()
     assert type(found_in(kept)) is Recording
 
 
@@ -276,7 +268,7 @@ def test_a_result_is_freed_where_it_was_freed():
 
     kept, x, dead = Recordings(), torch.ones(2, 3), Dead()
     for _ in range(RUNS_BEFORE + 3):
-        kept.run("it", run, (x,), [], [], NOTHING_LEARNT)
+        kept.run("it", run, (x,), [], [])
     assert type(found_in(kept)) is Recording
     assert dead == [[True, False]] * (RUNS_BEFORE + 3)
 

@@ -47,7 +47,7 @@ MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_ov
 RANKS = "distributed/test_bits.py::test_ranks_train_as_one_process_that_sums_in_as_many_parts"
 MACHINES = f"{RANKS}[4-2-bf16]"
 
-RUN_AGAIN = "output = _run_again(decoder, segment, products, boundary, extras, dropout, skippable, kind)"
+RUN_AGAIN = "            output = _run(decoder, segment.blocks, boundary, extras, dropout)"
 SEGMENT_FORWARD = "segment, hidden[index], extras[index], work.dropouts[index]"
 EMBED_BACKWARD = """\
         hidden, _ = self.decoder.embed(*micro_batch.inputs)
@@ -200,12 +200,12 @@ MUTATIONS = (
     _change("core/operations.py", "the embeddings' backward has other dropout masks than their forward",
         "        dropout.begin(-1, self.store.device)\n        hidden, _",
         "        dropout.begin(-2, self.store.device)\n        hidden, _", EMBEDDINGS),
-    _change("core/recompute.py", "a last product that backward needs is not computed again",
-        "    if not replayer.missed:\n        return output", "    if True:\n        return output", PRODUCTS),
-    _change("core/recompute.py", "a layer skips all its products instead of the last",
-        "alone = replayer.layers.count(layer) == 1", "alone = replayer.layers.count(layer) >= 1", PRODUCTS),
-    _change("core/recompute.py", "a product counts as tried in a run that did not come to it",
-        "replayer.skipped is block.get_submodule(last.layer)", "not replayer.missed", PRODUCTS),
+    _change("core/products.py", "a block leaves out a last product that backward needs", " and not last.needed", "",
+        PRODUCTS),
+    _change("core/products.py", "a layer skips all its products instead of the last",
+        "last.products[last.layer] == 1", "last.products[last.layer] >= 1", PRODUCTS),
+    _change("core/products.py", "a product counts as not needed though what is computed from it is saved",
+        "self._computed_from.update(", "set().update(", PRODUCTS),
     _change("core/recompute.py", "a repeated block has the dropout masks of the recorded one",
         "repeated(Dropout.begin, dropout, index, hidden.device)", "dropout.begin(index, hidden.device)", RECORDINGS),
     _change("core/recordings.py", "a block is repeated for arguments with other values",
@@ -240,8 +240,7 @@ MUTATIONS = (
     _change("core/loss.py", "the gradient of the words that 8 does not divide is left out", "beta=len(others))",
         "beta=0)", "core/test_fused.py"),
     _change("core/products.py", "products that are kept are handed out one place too early",
-        "kept = self._kept[number] if self._kept is not None",
-        "kept = self._kept[max(number - 4, 0)] if self._kept is not None", PRODUCTS, RECOMPUTE),
+        "self._kept = iter(kept)", "self._kept = iter([*kept[-4:], *kept])", PRODUCTS, RECOMPUTE),
     _change("core/layers.py", "norms compute in 16 bit", CAST_NORM,
         CAST_NORM.replace("x.float(), *gate, **keywords).to(x.dtype)", "x, *gate, **keywords)"), PRECISION),
     # going on

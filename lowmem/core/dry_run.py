@@ -1,0 +1,61 @@
+"""Runs a model's code once on tensors without data, to see what its layers do."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
+
+
+def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
+    """Returns `run()`, during which the parameters of `model` are on the meta device, matrices in `dtype`. Returns None
+    if the model does not run without data."""
+    for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
+        with _without_data(model, dtype, with_buffers), suppress(Exception):  # whatever a model says that needs data
+            return run()
+    return None
+
+
+@contextmanager
+def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
+    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`. Afterwards all
+    are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        for table, tensors in zip(tables, before, strict=True):
+            for name, tensor in tensors.items():
+                is_parameter = isinstance(tensor, nn.Parameter)
+                if tensor is not None and (is_parameter or with_buffers):
+                    kind = dtype if is_parameter and tensor.dim() >= 2 else tensor.dtype
+                    empty = torch.empty_like(tensor, device="meta", dtype=kind)
+                    table[name] = nn.Parameter(empty) if is_parameter else empty
+        yield
+    finally:
+        for table, tensors in zip(tables, before, strict=True):
+            table.clear()
+            table.update(tensors)
+
+
+class LayerMode(TorchDispatchMode):
+    """Notes in `called` which module was called last inside `with`. A base class of dispatch modes."""
+
+    def __init__(self):
+        super().__init__()
+        self.called: nn.Module | None = None
+
+    def __enter__(self):
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._calls)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._hook.remove()
+        self.called = None
+        return super().__exit__(*exception)
+
+    def _calls(self, module: nn.Module, _) -> None:
+        self.called = module
