@@ -6,6 +6,7 @@ conftest.py gives them the marker `exhaustive`. A test that is not named runs wh
 
 QUICK_CASES = {
     # training steps: every layout in fp32, and each kind of training in a few layouts
+    "stream_order/test_stream_order.py::test_the_checker_finds_what_is_taken_out": 0,
     "core/test_step.py::test_packed_documents_train_as_in_rows_of_their_own": 3,
     "core/test_ragged.py::test_placement_and_order_change_no_bit_of_ragged_batches": 1,
     "core/test_parameters.py::test_masters_come_back_as_they_were_written": 12,
@@ -31,6 +32,7 @@ QUICK_CASES = {
     "core/test_fused.py::test_what_is_computed_otherwise_is_found": 2,
     "core/test_fused.py::test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling": 2,
     # ranks: the first cases, with two ranks
+    "run/test_torchrun.py::test_a_killed_rank_costs_no_bit": 0,
     "distributed/test_bits.py::test_ranks_train_as_one_process_that_sums_in_as_many_parts": 5,
     "distributed/test_bits.py::test_bytes_sent_are_those_of_weights_and_gradients_for_any_number_of_micro_batches": 4,
     "distributed/test_bits.py::test_losses_are_those_of_one_process_but_for_rounding": 1,
@@ -41,6 +43,8 @@ QUICK_CASES = {
     "run/test_torchrun.py::test_a_rank_that_loads_takes_its_share_of_weights_and_states": 0,
     "run/test_torchrun.py::test_a_loop_of_one_s_own_trains_on_two_ranks": 0,
     # faults: every arrangement once, at a few operations
+    "faults/test_memory.py::test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch": 0,
+    "faults/test_machine.py::test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now": 0,
     "faults/test_stops.py::test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise": 0,
     "faults/test_memory.py::test_ram_that_runs_out_in_the_export_is_no_bad_input": 0,
     "faults/test_stops.py::test_a_cosine_that_had_ended_goes_on_at_a_constant_rate_where_that_is_asked_for": 0,
@@ -61,6 +65,10 @@ QUICK_CASES = {
     "faults/test_saves.py::test_a_save_that_ends_at_any_stage_leaves_a_valid_checkpoint": 3,
     "faults/test_saves.py::test_every_bit_comes_back_wherever_the_states_lie": 3,
     # whole runs
+    "run/test_trackers.py::test_samples_and_pictures_are_in_wandbs_run_and_one_that_goes_on_has_its_id": 0,
+    "run/test_best.py::test_samples_change_no_bit_and_are_kept_over_a_stop": 0,
+    "run/test_ending.py::test_what_was_neither_saved_nor_exported_is_said_to_be_lost": 1,
+    "run/test_states_on_disk.py::test_an_interrupted_run_goes_on_with_its_states_elsewhere": 0,
     "run/test_scripts.py::test_a_prompt_is_continued_before_and_after_and_changes_nothing": 1,
     "run/test_scripts.py::test_a_prompt_that_cannot_be_continued_costs_no_run": 1,
     "run/test_states_on_disk.py::test_gradients_that_wait_in_ram_beside_the_others_change_nothing_also_on_the_way": 0,
@@ -81,17 +89,18 @@ QUICK_CASES = {
     "run/test_scripts.py::test_every_optimizer_and_precision_trains_and_resumes_bitwise": 1,
     "run/test_scripts.py::test_plan_only_needs_neither_gpu_nor_weights_nor_network": 0,
     # plans
+    "planning/test_plan.py::test_with_weights_in_ram_and_states_on_a_disk_gradients_may_be_held": 0,
     "planning/test_plan.py::test_other_optimizers_are_planned_too": 1,
     "planning/test_plan.py::test_gradients_in_ram_leave_states_to_the_disk": 0,
     "planning/test_plan.py::test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk": 0,
     "planning/test_search.py::test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less": 1,
     "planning/test_plan.py::test_where_the_loss_is_scaled_gradients_wait_without_clipping_too": 0,
-    "planning/test_plan.py::test_a_batch_of_many_micro_batches_is_refused_in_a_sentence": 1,
+    "planning/test_plan.py::test_a_batch_of_many_micro_batches_is_refused_in_a_sentence": 0,
     "planning/test_plan.py::test_what_is_impossible_is_refused_in_one_sentence": 3,
     "published/test_published.py::test_the_committed_seconds_are_the_clocks": 1,
     "published/test_published.py::test_the_committed_peaks_are_the_simulations": 1,
     "planning/test_search.py::test_the_choice_is_nearly_the_best_of_an_exhaustive_run": 1,
-    "planning/test_search.py::test_with_states_on_a_disk_too_the_choice_is_nearly_the_best": 1,
+    "planning/test_search.py::test_with_states_on_a_disk_too_the_choice_is_nearly_the_best": 0,
     "planning/test_search.py::test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_less": 1,
     "planning/test_ram.py::test_a_run_ends_under_a_cap_just_above_its_plan_and_goes_on_under_it": 0,
     "planning/test_plan.py::test_a_folder_that_is_not_needed_changes_no_plan": 0,
@@ -106,6 +115,7 @@ QUICK_CASES = {
     "published/test_published.py::test_step_times_of_others_are_predicted_no_worse_than_they_were": 0,
     "published/test_published.py::test_peaks_of_others_are_predicted_no_worse_than_they_were": 0,
     # models and data
+    "models/test_gguf.py::test_a_run_from_a_gguf_file_has_the_bits_of_one_from_the_folder": 0,
     "models/test_compatibility.py::test_the_small_copy_of_a_decoder_of_any_size_comes_apart_in_either_precision": 4,
     "models/test_config_switches.py::test_the_model_is_trained_and_exported_and_what_was_set_is_said": 6,
     "models/test_load_and_export.py::test_family_is_built_read_and_exported_bit_for_bit": 6,
@@ -120,6 +130,8 @@ QUICK_CASES = {
     "data/test_seams.py::test_any_text_cut_into_segments_keeps_its_tokens": 4,
     "data/test_seams.py::test_prompt_and_completion_are_the_tokens_of_their_text": 8,
     # experiments: one run of each program, and all that it refuses
+    "experiments/test_nested_tensors.py::test_one_command_makes_rows_tables_and_all_pictures": 0,
+    "experiments/test_pipeline_parallel.py::test_a_row_of_a_training_that_diverged_says_so": 0,
     "experiments/test_several_gpus.py::test_seconds_decide_on_a_card_and_are_told": 0,
     "experiments/test_gpu_acceptance.py::test_a_prediction_that_is_off_fails_and_says_what_lay_in_memory": 0,
     "experiments/test_host_time.py::test_a_step_counts_more_operations_with_more_blocks": 0,
@@ -146,7 +158,7 @@ QUICK_CASES = {
     "experiments/test_tensor_parallel.py::test_rounding_that_grows_with_the_steps_is_no_difference": 0,
     "experiments/test_tensor_parallel.py::test_a_training_that_diverges_is_no_success": 0,
     "experiments/test_seeds.py::test_a_claim_holds": 0,
-    "experiments/test_parallel_3d.py::test_a_mesh_trains_as_one_process": 2,
+    "experiments/test_parallel_3d.py::test_a_mesh_trains_as_one_process": 1,
     "experiments/test_parallel_3d.py::test_a_fault_is_seen": 3,
     "experiments/test_parallel_3d.py::test_theory_knows_the_parameters_of_the_whole_model": 4,
     "experiments/test_parallel_3d.py::test_copies_that_differ_are_named": 0,

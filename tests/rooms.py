@@ -112,7 +112,8 @@ def violations(root: Path = ROOT) -> list[str]:
 
 def floors(root: Path = ROOT) -> list[list[str]]:
     """The rooms by floor: each stands above all that it imports. CycleError where rooms import each other."""
-    sorter = TopologicalSorter({room: {imported for importer, imported in arrows(root) if importer == room}
+    found_arrows = arrows(root)
+    sorter = TopologicalSorter({room: {imported for importer, imported in found_arrows if importer == room}
                                 for room in ROOMS})  # fmt: skip
     sorter.prepare()
     found = []
