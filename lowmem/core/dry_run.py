@@ -1,14 +1,15 @@
 """Runs a model's code once on tensors without data, to see what its layers do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
+PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
@@ -18,6 +19,33 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # whatever a model says that needs data
             return run()
     return None
+
+
+def structure_of(model: nn.Module) -> list:
+    """Lists what decides which operations `model` runs: its modules, their hooks and other attributes. Leaves out
+    tensors, the training mode, and this project's own hooks."""
+    found: list = []
+    for module in model.modules():
+        found.append(module)
+        for name, value in vars(module).items():
+            values = value.values() if isinstance(value, dict) else (value,)
+            if name != "training":
+                found += [one for one in values if not isinstance(one, Tensor) and not is_ours(one)]
+    return found
+
+
+def is_ours(hook: object) -> bool:
+    """Returns True if `hook` is a function of this project, or a partial of one."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lowmem.")
+
+
+def equal(structure: Sequence, other: Sequence) -> bool:
+    """Returns True if two lists have the same objects, or equal numbers and strings."""
+    return len(structure) == len(other) and all(map(_same, structure, other))
+
+
+def _same(one, other) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowmem.core import optimizers, recompute
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
+from lowmem.core.dry_run import equal, structure_of
 from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
@@ -38,9 +39,11 @@ class Operations:
 
     def begin(self) -> None:
         """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
-        call."""
-        if self.recordings is not None:
-            self.recordings.forget_if_changed(self.decoder.model)
+        call. If a user has changed it since it was made, no layer skips its product from now on."""
+        decoder = self.decoder
+        if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
+            if not equal(structure_of(decoder.model), decoder.structure):
+                decoder.skippable_layers = [None] * len(decoder.blocks)
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
         """Returns `run()`. The caller must make sure that `run` does nothing that depends on more than `kind`, `shapes`

@@ -171,17 +171,18 @@ def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | N
 
 
 def _skippable_layers(decoder: Decoder) -> list[nn.Module | None]:
+    kinds = [kind_of(block) for block in decoder.blocks]
     found: dict[tuple, str | None] = {}  # the layer's name, by kind of block
     with torch.no_grad(), AnswerYes():
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
-    for index, block in enumerate(decoder.blocks):
-        if (kind := kind_of(block)) not in found:
+    for index, (block, kind) in enumerate(zip(decoder.blocks, kinds, strict=True)):
+        if kind not in found:
             with torch.enable_grad(), _LastProduct() as last:
                 decoder.block(index, hidden.detach().requires_grad_(), extras[index])
             alone = last.products[last.layer] == 1 and not last.needed
             names = (name for name, module in block.named_modules() if module is last.layer)
             found[kind] = next(names, None) if alone else None
-    names = (found[kind_of(block)] for block in decoder.blocks)
+    names = (found[kind] for kind in kinds)
     return [name and block.get_submodule(name) for name, block in zip(names, decoder.blocks, strict=True)]
 
 

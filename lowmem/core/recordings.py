@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 
+from lowmem.core.dry_run import PLAIN, equal, is_ours
 from lowmem.core.recorder import Recorder, Recording, address_of, geometry_of, holders_if_alone
 
 RUNS_BEFORE = 1  # run of a segment before it is recorded: a short training is over before a recording pays
 MOST_SHAPES = 4  # of arguments, per segment and direction
-_PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
@@ -64,13 +64,14 @@ class Recordings:
         known[shape] = recorder.recording(result)
         return result
 
-    def forget_if_changed(self, model: nn.Module) -> None:
+    def forget_if_changed(self, model: nn.Module) -> bool:
         """Drops all recordings if a module of `model`, one of its attributes or hooks, or a parameter's `requires_grad`
-        is not as it was in the last call."""
-        state = list(_state_of(model))
-        if len(state) != len(self._state) or not all(map(_same, state, self._state)):
+        is not as it was in the last call. Returns True if so, and in the first call."""
+        before, self._state = self._state, list(_state_of(model))
+        changed = not equal(before, self._state)
+        if changed:
             self._known.clear()
-        self._state = state
+        return changed
 
 
 def _state_of(model: nn.Module) -> Iterator:
@@ -84,10 +85,6 @@ def _state_of(model: nn.Module) -> Iterator:
             yield from (getattr(parameter, name) or {}).values()
 
 
-def _same(one, other) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
-
-
 def _hooked(modules: Iterable[nn.Module]) -> bool:
     """Returns True if `modules` or their parameters have hooks that this project did not register, or if PyTorch has
     hooks for all modules."""
@@ -97,7 +94,7 @@ def _hooked(modules: Iterable[nn.Module]) -> bool:
     for module in chain.from_iterable(module.modules() for module in modules):
         owners = [(module, _HOOKS), *((each, _HOOKS_OF_PARAMETERS) for each in module.parameters(recurse=False))]
         hooks += [hook for owner, names in owners for name in names for hook in (getattr(owner, name) or {}).values()]
-    return not all(str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lowmem.") for hook in hooks)
+    return not all(map(is_ours, hooks))
 
 
 def _tensors(values: Iterable) -> Iterator[Tensor]:
@@ -128,7 +125,7 @@ def _shape_of(arguments: Iterable) -> tuple | None:
     for value in arguments:
         if isinstance(value, Tensor) and value.layout is torch.strided:
             shape.append((addresses.setdefault(address_of(value), len(addresses)), *geometry_of(value)))
-        elif type(value) in _PLAIN:
+        elif type(value) in PLAIN:
             shape.append((type(value), value))
         else:
             return None

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, GPT2Config, Pretraine
 from lowmem import hub
 from lowmem.config_switches import set_padding, without_switches
 from lowmem.core.decoder import Decoder
+from lowmem.core.dry_run import structure_of
 from lowmem.core.encoder_decoder import decoder_start as decoder_start
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
@@ -225,7 +226,7 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
         join_to_products(model, decoder.blocks, decoder.run_once, dtype)
-    decoder.skippable_layers = skippable_layers(decoder, dtype)
+    decoder.skippable_layers, decoder.structure = skippable_layers(decoder, dtype), structure_of(model)
     return decoder
 
 

@@ -28,15 +28,21 @@ def recorded(step) -> list[object]:
     return [found for known in step.operations.recordings._known.values() for found in known.values()]
 
 
-def train(family: str, repeats: bool, rows=8, change=lambda model: None, **kind):
+UNCHANGED = lambda model: None  # noqa: E731
+
+
+def train(family: str, repeats: bool, rows=8, change=UNCHANGED, **kind):
     """Three steps. `change` is called with the model before the last one."""
     config = ALL_FAMILIES[family]()
     step, store = make_step(build_model(config), random_weights(config, seed=0), **PLAIN | kind)
     if not repeats:
         step.operations.recordings = None
     batches = [make_batch(seed, rows, 24) for seed in range(3)]
+    skippable = step._decoder.skippable_layers
     before_step = lambda step, index: index == 2 and change(step._decoder.model)  # noqa: E731
-    return trainings.train(step, store, batches, before_step=before_step), step
+    outcome = trainings.train(step, store, batches, before_step=before_step)
+    assert change is not UNCHANGED or step._decoder.skippable_layers is skippable
+    return outcome, step
 
 
 @pytest.mark.parametrize("family", sorted(ALL_FAMILIES, key=lambda name: name not in ("gpt2", "llama", "mixtral")))
@@ -102,6 +108,24 @@ def test_what_a_user_changes_between_steps_counts(name):
     outcome, _ = train("gpt2", repeats=True, change=CHANGES[name])
     assert outcome.differences(plain) == []
     assert outcome.losses[2] != train("gpt2", repeats=True)[0].losses[2] or "gradients" in name or "frozen" in name
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_product_that_a_users_hook_needs_is_computed_again(at):
+    """The layer's product is skipped without the hook, whose gradient needs the product. At the first step, and later:
+    then it was skipped before."""
+    outcomes = []
+    for kept in (0, 4 / 3):  # all blocks run again, and none
+        step, store = make_step(tiny_model("gpt2"), **PLAIN | {"kept": kept})
+        assert None not in step._decoder.skippable_layers
+
+        def hook(step, index):
+            if index == at:
+                step._decoder.blocks[1].mlp.c_proj.register_forward_hook(lambda *given: torch.tanh(given[2]))
+
+        batches = [make_batch(seed, 8, 24) for seed in range(3)]
+        outcomes.append(trainings.train(step, store, batches, before_step=hook))
+    assert outcomes[0].differences(outcomes[1]) == []
 
 
 def test_a_segment_with_a_users_hook_is_not_recorded():
