@@ -57,7 +57,8 @@ class Budget:
             )
         limit = None if self.gpu_limit_bytes is None else max(self.gpu_limit_bytes - OVERSHOOT_BYTES, 0)
         if caps := [cap for cap in (limit, allocator_bytes) if cap is not None]:
-            torch.cuda.set_per_process_memory_fraction(min(caps) / total, self.device)
+            # PyTorch rounds the share of the card down to bytes.
+            torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def check_card(self) -> None:
         """Raises InputError, which names the largest possible cap, if the GPU cap is larger than the card."""

@@ -80,7 +80,7 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
     runs = {name: _run(no_norms if "norms" in left_out else norms, left_out, shape) for name, left_out in ways.items()}
     for run in runs.values():
         run()
-        run()  # from here on segments are repeated, if there was one micro-batch
+        run()  # a segment with one micro-batch is recorded in its second step
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(1 if setting.dry_run else ROUNDS):
         for name, run in runs.items():

@@ -287,7 +287,8 @@ class Decoder:
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate alike."""
+    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate
+    alike, and save alike for backward."""
     return tuple(
         (
             name,

@@ -87,7 +87,7 @@ class FusedProduct:
 
     @property
     def kind(self) -> bool:
-        """Returns a key: layers with equal keys allocate the same memory (planning/replay.py)."""
+        """Returns a key: layers with equal keys allocate the same memory (decoder.kind_of)."""
         return self.norm is not None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Norm:
 
     @property
     def kind(self) -> tuple:
-        """Returns a key: norms with equal keys allocate the same memory (planning/replay.py)."""
+        """Returns a key: norms with equal keys allocate the same memory (decoder.kind_of)."""
         return self.moved, self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:

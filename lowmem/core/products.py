@@ -33,7 +33,6 @@ _WHOLE = {
     _aten._grouped_mm.default,
 }
 _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zeros_like.default, _aten.ones_like.default}
-_READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.is_nonzero.default}
 
 
 def is_kept(operation, args: Sequence) -> bool:
@@ -60,6 +59,7 @@ class ProductRecorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.kept: list[Kept | None] = []
+        self._paused = False
         self._numbers: dict[int, int] = {}  # {address of a kept tensor's storage: number of the product}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -70,13 +70,28 @@ class ProductRecorder(TorchDispatchMode):
                 number = self._numbers.pop(tensor.untyped_storage()._cdata, None)
                 if number is not None:
                     self.kept[number] = None
-        if is_kept(func, args):
+        if is_kept(func, args) and not self._paused:
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
             for tensor in _tensors(copies):
                 self._numbers[tensor.untyped_storage()._cdata] = len(self.kept)
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
             self.kept.append(Kept(copies, state))
         return result
+
+    @contextmanager
+    def without(self, layer: nn.Module) -> Iterator[None]:
+        """Leaves the products of `layer` out of `kept`, inside `with`."""
+        forward = layer.forward
+
+        def unrecorded(*arguments, **keywords):
+            self._paused = True
+            try:
+                return forward(*arguments, **keywords)
+            finally:
+                self._paused = False
+
+        with forward_replaced(layer, unrecorded):
+            yield
 
 
 class ProductReplayer(TorchDispatchMode):
@@ -122,8 +137,8 @@ class _LastProduct(LayerMode):
     """Notes which layer makes the last matrix product inside `with`, and whether backward needs its values.
 
     `layer`: that layer; None if another kept operation, such as attention, comes after the last matrix product.
-    `needed`: whether autograd saves that product or anything computed from it, or Python code reads its values.
-    `products`: how many matrix products each module makes.
+    `needed`: whether autograd saves that product or anything computed from it.
+    `products`: how many kept operations each module makes.
     """
 
     def __init__(self):
@@ -146,13 +161,10 @@ class _LastProduct(LayerMode):
         result = func(*args, **(kwargs or {}))
         if is_kept(func, args):
             self.layer, self.needed = (self.called if func in MATRIX_PRODUCTS else None), False
-            self.products[self.called] += func in MATRIX_PRODUCTS
+            self.products[self.called] += 1
             self._computed_from = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(result)}
         elif func not in _WITHOUT_VALUES and any(map(self._is_computed_from, _tensors((args, kwargs)))):
-            self.needed |= func in _READS
             outputs = _tensors(result) + (_written(func, args, kwargs or {}) if func._schema.is_mutable else [])
-            if func is _aten.native_dropout.default:
-                outputs = outputs[:1]  # the mask is drawn, not computed
             self._computed_from.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
         return result
 
@@ -166,24 +178,24 @@ class _LastProduct(LayerMode):
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
     """Returns for each block of `decoder` the layer that makes its last matrix product. Returns None for a block if
-    backward needs that product's values, or the layer makes other products. `dtype`: of the matrices."""
-    return dry_run(decoder.model, dtype, partial(_skippable_layers, decoder)) or [None] * len(decoder.blocks)
+    backward needs that product's values, the layer makes other products, or the block does not run without data.
+    `dtype`: of the matrices."""
+    names: dict[tuple, str | None] = {}  # by kind of block
+    layers = []
+    for index, block in enumerate(decoder.blocks):
+        if (kind := kind_of(block)) not in names:
+            names[kind] = dry_run(decoder.model, dtype, partial(_skippable_layer, decoder, index))
+        layers.append(block.get_submodule(names[kind]) if names[kind] else None)
+    return layers
 
 
-def _skippable_layers(decoder: Decoder) -> list[nn.Module | None]:
-    kinds = [kind_of(block) for block in decoder.blocks]
-    found: dict[tuple, str | None] = {}  # the layer's name, by kind of block
+def _skippable_layer(decoder: Decoder, index: int) -> str | None:
     with torch.no_grad(), AnswerYes():
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
-    for index, (block, kind) in enumerate(zip(decoder.blocks, kinds, strict=True)):
-        if kind not in found:
-            with torch.enable_grad(), _LastProduct() as last:
-                decoder.block(index, hidden.detach().requires_grad_(), extras[index])
-            alone = last.products[last.layer] == 1 and not last.needed
-            names = (name for name, module in block.named_modules() if module is last.layer)
-            found[kind] = next(names, None) if alone else None
-    names = (found[kind] for kind in kinds)
-    return [name and block.get_submodule(name) for name, block in zip(names, decoder.blocks, strict=True)]
+    with torch.enable_grad(), _LastProduct() as last:
+        decoder.block(index, hidden.detach().requires_grad_(), extras[index])
+    names = (name for name, module in decoder.blocks[index].named_modules() if module is last.layer)
+    return next(names, None) if last.products[last.layer] == 1 and not last.needed else None
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:

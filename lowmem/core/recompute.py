@@ -73,10 +73,10 @@ def forward(
     if segment.keep == ALL:
         output = _run(decoder, segment.blocks, boundary, extras, dropout)
         return output.detach(), SavedSegment(boundary, output=output)
-    with ProductRecorder() as recorder:  # attention returns more with a graph, which is dropped
+    last = decoder.skippable_layers[segment.blocks[-1]]
+    with ProductRecorder() as recorder, nullcontext() if last is None else recorder.without(last):
+        # Attention returns more with a graph, which is dropped.
         output = _run(decoder, segment.blocks, boundary, extras, dropout).detach()
-    if decoder.skippable_layers[segment.blocks[-1]] is not None:
-        recorder.kept.pop()  # that layer's product, the last one
     return output, SavedSegment(hidden, products=recorder.kept)
 
 

@@ -106,10 +106,13 @@ class Simulations:
                 self._runs[key] = None
         return self._runs[key]
 
-    def memory_under(self, layout: Layout, *caps: int) -> tuple[Memory, int]:
-        """Returns the memory figures under the first of `caps` with which the layout completes, and that cap. If it
-        completes with none, takes the smallest cap that suffices: a layout may fail under a cap but complete under a
-        smaller one, under which the allocator frees its cache at another time."""
+    def memory_under(self, layout: Layout, widest: int, least: int | None = None) -> tuple[Memory, int]:
+        """Returns the memory figures under a cap with which the layout completes, and that cap: the largest, in steps
+        of 8 MiB, from `widest` down to `least` (None: the same). If it completes with none, takes the smallest cap that
+        suffices: a layout may fail under a cap but complete under a smaller one, under which the allocator frees its
+        cache at another time."""
+        least = widest if least is None else least
+        caps = (*range(widest, least, -8 * MIB), least)
         cap = next((cap for cap in caps if self.run(layout, cap) is not None), None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 

@@ -286,7 +286,9 @@ def test_memory_under_a_cap_that_holes_make_fail_is_that_under_a_smaller_one(sim
     monkeypatch.setattr(Simulations, "run", lambda self, layout, cap: cap if cap in suffice.values() else None)
     monkeypatch.setattr(Simulations, "smallest_cap_bytes", lambda self, *_: suffice["smallest"])
     assert simulations.memory_under(Layout(1), 8) == (5, 5)
-    assert simulations.memory_under(Layout(1), 8, 9) == simulations.memory_under(Layout(1), 9) == (9, 9)
+    assert simulations.memory_under(Layout(1), 12, 9) == simulations.memory_under(Layout(1), 9) == (9, 9)
+    suffice["next"] = 12 + 20 * MIB
+    assert simulations.memory_under(Layout(1), 12 + 28 * MIB, 9) == (12 + 20 * MIB,) * 2
 
 
 def test_the_smallest_cap_suffices_after_it_is_rounded(simulations, monkeypatch):
