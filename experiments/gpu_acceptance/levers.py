@@ -5,6 +5,8 @@
     head              its products take a multiple of 8 words, and the rest apart (core/loss.py)
     recordings        a segment's operations are repeated without the model's Python (core/recordings.py)
 
+Older rows have "last product": there a block left out that product, but every operation was watched.
+
 Everything is on the card, and blocks run again in backward; nothing is copied. The first step of each way is not
 timed. One more step with all changes, and one without any, is recorded: seconds in which a kernel ran, and the longest
 kernels.

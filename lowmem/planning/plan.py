@@ -46,7 +46,7 @@ class Plan:
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces
     seconds_with_more_ram: float | None = None  # of a step with a RAM cap 1 GiB higher; None if RAM does not limit
     faster_with_ram: tuple[int, float] | None = None  # (RAM, seconds of a step) of a faster plan that needs more RAM
-    allocator_bytes: int | None = None  # the allocator's cap, if the layout only completes under less than the limit
+    allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
     typical_tokens: int | None = None  # of a step with rows as long as the data's, as timed; None: full rows

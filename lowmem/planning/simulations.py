@@ -107,10 +107,9 @@ class Simulations:
         return self._runs[key]
 
     def memory_under(self, layout: Layout, widest: int, least: int | None = None) -> tuple[Memory, int]:
-        """Returns the memory figures under a cap with which the layout completes, and that cap: the largest, in steps
-        of 8 MiB, from `widest` down to `least` (None: the same). If it completes with none, takes the smallest cap that
-        suffices: a layout may fail under a cap but complete under a smaller one, under which the allocator frees its
-        cache at another time."""
+        """Returns the memory figures under a cap with which the layout completes, and that cap. It is the largest in
+        steps of 8 MiB from `widest` down to `least` (None: the same), or else the smallest cap that suffices. A layout
+        may fail under a cap and complete under a smaller one: the allocator then frees its cache at another time."""
         least = widest if least is None else least
         caps = (*range(widest, least, -8 * MIB), least)
         cap = next((cap for cap in caps if self.run(layout, cap) is not None), None) or self.smallest_cap_bytes(layout)

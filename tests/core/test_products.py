@@ -136,7 +136,20 @@ class Experts(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("block", "name"), [(Branches(1), "layer"), (Branches(2), None), (Experts(), None)])
+class Read(torch.nn.Module):
+    """Has Python read a product's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.layer(x).sum().item() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("block", "name"), [(Branches(1), "layer"), (Branches(2), None), (Experts(), None), (Read(), None)]
+)
 def test_only_a_layer_with_one_product_in_each_run_is_found(block, name):
     blocks = torch.nn.ModuleList([block])
     decoder = SimpleNamespace(

@@ -19,7 +19,7 @@ CHOSEN = (
 )
 
 
-pytestmark = pytest.mark.timeout(1200)  # whichever test comes first waits for all jobs
+pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for all jobs
 
 
 @pytest.fixture(scope="module")
