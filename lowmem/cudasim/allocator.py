@@ -20,8 +20,6 @@ SEGMENT_ROUNDING = 2 * MIB
 LARGE_WASTE = 1 * MIB  # the large pool splits only a rest larger than this
 ADDRESS_SPACE = LARGE_SEGMENT << 20  # of one expandable segment: more than any GPU has, a multiple of both page sizes
 
-FREE, USED, UNMAPPED = range(3)
-
 
 class SimulatedOutOfMemory(LowmemError):
     """Signals that an allocation fails under the memory cap, even after all cached segments were released."""
@@ -34,128 +32,117 @@ class SimulatedOutOfMemory(LowmemError):
         )
 
 
-class Block:
-    """Represents a range of addresses in one segment, with its neighbours `previous` and `next` there."""
-
-    __slots__ = ("address", "size", "arena", "state", "previous", "next")
-
-    def __init__(self, address: int, size: int, arena: "_Arena", state: int):
-        self.address, self.size, self.arena, self.state = address, size, arena, state
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-    def split(self, size: int, state: int) -> "Block":
-        """Shortens this block to its first `size` bytes. Returns the rest as a new block in `state`."""
-        rest = Block(self.address + size, self.size - size, self.arena, state)
-        self.size = size
-        _link(rest, self.next)
-        _link(self, rest)
-        return rest
-
-    def absorb_neighbours(self) -> None:
-        """Merges this block with neighbours of the same state, which leave the arena's lists."""
-        previous, following = self.previous, self.next
-        if previous is not None and previous.state == self.state:
-            self.arena.unlist(previous)
-            self.address = previous.address
-            self.size += previous.size
-            _link(previous.previous, self)
-        if following is not None and following.state == self.state:
-            self.arena.unlist(following)
-            self.size += following.size
-            _link(self, following.next)
-
-    def make_free(self) -> None:
-        self.state = FREE
-        self.absorb_neighbours()
-        self.arena.enlist(self)
-
-    def size_when_grown(self) -> int:
-        """Returns the size of this block and of the unmapped block behind it, if there is one."""
-        following = self.next
-        return self.size + following.size if following is not None and following.state == UNMAPPED else self.size
-
-
-def _link(first: Block | None, second: Block | None) -> None:
-    if first is not None:
-        first.next = second
-    if second is not None:
-        second.previous = first
-
-
 class _Arena:
-    """Lists the blocks of one pool on one stream: free ones by (size, address), unmapped ones by address."""
+    """Divides the addresses of one pool on one stream into ranges. `used`, `free` and `unmapped` are {address: bytes}
+    of those in use, free, and without memory. Free ranges that touch are merged, unmapped ones too."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.largest_waste = 0 if small or expandable else LARGE_WASTE
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+        self.used: dict[int, int] = {}
+        self.free: dict[int, int] = {}
+        self.unmapped: dict[int, int] = {}
+        self.segments: dict[int, int] = {}  # {address: bytes} of those that have a fixed size
+        self.by_size: list[tuple[int, int]] = []  # (bytes, address) of free ranges, sorted
+        self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
-    def enlist(self, block: Block) -> None:
-        if block.state == FREE:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
-
-    def unlist(self, block: Block) -> None:
-        if block.state == FREE:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-    def find(self, size: int) -> Block | None:
-        """Takes the best-fitting block from the list of free blocks, None if none is large enough."""
-        free = self.free
-        index = bisect_left(free, (size,))
-        if index == len(free):
+    def best_fit(self, size: int) -> int | None:
+        """Returns the place in `by_size` of the range to take `size` bytes from, None if none is large enough."""
+        by_size, unmapped = self.by_size, self.unmapped
+        place = bisect_left(by_size, (size,))
+        if place == len(by_size):
             return None
-        if self.unmapped:
-            # Prefer the block that can grow least; the search ends at the first that is no better, as in the source.
-            last = len(free) - 1
-            while index < last and free[index + 1][2].size_when_grown() < free[index][2].size_when_grown():
-                index += 1
-        return free.pop(index)[2]
+        # Prefer the range that can grow least; the search ends at the first that is no better, as in the source.
+        while place + 1 < len(by_size):
+            own, address = by_size[place]
+            more = unmapped.get(address + own)
+            if more is None:  # the next one is as large, or larger
+                break
+            other, address = by_size[place + 1]
+            if other + unmapped.get(address + other, 0) >= own + more:
+                break
+            place += 1
+        return place
 
-    def map_pages(self, block: Block, size: int) -> int:
-        """Maps pages under the first `size` bytes of an unmapped block. Returns the number of bytes mapped."""
-        mapped = _round_up(size, self.page_bytes)
-        self.unlist(block)
-        if mapped < block.size:
-            self.enlist(block.split(mapped, UNMAPPED))
-        block.make_free()
+    def use(self, place: int, size: int) -> int:
+        """Takes `size` bytes from a free range, or all of it. `place`: its place in `by_size`. Returns the address."""
+        available, address = self.by_size.pop(place)
+        del self.free[address]
+        rest, end = available - size, address + available
+        if rest > self.largest_waste:
+            self.free[address + size] = rest
+            self._starts[end] = address + size
+            insort(self.by_size, (rest, address + size))
+        else:
+            del self._starts[end]
+            size = available
+        self.used[address] = size
+        return address
+
+    def make_free(self, address: int, size: int) -> None:
+        """Adds a free range, and merges it with those that it touches."""
+        free, by_size, end = self.free, self.by_size, address + size
+        following = free.pop(end, None)
+        if following is not None:
+            del by_size[bisect_left(by_size, (following, end))]
+            end += following
+        before = self._starts.pop(address, None)
+        if before is not None:
+            del by_size[bisect_left(by_size, (address - before, before))]
+            address = before
+        size = end - address
+        free[address] = size
+        self._starts[end] = address
+        insort(by_size, (size, address))
+
+    def _remove(self, address: int) -> None:
+        size = self.free.pop(address)
+        del self._starts[address + size]
+        del self.by_size[bisect_left(self.by_size, (size, address))]
+
+    def map_pages(self, address: int, size: int) -> int:
+        """Maps pages under the first `size` bytes of an unmapped range. Returns the number of bytes mapped."""
+        mapped, available = _round_up(size, self.page_bytes), self.unmapped.pop(address)
+        if mapped < available:
+            self.unmapped[address + mapped] = available - mapped
+        self.make_free(address, mapped)
         return mapped
 
-    def unmap_pages(self, block: Block) -> int:
-        """Unmaps the pages that are wholly inside a free block. Returns the number of bytes unmapped."""
-        begin = _round_up(block.address, self.page_bytes)
-        end = (block.address + block.size) // self.page_bytes * self.page_bytes
+    def unmap_pages(self, address: int) -> int:
+        """Unmaps the pages that are wholly inside a free range. Returns the number of bytes unmapped."""
+        last = address + self.free[address]
+        begin, end = _round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
         if begin >= end:
             return 0
-        self.unlist(block)
-        if begin > block.address:
-            before, block = block, block.split(begin - block.address, FREE)
-            self.enlist(before)
-        if end < block.address + block.size:
-            self.enlist(block.split(end - block.address, FREE))
-        block.state = UNMAPPED
-        block.absorb_neighbours()
-        self.enlist(block)
+        self._remove(address)
+        for start, stop in ((address, begin), (end, last)):
+            if start < stop:
+                self.make_free(start, stop - start)
+        start = next((each for each, size in self.unmapped.items() if each + size == begin), begin)
+        self.unmapped[start] = end + self.unmapped.pop(end, 0) - start
         return end - begin
 
-    def place_to_grow(self, size: int) -> Block:
-        """Returns the first block, unmapped or free before an unmapped one, from whose start `size` bytes are
+    def place_to_grow(self, size: int) -> int:
+        """Returns the first address, of an unmapped range or of a free one before it, from which `size` bytes are
         unused."""
-        for _, block in self.unmapped:
-            if block.previous is not None and block.previous.state == FREE:
-                block = block.previous
-            room, part = 0, block
-            while room < size and part is not None and part.state != USED:
-                room += part.size
-                part = part.next
-            if room >= size:
-                return block
+        for address in sorted(self.unmapped):
+            start = end = self._starts.get(address, address)
+            while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):
+                end += part
+            if end - start >= size:
+                return start
         raise AssertionError("the address space of an expandable segment has an end")
+
+    def release_segment(self, address: int) -> int:
+        """Returns to the driver the segment at `address` if it is wholly free. Returns its bytes, else 0."""
+        size = self.free[address]
+        if self.segments.get(address) != size:
+            return 0
+        self._remove(address)
+        return self.segments.pop(address)
+
+
+Block = tuple[_Arena, int]  # the address of a range in use
 
 
 class CachingAllocator:
@@ -163,7 +150,8 @@ class CachingAllocator:
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
     bytes] each time memory is taken from the driver. An operation is a call of `allocate`, `free` or `empty_cache`,
-    counted from 0.
+    counted from 0. `wanted_peak_bytes`: the most that was reserved and asked of the driver at once. A cap of that much
+    or more changes nothing.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
@@ -171,6 +159,7 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.wanted_peak_bytes = 0
         self.growth: list[list[int]] = []
         self._operations = 0
         self._next_address = 0
@@ -186,24 +175,24 @@ class CachingAllocator:
             return None
         size = _round_up(size_bytes, ROUNDING)
         arena = self._arenas.get((size <= SMALL_LARGEST, stream)) or self._new_arena(size <= SMALL_LARGEST, stream)
-        block = arena.find(size) or self._grow(arena, size)
-        if block.size - size > arena.largest_waste:
-            arena.enlist(block.split(size, FREE))
-        block.state = USED
-        self.allocated_bytes += block.size
+        place = arena.best_fit(size)
+        address = arena.use(self._grow(arena, size) if place is None else place, size)
+        self.allocated_bytes += arena.used[address]
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
-        return block
+        return arena, address
 
     def free(self, block: Block | None) -> None:
         """Frees a block that `allocate` returned. Raises ValueError if the block is not in use."""
         self._operations += 1
         if block is None:
             return
-        if block.state != USED:
-            raise ValueError(f"the block at {block.address} is not allocated")
-        self.allocated_bytes -= block.size
-        block.make_free()
+        arena, address = block
+        size = arena.used.pop(address, None)
+        if size is None:
+            raise ValueError(f"the block at {address} is not allocated")
+        self.allocated_bytes -= size
+        arena.make_free(address, size)
 
     def empty_cache(self) -> None:
         """Returns wholly free segments to the driver; with expandable segments, wholly free pages."""
@@ -218,33 +207,33 @@ class CachingAllocator:
     def _new_arena(self, small: bool, stream: int) -> _Arena:
         arena = self._arenas[small, stream] = _Arena(small, self.expandable_segments)
         if self.expandable_segments:
-            arena.enlist(self._new_segment(arena, ADDRESS_SPACE, UNMAPPED))
+            arena.unmapped[self._new_addresses(ADDRESS_SPACE)] = ADDRESS_SPACE
         return arena
 
-    def _new_segment(self, arena: _Arena, size: int, state: int) -> Block:
-        self._next_address += size
-        return Block(self._next_address - size, size, arena, state)
+    def _new_addresses(self, size: int) -> int:
+        self._next_address += size + LARGE_SEGMENT  # with a gap, because ranges of two segments never merge
+        return self._next_address - size
 
-    def _grow(self, arena: _Arena, size: int) -> Block:
-        """Returns a block of at least `size` bytes with newly reserved memory; the block is not in the arena's lists.
-        At the cap, cached memory is released first. Raises SimulatedOutOfMemory if that is not enough."""
+    def _grow(self, arena: _Arena, size: int) -> int:
+        """Reserves memory for a free range of at least `size` bytes. Returns its place in the arena's `by_size`. At the
+        cap, cached memory is released first. Raises SimulatedOutOfMemory if that is not enough."""
         segment_bytes = _segment_bytes(size)
+        self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
             self._release_cached()
             if self.reserved_bytes + segment_bytes > self.limit_bytes:
                 raise SimulatedOutOfMemory(size, self.allocated_bytes, self.reserved_bytes, self.limit_bytes)
-        if not self.expandable_segments:
+        if self.expandable_segments:
+            address = arena.place_to_grow(size)
+            while (available := arena.free.get(address, 0)) < size:
+                hole = address + available  # unmapped, because free neighbours have merged
+                self._count_growth(arena.map_pages(hole, min(arena.unmapped[hole], size - available)))
+        else:
+            address = self._new_addresses(segment_bytes)
+            arena.segments[address] = segment_bytes
             self._count_growth(segment_bytes)
-            return self._new_segment(arena, segment_bytes, FREE)
-        block = arena.place_to_grow(size)
-        if block.state == UNMAPPED:
-            self._count_growth(arena.map_pages(block, min(block.size, size)))
-        while block.size < size:
-            hole = block.next  # unmapped, because free neighbours have merged
-            self._count_growth(arena.map_pages(hole, min(hole.size, size - block.size)))
-            block = hole  # it has absorbed the free block before it
-        arena.unlist(block)
-        return block
+            arena.make_free(address, segment_bytes)
+        return bisect_left(arena.by_size, (arena.free[address], address))
 
     def _count_growth(self, size: int) -> None:
         self.growth.append([self._operations - 1, size])
@@ -253,12 +242,9 @@ class CachingAllocator:
 
     def _release_cached(self) -> None:
         for arena in self._arenas.values():
-            for _, _, block in arena.free[:]:
-                if self.expandable_segments:
-                    self.reserved_bytes -= arena.unmap_pages(block)
-                elif block.previous is None and block.next is None:
-                    arena.unlist(block)
-                    self.reserved_bytes -= block.size
+            for _, address in arena.by_size[:]:
+                release = arena.unmap_pages if self.expandable_segments else arena.release_segment
+                self.reserved_bytes -= release(address)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lowmem.cudasim.allocator import CachingAllocator
+from lowmem.cudasim.allocator import Block, CachingAllocator
 from lowmem.device import expandable_segments as environment_expands
 
 FREED = -1  # stands in the place of a size
@@ -90,6 +90,7 @@ class Memory:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+    wanted_peak_bytes: int  # a cap of as many bytes or more changes nothing
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
     to_peak: Tape = field(repr=False)  # the tape up to the peak of allocated bytes
 
@@ -109,7 +110,7 @@ def under_cap(
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
-    handles: dict[int, int] = {}
+    handles: dict[int, Block | None] = {}
     timeline = []
     for chunk in tape.chunks:
         allocator.reset_peaks()
@@ -126,7 +127,8 @@ def under_cap(
     peaks = [allocated for _, allocated, _ in timeline] or [0]
     highest = max(peaks)
     to_peak = Tape(tape.chunks[: peaks.index(highest) + 1])
-    return Memory(highest, max((reserved for *_, reserved in timeline), default=0), timeline, to_peak)
+    reserved = max((reserved for *_, reserved in timeline), default=0)
+    return Memory(highest, reserved, allocator.wanted_peak_bytes, timeline, to_peak)
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:

@@ -35,15 +35,14 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
     """Returns the smallest index `kept` with which `found` fails in the model of the allocator. `found` itself fails.
-    Tries one less first, then bisects."""
-    runs, fails = -1, found.kept
-    tried = fails - 1
-    while fails - runs > 1:
+    Tries one less, then 2, 4, ... less until one completes, then bisects."""
+    completes, fails = -1, found.kept
+    while fails - completes > 1:
+        tried = max(fails - max(found.kept - fails, 1), (completes + fails) // 2)
         if simulations.fits(found.column.layout(tried, found.on_gpu), room.gpu):
-            runs = tried
+            completes = tried
         else:
             fails = tried
-        tried = (runs + fails) // 2
     return fails
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from lowmem.core.layout import Fate, Layout
-from lowmem.cudasim.tape import Memory, Tape
+from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, wants, what
@@ -67,7 +67,7 @@ class _Case:
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations
         simulated = simulations.record(found.layout, whole_first_step=True)
-        memory, smaller_cap = self._memory(found.layout, simulated.tape)
+        memory, smaller_cap = self._memory(found.layout)
         second_step = [
             (seconds - simulated.began, allocated, reserved)
             for seconds, allocated, reserved in memory.timeline
@@ -85,18 +85,13 @@ class _Case:
         base = simulations.base
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
-    def _memory(self, layout: Layout, tape: Tape) -> tuple[Memory, int | None]:
-        """Simulates the allocator for this layout, which has this `tape`. Returns its memory figures. The cap is that
-        of training, a little wider than the memory that the search fills. Also returns the cap that the allocator needs
-        to complete, if it must be smaller than that."""
-        free = self.simulations.run(layout, None)
+    def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
+        """Simulates the allocator for this layout. Returns its memory figures. The cap is that of training, a little
+        wider than the memory that the search fills. Also returns the cap that the allocator needs to complete, if it
+        must be smaller than that."""
         if self.gpu_limit is None:
-            return free, None
-        cap = self.gpu_limit - OVERSHOOT_BYTES
-        # The allocator frees its cache if a whole request does not fit, also if it would only take a part of it anew.
-        if free.reserved_peak_bytes + max(size for _, size, _ in tape) <= cap:
-            return free, None
-        left_free = self.margins if layout.fate is Fate.APPLIED else 1
+            return self.simulations.run(layout, None), None
+        cap, left_free = self.gpu_limit - OVERSHOOT_BYTES, self.margins if layout.fate is Fate.APPLIED else 1
         memory, found = self.simulations.memory_under(layout, cap, room_under(self.gpu_limit, left_free))
         return memory, found if found < cap else None
 

@@ -37,7 +37,7 @@ class Simulations:
         self._steps: dict[tuple[Layout, bool], SimulatedStep] = {}
         self._peaks: dict[Layout, int] = {}
         self._summaries: dict = {}  # of regions, for `Tape.peak_bytes`
-        self._runs: dict[tuple[Layout, int | None], Memory | None] = {}
+        self._runs: dict[Layout, dict[float, Memory | None]] = {}  # by cap
 
     def changed(self, **fields) -> "Simulations":
         """Returns simulations of another step, in which these fields of `base` have other values."""
@@ -95,16 +95,18 @@ class Simulations:
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
         """Runs the layout's allocations through the model of the allocator. Returns None if memory runs out."""
-        key = layout, limit_bytes
-        if key not in self._runs:
-            try:
-                self._runs[key] = under_cap(
-                    self.record(layout, whole_first_step=True).tape, limit_bytes,
-                    streams=STREAMS if self.base.mesh.count > 1 else None,
-                )  # fmt: skip
-            except SimulatedOutOfMemory:
-                self._runs[key] = None
-        return self._runs[key]
+        known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
+        if limit not in known:
+            same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
+            known[limit] = next(same, None) or self._under_cap(layout, limit_bytes)
+        return known[limit]
+
+    def _under_cap(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
+        tape, streams = self.record(layout, whole_first_step=True).tape, STREAMS if self.base.mesh.count > 1 else None
+        try:
+            return under_cap(tape, limit_bytes, streams=streams)
+        except SimulatedOutOfMemory:
+            return None
 
     def memory_under(self, layout: Layout, widest: int, least: int | None = None) -> tuple[Memory, int]:
         """Returns the memory figures under a cap with which the layout completes, and that cap. It is the largest in
@@ -119,29 +121,26 @@ class Simulations:
         """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
-        if self.run(layout, None).reserved_peak_bytes <= limit_bytes or self.run(layout, limit_bytes) is not None:
+        if self.run(layout, limit_bytes) is not None:
             return True
-        return self._bisected(layout, limit_bytes) <= limit_bytes and self.smallest_cap_bytes(layout) <= limit_bytes
+        return self._bisected(layout, limit_bytes) < limit_bytes and self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
         """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
         smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
         allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
-        cap = -(-self._bisected(layout) // MIB) * MIB
+        cap = -(-self._bisected(layout, self.run(layout, None).reserved_peak_bytes) // MIB) * MIB
         while self.run(layout, cap) is None:  # rounding may have come to a hole
             cap += MIB
         return cap
 
-    def _bisected(self, layout: Layout, enough_bytes: float = math.inf) -> int:
-        """Returns a cap that suffices, a few thousandths above one that does not; or any such cap above
-        `enough_bytes`."""
-        low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
+    def _bisected(self, layout: Layout, high: int) -> int:
+        """Returns a cap below `high` that suffices, a few thousandths above one that does not; `high` if none does."""
+        low = self.allocated_bytes(layout)
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
             if self.run(layout, middle) is None:
                 low = middle
             else:
                 high = middle
-            if low >= enough_bytes:
-                break
         return high

@@ -300,3 +300,17 @@ def test_the_smallest_cap_suffices_after_it_is_rounded(simulations, monkeypatch)
     monkeypatch.setattr(Simulations, "run", run)
     monkeypatch.setattr(Simulations, "allocated_bytes", lambda self, layout: 10 * MIB + 1)
     assert simulations.smallest_cap_bytes(Layout(1)) == 12 * MIB
+
+
+def test_a_cap_that_changes_nothing_is_not_simulated_again(monkeypatch):
+    new, caps = Simulations(decoder, CASE, gpu_target(SLOW_BUS)), []
+
+    def counted(tape, limit_bytes, **options):
+        caps.append(limit_bytes)
+        return under_cap(tape, limit_bytes, **options)
+
+    monkeypatch.setattr("lowmem.planning.simulations.under_cap", counted)
+    free = new.run(Layout(1), None)
+    assert new.run(Layout(1), free.wanted_peak_bytes) is free and caps == [None]
+    less = new.run(Layout(1), free.wanted_peak_bytes - 1)
+    assert less is not free and caps == [None, free.wanted_peak_bytes - 1]
