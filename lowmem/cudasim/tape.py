@@ -90,7 +90,7 @@ class Memory:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    wanted_peak_bytes: int  # a cap of as many bytes or more changes nothing
+    wanted_peak_bytes: int  # of CachingAllocator
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
     to_peak: Tape = field(repr=False)  # the tape up to the peak of allocated bytes
 

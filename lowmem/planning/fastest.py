@@ -6,6 +6,7 @@ that take least are tried. The smallest caps are computed from the same layouts,
 planned when it is given.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
     """Returns the fastest layout of all `ways` that fits into `room`, None if nothing fits."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(ways, search)) is not None:
-        if simulations.fits(found.layout, room.gpu):
+        if simulations.completes(found.layout, room.gpu):
             return found
         search = replace(search, failed=(*search.failed, replace(found, kept=_too_much(simulations, found, room))))
     fitting = [
@@ -34,16 +35,24 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns the smallest index `kept` with which `found` fails in the model of the allocator. `found` itself fails.
-    Tries one less, then 2, 4, ... less until one completes, then bisects."""
-    completes, fails = -1, found.kept
-    while fails - completes > 1:
-        tried = max(fails - max(found.kept - fails, 1), (completes + fails) // 2)
-        if simulations.fits(found.column.layout(tried, found.on_gpu), room.gpu):
-            completes = tried
-        else:
-            fails = tried
-    return fails
+    """Returns an index `kept` with which `found` fails in the model of the allocator, though not with one less. `found`
+    itself fails. Tries one less and two less, then bisects. Then tries some larger ones: a layout may complete although
+    a smaller one fails."""
+
+    def fails(kept: int) -> bool:
+        return not simulations.completes(found.column.layout(kept, found.on_gpu), room.gpu)
+
+    for kept in range(found.kept - 1, max(found.kept - 3, -1), -1):
+        if not fails(kept):
+            return kept + 1
+    beyond = max(found.kept - 2, 0)  # it fails
+    failing = bisect_left(range(beyond), True, key=fails)
+    more = 1
+    while failing + more < beyond:
+        if not fails(failing + more):
+            failing, more = bisect_left(range(beyond), True, lo=failing + more + 1, key=fails), 0
+        more = 2 * more + 1
+    return failing
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:

@@ -127,7 +127,7 @@ def gpu_plan(question: Question) -> Plan:
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
         without = replace(found, layout=layout, simulated=simulations.record(layout))
-        if without.seconds < _WORTH_SAYING * found.seconds and simulations.fits(layout, room.gpu):
+        if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
             return _next_to(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
         sent = [[which for which in fates if which.base.fate is Fate.SENT] for fates in ways(settings, simulations)]

@@ -1,6 +1,6 @@
 """Simulates layouts of one decoder's step, each once: seconds, allocated bytes and the smallest cap.
 
-None of these figures depends on a cap, so the search may ask for them in any order.
+None of these three depends on a cap, so the search may ask for them in any order.
 """
 
 import math
@@ -117,30 +117,34 @@ class Simulations:
         cap = next((cap for cap in caps if self.run(layout, cap) is not None), None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 
-    def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the simulated allocator does not run out of memory under this cap, or under a smaller one."""
+    def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
+        """Returns True if the simulated allocator does not run out of memory under this cap."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
-        if self.run(layout, limit_bytes) is not None:
+        return self.run(layout, limit_bytes) is not None
+
+    def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
+        """Returns True if the simulated allocator completes under this cap or a smaller one, as far as a few caps tell.
+        Also returns True if it reserves no more than this without a cap: the cap of training is a little larger."""
+        if self.completes(layout, limit_bytes):
             return True
-        return self._bisected(layout, limit_bytes) < limit_bytes and self.smallest_cap_bytes(layout) <= limit_bytes
+        if self.allocated_bytes(layout) > limit_bytes:
+            return False
+        free = self.run(layout, None)
+        return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
         """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
         smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
         allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
-        cap = -(-self._bisected(layout, self.run(layout, None).reserved_peak_bytes) // MIB) * MIB
-        while self.run(layout, cap) is None:  # rounding may have come to a hole
-            cap += MIB
-        return cap
-
-    def _bisected(self, layout: Layout, high: int) -> int:
-        """Returns a cap below `high` that suffices, a few thousandths above one that does not; `high` if none does."""
-        low = self.allocated_bytes(layout)
+        low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
             if self.run(layout, middle) is None:
                 low = middle
             else:
                 high = middle
-        return high
+        cap = -(-high // MIB) * MIB
+        while self.run(layout, cap) is None:  # rounding may have come to a hole
+            cap += MIB
+        return cap

@@ -314,3 +314,19 @@ def test_a_cap_that_changes_nothing_is_not_simulated_again(monkeypatch):
     assert new.run(Layout(1), free.wanted_peak_bytes) is free and caps == [None]
     less = new.run(Layout(1), free.wanted_peak_bytes - 1)
     assert less is not free and caps == [None, free.wanted_peak_bytes - 1]
+
+
+def test_a_layout_that_fails_under_a_cap_fits_if_it_completes_under_a_smaller_one(monkeypatch):
+    """Seen to fail: only caps near the one that was asked for were tried."""
+    new = Simulations(decoder, CASE, gpu_target(SLOW_BUS))
+    allocated = new.allocated_bytes(Layout(1))
+    hole = range(allocated + 13 * MIB, allocated + 15 * MIB)
+    free = SimpleNamespace(reserved_peak_bytes=allocated + 20 * MIB)
+
+    def run(self, layout, cap):
+        return None if cap is not None and (cap < allocated + 9 * MIB or cap in hole) else free
+
+    monkeypatch.setattr(Simulations, "run", run)
+    assert not new.completes(Layout(1), hole[0]) and new.fits(Layout(1), hole[0])
+    assert not new.fits(Layout(1), allocated + 8 * MIB) and not new.fits(Layout(1), allocated - 1)
+    assert new.fits(Layout(1), None) and new.fits(Layout(1), free.reserved_peak_bytes)
