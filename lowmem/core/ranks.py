@@ -6,6 +6,7 @@ their gradients and optimizer states. Each rank stores all vectors.
 """
 
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ class Ranks:
     count, rank = 1, 0
     sharing, place = 1, 0
     machines, alike = 1, True  # alike: all machines have the same number of processes
+    on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
         """Makes each `sharing` consecutive processes store one copy of the model together. Must be called before a
@@ -67,6 +69,19 @@ class Ranks:
         """Calls `work` in process 0 alone, where it may read every process's shares (`range_of`). Returns the result of
         `work`, or raises its error, in all processes."""
         return work()
+
+    def on_all(self, work: Callable[[], Thing]) -> Thing:
+        """Calls `work`, which sends nothing to other processes, in all of them. If it raises an error in some of them,
+        raises that of the first one in all."""
+        return work()
+
+    def agree_on(self, value) -> bool:
+        """Returns True if all processes have the same `value`, by its `repr`."""
+        number = int.from_bytes(sha256(repr(value).encode()).digest()[:7])
+        return self.most(number) == -self.most(-number)
+
+    def discard(self) -> None:
+        """Drops gradients whose sums are not ready yet, after a step that has failed."""
 
     def most(self, number: int) -> int:
         """Returns the largest `number` of all processes."""

@@ -182,6 +182,11 @@ class Shares(Ranks):
             vectors, self._vectors = self._vectors, []
         return [part for part, _, _ in ready] + (vectors if now else [])
 
+    def discard(self) -> None:
+        for _, _, event in self._leaving:  # their memory may be used until then
+            self.wait(event)
+        self._leaving, self._vectors = [], []
+
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
         """Starts to replace the gradient of `part`, [shares x n], by this rank's share [n] of the sum over all ranks.
         Returns the part, its old gradient, which must be kept until the sum is made, and the event that says so."""

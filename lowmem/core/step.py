@@ -345,5 +345,6 @@ class TrainingStep:
         self._accumulation.clear()
         self.boundaries.begin()
         self._gradient_window.release()
+        self.store.ranks.discard()
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()

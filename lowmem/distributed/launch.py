@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from lowmem.errors import InputError, Stopped
+from lowmem.errors import InputError
 
 _TIMEOUT = timedelta(hours=2)  # rank 0 plans, tokenizes or exports while the others wait
 
@@ -29,8 +29,7 @@ def local_ranks() -> int:
 def joined(device: str) -> Iterator:
     """Yields this process's Ranks (core/ranks.py). With several processes, each has a separate GPU, unless `device` is
     "cpu" or there is no GPU. Raises InputError if there are fewer GPUs than processes. Must be called before CUDA
-    starts. An exception in the block gets `said_by`, the number of the rank that tells the user. InputError and
-    Stopped, which all ranks raise, do not get it: the first rank of each machine tells the user."""
+    starts."""
     from lowmem.core.ranks import Ranks
 
     count = _variable("WORLD_SIZE", 1)
@@ -54,12 +53,7 @@ def joined(device: str) -> Iterator:
     nccl = on_gpu and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_TIMEOUT)
     ranks = SeveralRanks("cuda" if on_gpu else "cpu", _variable("LOCAL_RANK", 0), local_ranks())
-    try:
-        yield ranks
-    except Exception as error:
-        if not hasattr(error, "said_by") and not isinstance(error, InputError | Stopped):
-            error.said_by = ranks.rank
-        raise
+    yield ranks
     dist.destroy_process_group()  # not after an error: others may wait in a collective
 
 

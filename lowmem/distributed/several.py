@@ -25,10 +25,11 @@ class SeveralRanks(Shares):
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
         super().__init__(dist.get_world_size(), dist.get_rank())
-        first, on_machine = (self.rank if local_rank is None else local_rank) == 0, on_machine or self.count
+        first = (self.rank if local_rank is None else local_rank) == 0
         self.machines = int(self.total(float(first)))
-        self.alike = self.most(on_machine) * self.machines == self.count
-        self._shares: list[Tensor] = []  # in the same order on all ranks
+        self.on_machine = self.most(on_machine or self.count)
+        self.alike = self.on_machine * self.machines == self.count
+        self._store: Store | None = None
         self._stream = torch.cuda.Stream() if device_type == "cuda" else None
 
     def share_among(self, sharing: int) -> None:
@@ -45,7 +46,7 @@ class SeveralRanks(Shares):
     # --- a step
 
     def window(self, decoder: Decoder, store: Store) -> GatheredWeights:
-        self._shares = [t for part in store.parts if part.is_matrices for t in (part.working, *part.state.values())]
+        self._store = store
         window = super().window(decoder, store)
         window.watch(decoder)
         return window
@@ -84,6 +85,18 @@ class SeveralRanks(Shares):
         dist.all_gather(came, torch.tensor([number]))
         return max(map(int, came))
 
+    def on_all(self, work: Callable[[], Thing]) -> Thing:
+        result, error, errors = None, None, [None] * self.count
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        dist.all_gather_object(errors, error)
+        for first in filter(None, errors):
+            first.said_by = 0  # run/main.py
+            raise first
+        return result
+
     def on_first(self, work: Callable[[], Thing]) -> Thing:
         outcome = [None, None]
         if self.rank == 0:
@@ -97,14 +110,14 @@ class SeveralRanks(Shares):
             self._answer()
         dist.broadcast_object_list(outcome, 0)
         if outcome[1] is not None:
-            outcome[1].said_by = 0  # distributed/launch.py
+            outcome[1].said_by = 0  # run/main.py
             raise outcome[1]
         return outcome[0]
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
         """Returns elements `start` to `stop` - 1 of a flat tensor that the ranks store together. Must be called inside
         `on_first`: the other ranks then send their shares to rank 0."""
-        number = next(number for number, each in enumerate(self._shares) if each is shares)
+        number = next(number for number, each in enumerate(self._stored()) if each is shares)
         self._ask(number, start, stop)
         whole = torch.empty(stop - start, dtype=shares.dtype)
         for rank in range(self.sharing):
@@ -118,14 +131,19 @@ class SeveralRanks(Shares):
     def _answer(self) -> None:
         """Sends rank 0 each range of this rank's shares that it asks for, until it has enough."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
-            shares = self._shares[request[0]]
+            shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
             if first < last:
                 own = self.rank * shares.numel()
                 dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
 
+    def _stored(self) -> list[Tensor]:
+        """Returns this rank's shares of all tensors, in the same order on all ranks."""
+        parts = (part for part in self._store.parts if part.is_matrices)
+        return [tensor for part in parts for tensor in (part.working, *part.state.values())]
+
     def _ask(self, *request: int) -> list[int]:
-        """Returns rank 0's `request` on all ranks: number of a tensor in `_shares`, first element, last element + 1."""
+        """Returns rank 0's `request` on all ranks: number of a tensor in `_stored`, first element, last element + 1."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

@@ -149,7 +149,7 @@ def load_newest(
     If all are damaged, raises Damaged if `required`; otherwise renames them, zeroes `store` and returns None."""
     for checkpoint in checkpoints:
         try:
-            return checkpoint, load_checkpoint(checkpoint, store, identity)
+            return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
         except Damaged as problem:
             if required and checkpoint == checkpoints[-1]:
                 raise

@@ -37,6 +37,7 @@ class Ending:
     def __init__(self, session: Session):
         self.failed: list[str] = []
         self._exported = False  # whether the weights are in model/
+        self._all_ranks_here = session.ranks.count > 1  # in code that all of several ranks execute
         self._session = session
 
     def was_finished(self) -> bool:
@@ -62,12 +63,15 @@ class Ending:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Catches an error in the block and logs it, so that the rest of the end still happens. `name` names the block
-        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C."""
+        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. With several ranks, does not
+        catch an error of one rank, for which the others would wait."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
             raise
         except BaseException as error:
+            if self._all_ranks_here and not hasattr(error, "said_by"):
+                raise
             expected = isinstance(error, LowmemError)
             reason = error if expected else first_line(error)
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
@@ -84,6 +88,7 @@ class Ending:
 
     def _write(self, exported: int | None) -> None:
         session, log, plan = self._session, self._session.log, self._session.model.plan
+        self._all_ranks_here = False
         session.budget.enter("export")
         with self.part("the export"):
             if exported is None:
@@ -114,14 +119,16 @@ class Ending:
         if not session.settings.keep_best or best.step in (0, done):
             return done
         try:
-            verify_checkpoint(checkpoint_of(session.folder, best.step))  # before it replaces the last weights
+            path = checkpoint_of(session.folder, best.step)
+            session.ranks.on_all(lambda: verify_checkpoint(path))  # before it replaces the last weights
         except (LowmemError, OSError) as problem:
             say(f"warning: the best checkpoint, held-out {best}, is damaged, so the last one is exported: {problem}")
             return done
         for step in (best.step, done):
             with self.part(f"loading the weights after step {step}"):
                 checkpoint = checkpoint_of(session.folder, step)
-                load_checkpoint(checkpoint, session.step.store, session.identity)
+                load = partial(load_checkpoint, checkpoint, session.step.store, session.identity)
+                session.ranks.on_all(load)
                 if step == best.step:
                     say(f"the best checkpoint is exported: held-out {best}")
                 return step

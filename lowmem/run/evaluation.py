@@ -42,7 +42,8 @@ def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
     else:
-        stop.now(f"the evaluation after step {done}, then saving", "skips it and saves")
+        skips = "skips it and saves" if session.ranks.count == 1 else "changes nothing"
+        stop.now(f"the evaluation after step {done}, then saving", skips)
     with suppress(StepAbandoned):
         return evaluated(session)
     return {}
@@ -66,6 +67,7 @@ def take_samples(session: Session, done: int, last: bool = False) -> None:
             text = sample(
                 session.model.decoder, session.model.tokenizer, prompt, chat=session.data.chat,
                 temperature=session.settings.sample_temperature, seed=session.settings.seed,
+                alone=session.ranks.count == 1,
             )  # fmt: skip
             session.log.sample(done, text, last, prompt)
     if session.step.store.device.type == "cuda":
@@ -74,11 +76,13 @@ def take_samples(session: Session, done: int, last: bool = False) -> None:
 
 @torch.no_grad()
 def sample(
-    decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0
-) -> str:
+    decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
+    alone: bool = True,
+) -> str:  # fmt: skip
     """Returns "sample: ", then `prompt` and at most SAMPLE_TOKENS tokens of the model's continuation; or "no sample: "
     and the reason. With `chat`, the continuation is the answer to the user's `prompt`. `temperature`: 0 takes the
-    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change."""
+    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change. If the process is not
+    `alone`, raises RuntimeError, torch.OutOfMemoryError too: the other ranks wait for this one."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:
@@ -105,10 +109,11 @@ def sample(
                 **inputs, max_new_tokens=new_tokens, pad_token_id=end,
                 **{"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False},
             )  # fmt: skip
-    except torch.OutOfMemoryError as error:
-        return f"no sample: out of memory ({first_line(error)})"
     except (ValueError, TypeError, IndexError, RuntimeError) as error:  # each model has its own `generate`
-        return f"no sample: {first_line(error)}"
+        if isinstance(error, RuntimeError) and not alone:
+            raise
+        reason = first_line(error)
+        return f"no sample: {f'out of memory ({reason})' if isinstance(error, torch.OutOfMemoryError) else reason}"
     # A decoder's end of text is shown; an encoder-decoder also writes padding.
     if chat and not decoder.needs_sources:
         answer = tokenizer.decode(written[0][prompt_tokens:], skip_special_tokens=True).strip()

@@ -41,10 +41,11 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
         if said is None:
             raise
         rank = launched_rank()
-        if getattr(error, "said_by", first_rank_here()) == rank:
-            say(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{said}")
-        else:  # torchrun stops all ranks as soon as one has ended: the one that tells must be the first
+        tells = getattr(error, "said_by", first_rank_here()) == rank
+        if not tells:  # torchrun stops all ranks as soon as one has ended: the one that tells must be the first
             time.sleep(SECONDS_TO_TELL)
+        if tells or not hasattr(error, "said_by"):  # who still runs has an error of its own
+            say(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{said}")
         return said.exit_code
     return 0
 
@@ -60,7 +61,7 @@ def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
 
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return CapExceeded(f"out of GPU memory under --gpu-limit, before or after training: {reason}")
+        return CapExceeded(f"out of GPU memory under --gpu-limit: {reason}; what was saved is safe")
     if isinstance(error, OSError):  # a full disk or quota, a folder that went away
         return LowmemError(f"{error.filename or settings.out}: {error.strerror or error}; what was saved is safe")
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in reason:

@@ -123,14 +123,15 @@ def plan_here(
         devices.forget_allocations(device)
     if no_kernels is not None:
         say(f"without fused kernels, which takes more memory and time: {no_kernels}")
-    here = {"ram_free_bytes": ram_available_bytes()[0] // local_ranks(), "process": Process.here()}
+    ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
+    here = {"ram_free_bytes": ram_free, "process": Process.here()}
 
     def make(share: Question) -> Plan:
         share = replace(share, **here, fused_kernels=no_kernels is None)
         return ranks.on_first(partial(aside, make_plan, share))
 
     sharing = None if saved is None else saved[1].get("sharing")
-    plan = plan_of_ranks(question, meshes(ranks.count, ranks.machines, ranks.alike, sharing), local_ranks(), make)
+    plan = plan_of_ranks(question, meshes(ranks.count, ranks.machines, ranks.alike, sharing), ranks.on_machine, make)
     if plan.sharing < ranks.count:
         ranks.share_among(plan.sharing)
     return plan
@@ -141,9 +142,7 @@ def in_words(plan: Plan) -> str:
     return "\n".join([*answer(plan), *(["", plan.describe(), ""] if plan.settings.verbose else [])])
 
 
-def make_step(
-    settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks
-) -> TrainingStep:  # fmt: skip
+def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
     """Returns a TrainingStep with the layout of `plan`. Allocates its store (flat weights and optimizer states) and
     makes the decoder's parameters views of the weights, which have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
@@ -182,9 +181,14 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
 
 
 def write_weights(model: LoadedModel, weights: Weights) -> None:
-    model.step.store.write(weights)
+    store = model.step.store
+    store.write(weights)
+    if store.ranks.count > 1:
+        vectors = b"".join(part.working.view(torch.uint8).cpu().numpy() for part in store.parts if not part.is_matrices)
+        if not store.ranks.agree_on(vectors):  # which every process stores
+            raise InputError(f"the processes of torchrun have read different weights of {model.settings.model}")
     check_pieces(model.decoder, model.config.vocab_size, model.settings.masks_documents)
-    if model.step.store.device.type == "cuda":
+    if store.device.type == "cuda":
         torch.cuda.empty_cache()  # frees what only this check needed
 
 
@@ -214,13 +218,15 @@ def prepare(settings: Settings) -> Iterator[Session]:
             ranks = until_the_end.enter_context(joined(settings.device))
             question = ask(settings)
             settings, config, folder = question.settings, question.config, Path(question.settings.out)
-            share = of_one_rank(question, Mesh(ranks.count), local_ranks())
+            share = of_one_rank(question, Mesh(ranks.count), ranks.on_machine)
             lock = until_the_end.enter_context(ExitStack())
             ranks.on_first(lambda: lock.enter_context(lock_run(folder)))
             log = RunLog(folder, settings) if ranks.rank == 0 else QuietLog(folder)
             until_the_end.enter_context(closing(log))
             checkpoints = ranks.on_first(lambda: find_checkpoints(folder, settings.resume, log.say))
-            if (saved := newest_state(checkpoints)) is not None:  # a refusal here needs neither data nor a plan
+            if (
+                saved := ranks.on_first(lambda: newest_state(checkpoints))
+            ) is not None:  # a refusal here needs neither data nor a plan
                 refuse_another_run(*saved, known_identity(settings, config))
             device = devices.select_device(settings.device)
             tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
@@ -251,11 +257,16 @@ def prepare(settings: Settings) -> Iterator[Session]:
         if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
             log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
         identity = run_identity(settings, config, plan, steps, data.fingerprint)
+        if not ranks.agree_on(identity):
+            raise InputError(
+                "the processes of torchrun have read different data, models or settings: each machine needs the same "
+                "files under the same names, and the run folder on a disk that all share"
+            )
         if saved is not None:
             refuse_another_run(*saved, identity)
 
         budget = Budget(device, settings.gpu_limit_bytes, share.settings.ram_limit_bytes)
-        budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes)
+        ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
         budget.enter("load")
         model, weights = build(question, plan, tokenizer, device, ranks, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)

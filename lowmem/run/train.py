@@ -42,7 +42,7 @@ def train(session: Session, stop: StopRequest) -> None:
     """Makes the steps of `session` that are not done yet, and then the export and the report."""
     step, log, steps, settings = session.step, session.log, session.steps, session.settings
     saver, ending = Saver(session, stop), Ending(session)
-    if ending.was_finished():
+    if session.ranks.on_first(ending.was_finished):
         return
     _begin(session)
     done, seconds = session.model.done, session.model.plan.step_seconds

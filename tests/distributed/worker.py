@@ -1,13 +1,15 @@
 """A rank that trains CASES: `python -m tests.distributed.worker FOLDER RANK` (experiments/harness/group.py).
 
 With "stored" in asked.json, loads that checkpoint or, if it is null, makes a step; then saves a checkpoint in FOLDER.
-Otherwise rank 0 leaves FOLDER/results.pt: {case: losses, norms, tensors of the store by name, calls of collectives and
+With "agreement", leaves FOLDER/agreed-RANK.json: the findings of a rank if something is true of one alone. Otherwise
+rank 0 leaves FOLDER/results.pt: {case: losses, norms, tensors of the store by name, calls of collectives and
 bytes sent in a step}.
 """
 
 import json
 import sys
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,7 +22,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from cases import CASES, DEVICE, LEARNING_RATE  # noqa: E402
 
 from lowmem.core import parameters, shares  # noqa: E402
+from lowmem.core.step import StepAbandoned  # noqa: E402
 from lowmem.distributed import several  # noqa: E402
+from lowmem.files import Damaged  # noqa: E402
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 
 
@@ -51,6 +55,8 @@ def work(folder: Path, rank: int) -> None:
     parameters.PIECE, shares.SLICE = 4096, 1000  # several of each in a share
     if "stored" in asked:
         saved_again(CASES[asked["cases"][0]], folder, asked["stored"], ranks_of(asked))
+    elif "agreement" in asked:
+        agreed(CASES[asked["cases"][0]], folder, ranks_of(asked))
     else:
         results = {name: trained(CASES[name], ranks_of(asked)) for name in asked["cases"]}
         if rank == 0:
@@ -94,6 +100,41 @@ def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
         load_checkpoint(Path(checkpoint), store, {})
     state = dict.fromkeys(("updates", "loss_scale", "skipped", "eval_first", "recoveries"))
     save_checkpoint(folder, store, {"step": 1} | state, keep_last=1)
+
+
+def agreed(case, folder: Path, ranks: several.SeveralRanks) -> None:
+    """An error of rank 1 alone, values that are equal and not, and a step that all give up at each place of it."""
+    found = {"all": ranks.on_all(lambda: ranks.rank)}
+
+    def fails_on_rank_1() -> None:
+        if ranks.rank == 1:
+            raise Damaged("the file of rank 1")
+
+    try:
+        ranks.on_all(fails_on_rank_1)
+    except Damaged as error:
+        found |= {"error": str(error), "said_by": error.said_by}
+    found |= {"same": ranks.agree_on({"a": [1, 2.5]}), "own": ranks.agree_on(ranks.rank)}
+    expected, different = after_a_step(case, *case.step(ranks)), []
+    for places in count():
+        step, store = case.step(ranks)
+        left = iter(range(places))
+        step.abandoned = lambda left=left: next(left, None) is None
+        try:
+            step(case.batches()[0], 0, LEARNING_RATE)
+            break
+        except StepAbandoned:
+            step.abandoned = None
+        if not all(map(torch.equal, after_a_step(case, step, store), expected)):
+            different.append(places)
+    found |= {"different": different, "places": places}
+    (folder / f"agreed-{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def after_a_step(case, step, store) -> list[torch.Tensor]:
+    step(case.batches()[0], 0, LEARNING_RATE)
+    step.flush()
+    return [tensor.clone() for part in store.parts for tensor in (part.working, *part.state.values())]
 
 
 def whole(store) -> dict[str, torch.Tensor]:
