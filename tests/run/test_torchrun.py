@@ -232,6 +232,57 @@ def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
     assert min(grown) > whole / RANKS
 
 
+OTHER_RANK = """
+import os, sys, time
+sys.path[:0] = [{root!r}]
+from lowmem.run import loaded_model
+from lowmem.run.main import main
+from train_gpt2_large import SETTINGS
+
+load = loaded_model.load_newest
+
+
+def slow(*arguments):
+    loaded = load(*arguments)
+    time.sleep(0.5)
+    return loaded
+
+
+if os.environ["RANK"] == "1":
+    {difference}
+if __name__ == "__main__":
+    sys.exit(main(SETTINGS))
+"""
+
+
+def different(difference: str, folder: Path, out: Path, text: Path, *options: str) -> tuple[int, str]:
+    """Runs ranks of which the second one is different. Returns the exit code and what was printed."""
+    (folder / "train.py").write_text(OTHER_RANK.format(root=str(ROOT), difference=difference))
+    command = [str(folder / "train.py"), *OPTIONS, "--data", str(text), "--out", str(out), *options]
+    process = start(command, RANKS, stderr=subprocess.PIPE)
+    _, said = process.communicate()
+    return process.returncode, said
+
+
+def test_ranks_that_have_read_different_texts_are_refused(tmp_path, text):
+    """Seen to fail: they trained."""
+    (tmp_path / "other").mkdir()
+    for path in text.iterdir():
+        (tmp_path / "other" / path.name).write_text(path.read_text().replace("square", "powers"))
+    other = f"sys.argv[sys.argv.index('--data') + 1] = {str(tmp_path / 'other')!r}"
+    code, said = different(other, tmp_path, tmp_path / "out", text)
+    assert code and said.count("have read different data") == 1
+
+
+def test_a_finished_run_is_extended_also_if_one_rank_loads_slowly(trained, tmp_path, text):
+    """Seen to fail: the slow one found the settings of the longer run, and that this was finished already."""
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    slow = "loaded_model.load_newest = slow"
+    code, said = different(slow, tmp_path, out, text, "--steps", "8", "--schedule", "constant")
+    assert code == 0 and stored(out / "report.json")["steps"] == 8, said
+
+
 def test_a_rank_whose_neighbour_has_ended_says_so_in_a_sentence():
     lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     said = _in_a_sentence(lost, Settings())
