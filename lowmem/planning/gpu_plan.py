@@ -91,8 +91,9 @@ class _Case:
         must be smaller than that."""
         if self.gpu_limit is None:
             return self.simulations.run(layout, None), None
-        cap, left_free = self.gpu_limit - OVERSHOOT_BYTES, self.margins if layout.fate is Fate.APPLIED else 1
-        memory, found = self.simulations.memory_under(layout, cap, room_under(self.gpu_limit, left_free))
+        cap = self.gpu_limit - OVERSHOOT_BYTES
+        searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
+        memory, found = self.simulations.memory_under(layout, cap, *searched)
         return memory, found if found < cap else None
 
 

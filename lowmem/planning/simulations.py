@@ -108,13 +108,13 @@ class Simulations:
         except SimulatedOutOfMemory:
             return None
 
-    def memory_under(self, layout: Layout, widest: int, least: int | None = None) -> tuple[Memory, int]:
-        """Returns the memory figures under a cap with which the layout completes, and that cap. It is the largest in
-        steps of 8 MiB from `widest` down to `least` (None: the same), or else the smallest cap that suffices. A layout
+    def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
+        """Returns the memory figures under a cap with which the layout completes, and that cap. It is the largest of
+        `widest`, the `smaller` ones, and steps of 8 MiB between them; or else the smallest cap that suffices. A layout
         may fail under a cap and complete under a smaller one: the allocator then frees its cache at another time."""
-        least = widest if least is None else least
-        caps = (*range(widest, least, -8 * MIB), least)
-        cap = next((cap for cap in caps if self.run(layout, cap) is not None), None) or self.smallest_cap_bytes(layout)
+        caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
+        suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
+        cap = next(suffice, None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:

@@ -45,7 +45,7 @@ RAGGED, PACKING = "core/test_ragged.py", "data/test_packing.py"
 MEAN = f"{STEP}::test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches"
 
 RANKS = "distributed/test_bits.py::test_ranks_train_as_one_process_that_sums_in_as_many_parts"
-MACHINES = f"{RANKS}[4-2-bf16]"
+MACHINES, AGREEMENT = f"{RANKS}[4-2-bf16]", "distributed/test_agreement.py"
 
 RUN_AGAIN = "            output = _run(decoder, segment.blocks, boundary, extras, dropout)"
 SEGMENT_FORWARD = "segment, hidden[index], extras[index], work.dropouts[index]"
@@ -258,6 +258,19 @@ MUTATIONS = (
         "        if machines == 1:\n", "        if machines >= 1:\n", MACHINES),
     _change("core/shares.py", "every machine's copy of a gradient counts in the norm",
         "of_first = self.rank < self.sharing", "of_first = True", MACHINES),
+    # several processes
+    _change("core/step.py", "sums over ranks of a step that was given up are kept",
+        "        self.store.ranks.discard()\n", "", AGREEMENT),
+    _change("distributed/several.py", "an error of one rank is not raised by the others",
+        "for first in filter(None, errors):", "for first in filter(None, [error]):", AGREEMENT),
+    # plans
+    _change("cudasim/allocator.py", "the allocator takes the best fit though it could grow",
+        "            place += 1\n", "            break\n", "cudasim/test_allocator.py"),
+    _change("cudasim/allocator.py", "a request counts as wanted with the part that is there",
+        "max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)", "self.peak_reserved_bytes",
+        "cudasim/test_allocator.py"),
+    _change("planning/simulations.py", "a layout fits only if it completes under this very cap",
+        "or self.smallest_cap_bytes(layout) <= limit_bytes", "", "planning/test_search.py"),
     # experiments
     _change("tensor_parallel/rules.py", "GPT-2's MLP is left whole on every rank", UNCUT_MLP, "",
         "experiments/test_tensor_parallel.py::test_a_rank_holds_what_theory_says", package="experiments"),
