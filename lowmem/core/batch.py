@@ -162,6 +162,10 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = Non
     lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
     if not 0 <= lowest <= highest < words:
         raise InputError(f"token ids are from 0 to {words - 1:,}; the batch has some from {lowest:,} to {highest:,}")
+    trained, words = batch.labels[batch.labels != IGNORED_LABEL], len(decoder.head_weight)
+    if trained.numel() and not 0 <= (lowest := int(trained.min())) <= (highest := int(trained.max())) < words:
+        said = f"labels are {IGNORED_LABEL} or token ids from 0 to {words - 1:,}"
+        raise InputError(f"{said}; the batch has some from {lowest:,} to {highest:,}")
     return batch
 
 

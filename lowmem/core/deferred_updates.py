@@ -61,6 +61,11 @@ class Updates:
         self.units_done = 0
         self._wait_for_gradients()
 
+    def refuse_halfway(self) -> None:
+        """Raises UpdateInterrupted if a step ended while it made its updates in backward."""
+        if self.downwards:
+            raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
+
     def run_until(self, units: int) -> None:
         """Makes updates of the pass until `units` units (embeddings, blocks, final norm) in all are done. Kernels that
         are launched later wait for these updates. If memory runs out, the next call continues."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from lowmem.core.accumulation import Accumulation
 from lowmem.core.batch import LEAST_POSITIONS, Batch, as_batch
 from lowmem.core.decoder import Decoder, Extra
-from lowmem.core.deferred_updates import UpdateInterrupted, Updates
+from lowmem.core.deferred_updates import Updates
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
@@ -106,14 +106,9 @@ class TrainingStep:
         """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf). The
         step's number, `step`, seeds the dropout masks. Some updates may be left to the next step or to `flush`."""
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
-        if self.halfway:
-            raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
+        self._updates.refuse_halfway()
         self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended
-        try:
-            return self._retrying(STEP, self._attempt, batch, step, learning_rate)
-        except StepAbandoned:
-            self._discard_attempt()
-            raise
+        return self._retrying(STEP, self._attempt, batch, step, learning_rate)
 
     def _attempt(self, batch: Batch, step: int, learning_rate: float) -> StepResult:
         tokens = batch.trained_tokens
@@ -129,8 +124,9 @@ class TrainingStep:
             clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
             factor = clip / self.loss_scale.scale
             if gradients.fate is Fate.DROPPED:
-                self._forward_and_backward(work, self._final_gradients(Fate.APPLIED, factor, learning_rate))
-            elif gradients.fate is not Fate.APPLIED:
+                gradients = self._final_gradients(Fate.APPLIED, factor, learning_rate)
+                self._forward_and_backward(work, gradients)
+            if gradients.fate is not Fate.APPLIED:  # in a second pass: if the loss is not finite
                 self._updates.begin(factor, learning_rate, downwards=False)
         else:
             for part in self.store.parts:
@@ -266,9 +262,12 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Makes every update that waits. Must be called before anything but a training step reads a weight or a
-        state."""
+        """Makes every update that waits, and drops what an unfinished step has left. Must be called before anything but
+        a training step reads a weight or a state. Raises UpdateInterrupted if a step ended amid its updates."""
+        self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
+        if any(part.gradient is not None for part in self.store.parts):
+            self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
         """Returns the loss in nats, summed over the tokens with a label, and their number. Makes waiting updates."""

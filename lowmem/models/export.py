@@ -22,6 +22,7 @@ from lowmem.models.build import build_model
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
 
+TRAINED = "every parameter trained with lowmem"  # in the README.md of an export, which another export may replace
 BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exported model
 
 

@@ -5,7 +5,8 @@ schedules, pictures, the report, signals, and recovery when GPU memory runs out.
 import json
 import threading
 import warnings
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,13 @@ from lowmem.errors import InputError
 from lowmem.files import MANIFEST
 from lowmem.limits import Budget
 from lowmem.models.build import own_generation_config
-from lowmem.models.export import export_model
+from lowmem.models.export import TRAINED, export_model
 from lowmem.planning.plan import Plan
 from lowmem.planning.process import process_aside
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
-from lowmem.run.folder import find_checkpoints
+from lowmem.run.folder import checkpoints_in, find_checkpoints, lock_run
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
 from lowmem.run.prepare import ask, build, page_locked, plan_here, with_saved_micro_batch, write_weights
@@ -86,7 +87,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         if resume is not None:
             path = Path(resume).expanduser()
             checkpoints = ranks.on_first(
-                lambda: [path] if (path / MANIFEST).exists() else find_checkpoints(path, "auto", said.append)
+                lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path, said.append)
             )
         saved = newest_state(checkpoints)
         question = with_saved_micro_batch(ask(settings), saved)
@@ -110,19 +111,31 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     return model
 
 
+def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
+    """Returns the checkpoints of `folder`, newest first, also if a run is writing there."""
+    with suppress(InputError), lock_run(folder):
+        return find_checkpoints(folder, "auto", say)
+    return checkpoints_in(folder / "checkpoints")
+
+
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
     dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
-    `AutoModelForSeq2SeqLM`) loads the folder. Raises LowmemError if that dtype cannot hold a weight. Warns
-    (UserWarning) of a weight that is not finite, and of a file that could not be written."""
+    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has other files, and LowmemError if that
+    dtype cannot hold a weight. Warns (UserWarning) of a weight that is not finite, and of a file that could not be
+    written."""
+    folder = Path(folder).expanduser()
+    about = folder / "README.md"  # of each export
+    if folder.is_dir() and any(folder.iterdir()) and not (about.is_file() and TRAINED in about.read_text("utf-8")):
+        raise InputError(f"{folder} has other files, and an export replaces the whole folder: give a new one")
     model.step.flush()
     store = model.step.store
     write = partial(
-        export_model, Path(folder).expanduser(), model.config, order=store.names(), tokenizer=model.tokenizer,
+        export_model, folder, model.config, order=store.names(), tokenizer=model.tokenizer,
         dtype=WORKING_DTYPES[model.settings.export_dtype],
         generation_config=own_generation_config(model.settings.model, model.settings.init),
-        readme=f"# {model.plan.model}, every parameter trained with lowmem\n\n```\n{model.plan.describe()}\n```\n",
+        readme=f"# {model.plan.model}, {TRAINED}\n\n```\n{model.plan.describe()}\n```\n",
     )  # fmt: skip
     for problem in store.ranks.on_first(lambda: write(store.masters())):
         _warn(problem)

@@ -16,7 +16,7 @@ import torch
 
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_line
-from lowmem.models.export import BeyondRange, export_model
+from lowmem.models.export import TRAINED, BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
 from lowmem.run.evaluation import take_samples
@@ -156,7 +156,7 @@ class Ending:
         command = shown(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))  # or of a program that calls lowmem.train
         losses = [f"{row['loss']:.4f} after {counted(step, 'steps')}" for row in rows if row["step"] == step]
         return (
-            f"# {plan.model}, every parameter trained with lowmem\n\n"
+            f"# {plan.model}, {TRAINED}\n\n"
             f"Training loss: {losses[-1] if losses else 'not trained'}. Command:\n\n    {command}\n\n"
             f"Plan:\n\n```\n{plan.describe()}\n```\n"
         )

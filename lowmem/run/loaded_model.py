@@ -13,6 +13,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
 from lowmem.run.checkpoint import load_newest, save_checkpoint
+from lowmem.run.folder import checkpoints_in, step_of
 from lowmem.run.identity import run_identity
 from lowmem.run.learning_rate import COURSE
 from lowmem.run_folder import is_run
@@ -56,6 +57,9 @@ class LoadedModel:
         folder = Path(folder).expanduser()
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
+        newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
+        if newest is not None and step_of(newest) > done and not self.done:  # a save removes later checkpoints
+            raise InputError(f"{newest} has more steps than {done}: load(..., resume={folder!s}), or another folder")
         self.step.flush()
         state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self.identity()}
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)

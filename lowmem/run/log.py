@@ -166,7 +166,10 @@ class RunLog:
             for line in lines:
                 self.say(line)
         self._samples = [*others, row]
-        replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+        try:
+            replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+        except OSError as error:  # a full disk; the next sample writes all of them again
+            self.say(f"warning: samples.jsonl cannot be written: {error.strerror}")
         self._trackers.show("sample", self._samples)
 
     def end_bar(self) -> None:

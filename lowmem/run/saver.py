@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
-from lowmem.errors import Stopped
+from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
 from lowmem.run.figures import best_evaluation
 from lowmem.run.folder import checkpoint_of
 from lowmem.run.prepare import Session
-from lowmem.run.recovery import OutOfRoom
 from lowmem.run.signals import StopRequest
 from lowmem.units import interval_seconds
 
@@ -49,16 +48,17 @@ class Saver:
         self._saved_at = time.monotonic()
         if self._stop.requested and not ended:
             name = self._stop.name or "a signal to another rank"
-            raise Stopped(f"stopped by {name} after step {done}; the same command goes on from there")
+            again = "the same command" + (" with --resume auto" if self._session.settings.resume != "auto" else "")
+            raise Stopped(f"stopped by {name} after step {done}; {again} goes on from there")
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """If GPU memory runs out in the block (OutOfRoom), saves the state after `done` steps, unless only some of the
-        weights are updated. Raises the error again in any case."""
+        """If GPU memory runs out in the block, or a cap is exceeded, saves the state after `done` steps. Does not save
+        if only some of the weights are updated, or if other ranks go on. Raises the error again in any case."""
         try:
             yield
-        except OutOfRoom:
-            if not self._session.step.halfway:
+        except CapExceeded:
+            if not self._session.step.halfway and self._session.ranks.count == 1:
                 with suppress(NotSaved, Stopped):
                     self.save(done)
             raise

@@ -86,7 +86,8 @@ def train(session: Session, stop: StopRequest) -> None:
             ended |= evaluation.out_of_patience(session)
         if settings.sample_every is not None and done % settings.sample_every == 0 and not ended:
             evaluation.take_samples(session, done)
-        session.budget.check(f"step {done}")
+        with saver.saved_if_memory_runs_out(done):
+            session.budget.check(f"step {done}")
         _count_skipped(session, done, result)
         stop.agree(session.ranks)
         if saving or ended or stop.requested or session.skipped == SKIPPED_IN_A_ROW:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import lowmem
 from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
+from lowmem.run.folder import lock_run
 from lowmem.run.learning_rate import Course
 from runs import ROOT, python, write_rows
 
@@ -172,6 +173,8 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
         ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows, and the plan is for at most 4"),
         ({name: value.repeat(1, 2) for name, value in good.items()}, 1e-3, "32 tokens wide"),
         ({name: value + 256 for name, value in good.items()}, 1e-3, "token ids are from 0 to"),
+        (good | {"labels": torch.full_like(good["labels"], -1)}, 1e-3, "labels are -100 or token ids from 0 to"),
+        (good | {"labels": good["labels"] + 10_000}, 1e-3, "labels are -100 or token ids from 0 to"),
     ):
         with pytest.raises(lowmem.InputError, match=said):
             model.step(batch, 0, rate)
@@ -182,6 +185,30 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
         model.evaluate(good)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.decoder.model.state_dict().items())
     assert model.step(good, 0, 1e-3).updated
+
+
+def test_what_is_in_a_folder_is_not_lost(tmp_path):
+    """Seen to fail: an export removed every other file of its folder, a fresh loop's first save the checkpoints of an
+    older one, and loading removed the unfinished files of a run that was saving."""
+    model = lowmem.load(TINY)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("dear")
+    with pytest.raises(lowmem.InputError, match="has other files"):
+        lowmem.export(model, tmp_path / "mine")
+    assert (tmp_path / "mine/letter.txt").read_text() == "dear"
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        lowmem.export(model, tmp_path / "empty")
+    assert weights(tmp_path / "empty")
+
+    model.save(tmp_path / "mine", 50)
+    with pytest.raises(lowmem.InputError, match=r"step-00000050 has more steps than 10: load\(\.\.\., resume="):
+        lowmem.load(TINY).save(tmp_path / "mine", 10)
+    unfinished = tmp_path / "mine/checkpoints/.tmp-step-00000060"
+    unfinished.mkdir()
+    with lock_run(tmp_path / "mine"):
+        assert lowmem.load(TINY, resume=tmp_path / "mine").done == 50 and unfinished.exists()
+    assert lowmem.load(TINY, resume=tmp_path / "mine").done == 50 and not unfinished.exists()
 
 
 def test_few_steps_and_prompts_without_the_chat_template_are_remarked(tmp_path, capsys):

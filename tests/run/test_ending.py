@@ -17,6 +17,7 @@ import lowmem.run.log
 import lowmem.run.saver
 from lowmem.core.parameters import Store
 from lowmem.errors import CapExceeded
+from lowmem.limits import Budget
 from lowmem.models import description, export
 from lowmem.run.checkpoint import NotSaved
 from lowmem.run.trackers import Trackers
@@ -240,3 +241,15 @@ def test_an_interrupt_and_an_exceeded_cap_are_no_failures_of_a_step(error, train
     else:
         assert train(trained, *OPTIONS) == CapExceeded.exit_code
     assert not (trained / "model").exists() and (trained / "checkpoints/step-00000003").exists()
+
+
+def test_a_step_that_exceeds_a_cap_is_saved(train, tmp_path, monkeypatch):
+    """Seen to fail: up to half an hour of steps was lost, though the weights were right."""
+
+    def check(self, where: str) -> None:
+        if where == "step 2":
+            raise CapExceeded("step 2: RAM reached too much")
+
+    monkeypatch.setattr(Budget, "check", check)
+    assert train(tmp_path / "run", "--save-every", "100") == CapExceeded.exit_code
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]

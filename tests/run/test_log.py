@@ -1,5 +1,6 @@
 """The output of a run: rows that survive a kill, a bar or lines, and a report."""
 
+import errno
 import io
 import json
 import math
@@ -123,6 +124,22 @@ def test_piped_output_thins_out_and_keeps_every_evaluation_and_sample(tmp_path, 
     assert said == (tmp_path / "log.txt").read_text()
     assert len(re.findall(r"^step \d+/", said, re.MULTILINE)) == lines
     assert "\nstep 33: held-out loss 3.0000\n" in said and "\nstep 34, sample: a text\n" in said
+
+
+def test_a_full_disk_costs_a_sample_and_not_the_run(tmp_path, capsys, monkeypatch):
+    """Seen to fail: the error ended training, without a save."""
+    log = started(tmp_path, last_step=2)
+
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowmem.run.log.replace_file", full)
+        log.sample(1, "sample: one")
+    log.sample(2, "sample: two")
+    log.close()
+    assert "warning: samples.jsonl cannot be written: No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "samples.jsonl").read_text().count("sample: ") == 2
 
 
 @pytest.mark.parametrize(
