@@ -135,8 +135,8 @@ def test_a_full_disk_costs_a_sample_and_not_the_run(tmp_path, capsys, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("lowmem.run.log.replace_file", full)
-        log.sample(1, "sample: one")
-    log.sample(2, "sample: two")
+        log.sample(1, "sample: one", last=False)
+    log.sample(2, "sample: two", last=False)
     log.close()
     assert "warning: samples.jsonl cannot be written: No space left on device" in capsys.readouterr().err
     assert (tmp_path / "samples.jsonl").read_text().count("sample: ") == 2
