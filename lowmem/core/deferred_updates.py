@@ -34,7 +34,7 @@ class Updates:
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
-        self._updated = None  # event of the last update; by the time it is awaited, UPDATES waits for the next piece
+        self._updated = None  # event of the last update, for which later kernels wait
         self.hyper = hyper
         self.units, self.units_done = units, units
         self._store, self._operations = store, operations

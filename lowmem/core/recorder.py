@@ -93,9 +93,9 @@ class Recorder(TorchDispatchMode):
     """Notes the operations that run inside it. `arguments`: the tensors and objects that a repeat replaces by new ones,
     a tensor first. `constants`: modules whose parameters and buffers may be used, too.
 
-    If two gradients of a tensor meet, autograd adds the second to the first in place, unless something else holds the
-    first. Under a dispatch mode it never adds in place (accumulate in input_buffer.cpp). So this class does. `alone`:
-    result of `_holders` for a gradient that nothing else holds.
+    Autograd adds a second gradient of a tensor in place if nothing else holds the first, but never under a dispatch
+    mode (accumulate in input_buffer.cpp). So this class does it. `alone`: result of `_holders` for a gradient that
+    nothing else holds.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):

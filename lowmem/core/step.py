@@ -72,7 +72,7 @@ class TrainingStep:
     Callers may set two functions. `abandoned()` is called before each micro-batch of each segment. If it returns True,
     StepAbandoned is raised, unless the step has updated some units. `make_room(where, reason)` is called if memory runs
     out, after the failed attempt has been freed. It makes room by `change_layout`, and the attempt is repeated, or it
-    raises. `where` is STEP, UPDATES, EVALUATION or, if some units have been updated, HALFWAY; then it must raise.
+    raises. `where` is STEP, UPDATES or EVALUATION. It is HALFWAY if some units have been updated: then it must raise.
     """
 
     def __init__(

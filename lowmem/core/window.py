@@ -139,7 +139,7 @@ class StateWindow:
         """Begins a pass over `pieces` (ranges of elements that are updated at once): each is taken, updated and given
         back, in this order.
 
-        Unless all earlier copies are done, these must be the pieces of the pass before, in the same order: a fetch
+        If earlier copies may be under way, these must be the pieces of the pass before, in the same order: a fetch
         waits for its slot, not for an earlier copy of the same state back to RAM. A state that is not given back keeps
         its stored values.
         """

@@ -81,8 +81,8 @@ def sample(
 ) -> str:  # fmt: skip
     """Returns "sample: ", then `prompt` and at most SAMPLE_TOKENS tokens of the model's continuation; or "no sample: "
     and the reason. With `chat`, the continuation is the answer to the user's `prompt`. `temperature`: 0 takes the
-    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change. If the process is not
-    `alone`, raises RuntimeError, torch.OutOfMemoryError too: the other ranks wait for this one."""
+    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change. If this process is not
+    `alone`, RuntimeErrors are raised (torch.OutOfMemoryError is one), because the other ranks wait for it."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:

@@ -17,7 +17,7 @@ from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.units import MIB, format_size
 
 MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
-TEMPORARY, ASIDE = ".tmp-", ".old-"  # of what is written or removed; of what a save of the same step replaces
+TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes: unfinished or being removed; replaced by a save of the same step
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 

@@ -290,7 +290,7 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
     """Loads the newest undamaged one of `checkpoints` into the session's model, or else writes the first `weights`.
-    `resuming`: whether a checkpoint's state could be read. If so, the plan has not been printed yet."""
+    `resuming`: True if a checkpoint's state could be read; the plan has not been printed then."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

@@ -46,7 +46,7 @@ class Recovery:
     ):  # fmt: skip
         """Registers itself as the function that makes room for `step`. `smaller_layouts`: tried in this order.
         `ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of optimizer states,
-        or None. `moved`: bytes of all states that are then in RAM although the plan had them on the GPU."""
+        or None. `moved`: bytes of states that the plan had on the GPU and that would then be in RAM."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
