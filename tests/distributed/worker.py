@@ -8,6 +8,7 @@ bytes sent in a step}.
 
 import json
 import sys
+import time
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -61,7 +62,10 @@ def work(folder: Path, rank: int) -> None:
         results = {name: trained(CASES[name], ranks_of(asked)) for name in asked["cases"]}
         if rank == 0:
             torch.save(results, folder / "results.pt")
-    dist.barrier()  # a rank that ends earlier makes gloo abort the others now and then
+    dist.barrier()
+    (folder / f"through-{rank}").touch()
+    while len([*folder.glob("through-*")]) < asked["ranks"]:  # a rank that ends earlier makes gloo abort the others
+        time.sleep(0.01)
     dist.destroy_process_group()
 
 
