@@ -1,4 +1,4 @@
-"""Finds the fastest layout that fits into GPU memory and RAM, or the smallest memory in which any layout fits.
+"""Finds the fastest layout under the caps of GPU memory and RAM. If none fits, finds the smallest caps that do.
 
 The search counts allocated bytes, but the allocator may need more. So the layout that was found is run through the
 model of the allocator. If it runs out of memory, the search is repeated without it. If nothing is found, the layouts

@@ -89,7 +89,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
             checkpoints = ranks.on_first(
                 lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path, said.append)
             )
-        saved = newest_state(checkpoints)
+        saved = ranks.on_first(lambda: newest_state(checkpoints))
         question = with_saved_micro_batch(ask(settings), saved)
         settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
@@ -97,7 +97,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         if settings.chat_template is not None:
             set_chat_template(tokenizer, settings.chat_template)
         plan = plan_here(question, device, ranks, aside, said.append, saved)
-    Budget(device, settings.gpu_limit_bytes, None).apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes)
+    budget = Budget(device, settings.gpu_limit_bytes, None)
+    ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
     if checkpoints:
         _, state = model.read(checkpoints, model.identity(), said.append, required=True)
@@ -127,7 +128,11 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     written."""
     folder = Path(folder).expanduser()
     about = folder / "README.md"  # of each export
-    if folder.is_dir() and any(folder.iterdir()) and not (about.is_file() and TRAINED in about.read_text("utf-8")):
+    if (
+        folder.is_dir()
+        and any(folder.iterdir())
+        and not (about.is_file() and TRAINED in about.read_text("utf-8", "replace"))
+    ):
         raise InputError(f"{folder} has other files, and an export replaces the whole folder: give a new one")
     model.step.flush()
     store = model.step.store

@@ -8,6 +8,29 @@ import pytest
 from experiments.harness import rows
 from runs import ROOT
 
+# gloo's thread drops a tensor a moment after it was sent, on a busy machine too late for the next allocation. NCCL has
+# no such thread.
+UNHURRIED = """
+import sys, time
+sys.path[:0] = [{root!r}]
+import torch.distributed as dist
+from lowmem.run.main import main
+from train_gpt2_large import SETTINGS
+
+wait = dist.Work.wait
+
+
+def slowly(*arguments):
+    done = wait(*arguments)
+    time.sleep(0.01)
+    return done
+
+
+dist.Work.wait = slowly
+if __name__ == "__main__":
+    sys.exit(main(SETTINGS))
+"""
+
 
 @pytest.mark.parametrize(
     "options", [(), ("--states", "streamed", "--gradients", "streamed")], ids=["resident", "in RAM"]
@@ -16,20 +39,19 @@ def test_a_ranks_memory_is_its_plans(tmp_path, options):
     """Seen to fail: the plan was that of one process with the whole model, and NCCL, which the stand-in lacks, was
     asked for."""
     (tmp_path / "text.txt").write_text("one two three four five six\n" * 400)
+    (tmp_path / "train.py").write_text(UNHURRIED.format(root=str(ROOT)))
     out = tmp_path / "run"
     on_card.output(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train_gpt2_large.py"),
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "train.py"),
         "--demo", "--data", str(tmp_path / "text.txt"), "--seq", "64", "--batch", "8", "--micro-batch", "2", "--steps",
         "3", "--eval-fraction", "0", "--gpu-limit", "4GiB", "--out", str(out), *options,
         options=("--values", "--devices", "2"), OMP_NUM_THREADS="1",
     )  # fmt: skip
     plan = json.loads((out / "plan.json").read_text())
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert plan["ranks"] == 2 and [each["step"] for each in steps] == [1, 2, 3]
-    planned, peak = plan["predicted"], steps[-1]["gpu_allocated_peak_bytes"]
-    late = 2 * 12 * 128**2  # a block's matrices in bf16; on a busy machine, gloo's thread drops them a moment late
-    assert -0.001 <= (peak - planned["gpu_allocated_peak_bytes"]) / peak <= 0.001 + late / peak
-    assert steps[-1]["gpu_reserved_peak_bytes"] == planned["gpu_reserved_peak_bytes"]
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert plan["ranks"] == 2 and last["step"] == 3
+    assert last["gpu_allocated_peak_bytes"] == pytest.approx(plan["predicted"]["gpu_allocated_peak_bytes"], rel=0.001)
+    assert last["gpu_reserved_peak_bytes"] == plan["predicted"]["gpu_reserved_peak_bytes"]
 
 
 @pytest.mark.timeout(600)

@@ -235,7 +235,7 @@ def test_a_rank_that_loads_takes_its_share_of_weights_and_states(tmp_path):
 OTHER_RANK = """
 import os, sys, time
 sys.path[:0] = [{root!r}]
-from lowmem.run import loaded_model
+from lowmem.run import loaded_model, prepare
 from lowmem.run.main import main
 from train_gpt2_large import SETTINGS
 
@@ -262,6 +262,13 @@ def different(difference: str, folder: Path, out: Path, text: Path, *options: st
     process = start(command, RANKS, stderr=subprocess.PIPE)
     _, said = process.communicate()
     return process.returncode, said
+
+
+def test_ranks_that_have_read_different_weights_are_refused(tmp_path, text):
+    """Seen to fail: they trained."""
+    other = "read = prepare.initial_weights; prepare.initial_weights = lambda *of: ((n, w + 1) for n, w in read(*of))"
+    code, said = different(other, tmp_path, tmp_path / "out", text)
+    assert code and said.count("have read different weights of") == 1
 
 
 def test_ranks_that_have_read_different_texts_are_refused(tmp_path, text):
