@@ -110,7 +110,7 @@ def test_a_layer_that_is_called_more_often_in_a_longer_sequence_skips_all_its_pr
 
 
 class Branches(torch.nn.Module):
-    """Adds to its input a product of it, which one layer makes in one call or in two."""
+    """Returns its input plus the product of a layer, which is made in one call or in two."""
 
     def __init__(self, calls: int):
         super().__init__()

@@ -489,8 +489,8 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_tokens_and_not_over_batches():
 
 
 def test_gradients_of_embeddings_that_were_dropped_out_are_those_of_plain_autograd():
-    """Dropout in the embeddings alone, so that the plain model, which runs once, draws the masks that their backward
-    draws a second time."""
+    """Only the embeddings have dropout. The plain model draws their masks once; the step draws them again in
+    backward."""
     model = tiny_model("gpt2")
     model.transformer.drop.p = 0.5
     plain, batch = copy.deepcopy(model).train(), make_batches(1)[0]
