@@ -91,8 +91,8 @@ class Budget:
             self.enter(before)
 
     def peaks(self) -> dict[str, int | None]:
-        """Returns the largest memory use since the process began, in bytes, by its names in metrics.jsonl. A figure is
-        None if the device does not have it."""
+        """Returns the largest memory use since the training run began, in bytes, by its names in metrics.jsonl. A
+        figure is None if the device does not have it."""
         cuda = self.device.type == "cuda"
         return {
             "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,

@@ -21,6 +21,7 @@ from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
 from lowmem.core.recordings import Recordings
+from lowmem.errors import InputError
 
 Result = TypeVar("Result")
 
@@ -35,12 +36,19 @@ class Operations:
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self._update = update or (fused.update if decoder.fused_kernels else eager)
         self.recordings: Recordings | None = Recordings()
+        self._trained = {id(p): p.requires_grad for p in decoder.model.parameters()}
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
         """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
-        call. If a user has changed it since it was made, no layer skips its product from now on."""
+        call. If a user has changed it since it was made, no layer skips its product from now on. Raises InputError
+        if a parameter was added or frozen since then."""
         decoder = self.decoder
+        if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
+            raise InputError(
+                "a parameter of the model was added, or its requires_grad was changed, after the model was loaded; a "
+                "step trains the parameters that were loaded, all of them"
+            )
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)

@@ -22,7 +22,7 @@ RUNS_BEFORE = 1  # run of a segment before it is recorded: a short training is o
 MOST_SHAPES = 4  # of arguments, per segment and direction
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_HOOKS_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
+_HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
 
 
 class Recordings:
@@ -65,8 +65,8 @@ class Recordings:
         return result
 
     def forget_if_changed(self, model: nn.Module) -> bool:
-        """Drops all recordings if a module of `model`, one of its attributes or hooks, or a parameter's `requires_grad`
-        is not as it was in the last call. Returns True if so, and in the first call."""
+        """Drops all recordings if a module of `model`, or one of its attributes or hooks, is not as it was in the last
+        call. Returns True if so, and in the first call."""
         before, self._state = self._state, list(_state_of(model))
         changed = not equal(before, self._state)
         if changed:
@@ -80,7 +80,6 @@ def _state_of(model: nn.Module) -> Iterator:
         for value in vars(module).values():
             yield from value.values() if isinstance(value, dict) else (value,)
     for parameter in model.parameters():
-        yield parameter.requires_grad
         for name in _HOOKS_OF_PARAMETERS:
             yield from (getattr(parameter, name) or {}).values()
 

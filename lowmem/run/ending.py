@@ -83,7 +83,7 @@ class Ending:
         session.log.end_bar()
         exported = self._take_best(done)
         with self.part("the last sample"):
-            take_samples(session, done, last=True)
+            take_samples(session, done if exported is None else exported, last=True)
         session.ranks.on_first(lambda: self._write(exported))
 
     def _write(self, exported: int | None) -> None:
@@ -109,6 +109,7 @@ class Ending:
                 self._summarize(report["loss"])
         with self.part("closing the log and the trackers"):
             log.close()
+        session.budget.check("the report")
         self._check()
 
     def _take_best(self, done: int) -> int | None:

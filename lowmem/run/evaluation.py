@@ -14,6 +14,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.fields import each
 from lowmem.models.build import decoder_start, most_positions
 from lowmem.run.figures import best_evaluation
+from lowmem.run.log import read_metrics
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
 
@@ -33,6 +34,22 @@ def evaluated(session: Session) -> dict:
     if len(sums) > 1:
         row["eval_losses"] = {name: loss / tokens for name, (loss, tokens) in sums.items()}
     return row
+
+
+def due(session: Session, done: int) -> bool:
+    """Returns True if the held-out loss is to be evaluated after step `done`, from 1."""
+    every = session.settings.eval_every or session.steps
+    return bool(session.data.evaluations) and (done == session.steps or done % every == 0)
+
+
+def is_missing(session: Session) -> bool:
+    """Returns True if the evaluation before the first step of `session` is still to be made. A signal or an error may
+    have skipped the one after the step from which training goes on."""
+    done = session.model.done
+    if done == 0 or not session.resumed:
+        return not session.resumed
+    row = next((row for row in read_metrics(session.folder / "metrics.jsonl") if row["step"] == done), None)
+    return row is not None and "eval_loss" not in row and due(session, done)
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:

@@ -48,6 +48,11 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+def rows_until(step: int, path: Path, held_out: dict) -> list[dict]:
+    """Returns the rows of a metrics.jsonl up to `step`, with `held_out` in the row of `step` if there is one."""
+    return [row | held_out if row["step"] == step else row for row in read_metrics(path) if row["step"] <= step]
+
+
 def continuation(row: dict) -> str:
     """Returns the text that the model wrote, without the prompt. `row`: of samples.jsonl."""
     return row["text"].removeprefix("sample: ").removeprefix(row.get("prompt", ""))
@@ -95,9 +100,9 @@ class RunLog:
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
         """Opens the files, the progress bar and the trackers. `first_step` of `last_step` steps are done. `plan`:
-        content of plan.json. `held_out`: the held-out losses before the first step, with the keys of a row."""
+        content of plan.json. `held_out`: held-out losses evaluated after them, with the keys of a row."""
         path = self._folder / "metrics.jsonl"
-        self.rows = [row for row in read_metrics(path) if row["step"] <= first_step]
+        self.rows = rows_until(first_step, path, held_out or {})
         replace_file(path, "".join(map(_line, self.rows)))
         if first_step == 0:
             (self._folder / "samples.jsonl").unlink(missing_ok=True)  # of an earlier run
@@ -115,8 +120,8 @@ class RunLog:
         )  # fmt: skip
         self._trackers.start(first_step, asdict(self._settings) | _flat("plan", plan))
         if held_out:
-            self._trackers.show("row", eval_charts(held_out), 0)
-            self.say(f"before training: {_held_out(held_out)}")
+            self._trackers.show("row", eval_charts(held_out), first_step)
+            self.say(f"{_when(first_step)}: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
         """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
@@ -156,7 +161,7 @@ class RunLog:
         """Shows and records `text`, the model's continuation of `prompt` after `step` steps. The last sample is shown
         below the first one of this prompt."""
         row = {"step": step, "prompt": prompt, "text": text}
-        others = [kept for kept in self._samples if kept["step"] < step or kept.get("prompt", "") != prompt]
+        others = [kept for kept in self._samples if kept["step"] != step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
         lines = [f"{_when(shown['step'])}, {shown['text']}" for shown in (*first, row)]
         if first and sys.stderr is not None and sys.stderr.isatty():

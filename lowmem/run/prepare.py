@@ -35,7 +35,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
-from lowmem.limits import Budget, ram_available_bytes
+from lowmem.limits import Budget, ram_available_bytes, reset_ram_peak
 from lowmem.models.build import decoder_start, load_config, make_decoder, own_generation_config, settings_for
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
@@ -213,6 +213,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
     """Yields a training run that is ready for its next step. Locks its folder until the end of the block. If training
     is refused, leaves nothing in the folder."""
     devices.set_environment()
+    reset_ram_peak()  # an earlier peak of a notebook's process is not this run's
     with ExitStack() as until_the_end:
         with process_aside() as aside:  # forks, so it comes before CUDA starts
             ranks = until_the_end.enter_context(joined(settings.device))

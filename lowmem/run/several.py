@@ -16,7 +16,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
-from lowmem.run.log import read_metrics
+from lowmem.run.log import rows_until
 
 
 class QuietLog:
@@ -26,8 +26,8 @@ class QuietLog:
         self.rows: list[dict] = []
         self._folder = folder
 
-    def start(self, first_step: int, *_) -> None:
-        self.rows = [row for row in read_metrics(self._folder / "metrics.jsonl") if row["step"] <= first_step]
+    def start(self, first_step: int, _: int, plan: dict, held_out: dict) -> None:
+        self.rows = rows_until(first_step, self._folder / "metrics.jsonl", held_out)
 
     def step(self, row: dict) -> None:
         self.rows.append(row)

@@ -44,7 +44,7 @@ def train(session: Session, stop: StopRequest) -> None:
     saver, ending = Saver(session, stop), Ending(session)
     if session.ranks.on_first(ending.was_finished):
         return
-    _begin(session)
+    _begin(session, ending)
     done, seconds = session.model.done, session.model.plan.step_seconds
     ended = done == steps or evaluation.out_of_patience(session)
     session.budget.enter("train")
@@ -64,7 +64,7 @@ def train(session: Session, stop: StopRequest) -> None:
                 result = step(batch, done - 1, rate)
         except StepAbandoned:
             saver.save(done - 1)
-        evaluating = session.data.evaluations and (done == steps or done % (settings.eval_every or steps) == 0)
+        evaluating = evaluation.due(session, done)
         saving = saver.due(done) or done == steps
         if evaluating or saving:
             step.flush()  # its update is part of this step's time
@@ -97,11 +97,15 @@ def train(session: Session, stop: StopRequest) -> None:
     ending.finish(done)
 
 
-def _begin(session: Session) -> None:
-    """Evaluates before the first step if training is new. Writes plan.json and settings.json, and starts the log."""
-    log = session.log
-    held_out = {} if session.resumed else evaluation.evaluated(session)
-    session.eval_first = held_out.get("eval_loss", session.eval_first)
+def _begin(session: Session, ending: Ending) -> None:
+    """Evaluates before the first step if training is new, or if the evaluation after the last step was skipped. Writes
+    plan.json and settings.json, and starts the log."""
+    log, held_out = session.log, {}
+    if session.ranks.on_first(lambda: evaluation.is_missing(session)):
+        with ending.part("the last evaluation") if session.model.done == session.steps else nullcontext():
+            held_out = evaluation.evaluated(session)
+    if not session.resumed:
+        session.eval_first = held_out.get("eval_loss")
     session.model = page_locked(session.model, log.say)
     plan = session.model.plan.to_dict()
     session.ranks.on_first(lambda: _write_start(session, plan))
@@ -133,10 +137,11 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported. Says why
-    training ends before its last step."""
+    """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported; with
+    --keep-best, an earlier one is. Says why training ends before its last step."""
     log = session.log
-    if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]):
+    earlier = session.settings.keep_best and best_evaluation(log.rows, None).step not in (0, done)
+    if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", _NOTHING)
     if evaluation.out_of_patience(session):

@@ -1,5 +1,6 @@
 """Losses and gradients that are not numbers: no update, said in the log, and an end after ten in a row."""
 
+import json
 import math
 import re
 
@@ -7,9 +8,10 @@ import pytest
 from safetensors.torch import load_file
 
 import lowmem.core.operations
+import lowmem.run.evaluation
 from lowmem.data.batches import Batches
 from lowmem.run.log import read_metrics
-from runs import content, last_line, simulated, write_rows
+from runs import content, last_line, simulated, weights, write_rows
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
@@ -75,6 +77,19 @@ def test_a_run_that_gave_up_does_not_end_well_when_it_is_started_again(train, tm
         assert train(tmp_path / "out", *options) == 1
         assert "10 steps in a row had no finite gradient; stopped at step" in last_line(capsys)
         assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/report.json").exists()
+
+
+def test_a_run_whose_last_loss_is_nan_exports_its_best_with_keep_best(train, tmp_path, monkeypatch):
+    options = ["--schedule", "constant", "--eval-every", "1"]
+    assert train(tmp_path / "one", *options, "--steps", "1") == 0
+    spoil(monkeypatch, range(2, 1000))  # from the second step on
+    real = lowmem.run.evaluation.evaluated
+    losses = iter((5.0, 4.0, math.nan, math.nan))
+    monkeypatch.setattr(lowmem.run.evaluation, "evaluated", lambda run: real(run) | {"eval_loss": next(losses)})
+    assert train(tmp_path / "out", *options, "--steps", "3", "--keep-best", "--sample-prompt", "one") == 0
+    assert weights(tmp_path / "out") == weights(tmp_path / "one")
+    steps = [row["step"] for row in map(json.loads, (tmp_path / "out/samples.jsonl").read_text().splitlines())]
+    assert steps == [0, 1]  # the last sample is written by the exported weights
 
 
 def test_a_run_whose_last_loss_is_nan_exports_nothing(train, tmp_path, capsys):

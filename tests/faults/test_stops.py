@@ -65,7 +65,8 @@ def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_
 def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
     finished, train, tmp_path, capfd, monkeypatch, owner, name, call, done, said
 ):
-    """A step in which they come is not made; an evaluation is left out, but for the last; a save is finished."""
+    """A step in which they come is not made. An evaluation is skipped, except the last, and made when training goes
+    on. A save is finished."""
     options = ["--eval-every", "1", "--save-every", "1"]
     counted, real = [], StopRequest._note
     monkeypatch.setattr(StopRequest, "_note", lambda *arguments: (real(*arguments), counted.append(True)))
@@ -87,6 +88,10 @@ def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
         assert ("eval_loss" in rows[-1]) == (done == 3)
     assert train(tmp_path / "out", *options) == 0
     assert weights(tmp_path / "out") == weights(finished)
+    assert all("eval_loss" in row for row in loss_rows(tmp_path / "out"))
+    if name == "_evaluate" and done < 3:
+        assert train(tmp_path / "whole", *options) == 0
+        assert loss_rows(tmp_path / "out") == loss_rows(tmp_path / "whole")
 
 
 def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise(text, train, tmp_path):

@@ -14,7 +14,8 @@ from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
 from lowmem.run.folder import lock_run
 from lowmem.run.learning_rate import Course
-from runs import ROOT, python, write_rows
+from lowmem.units import GIB
+from runs import ROOT, python, stored, write_rows
 
 TINY = lowmem.Settings(
     model="gpt2-demo", init="random", seq=16, batch=4, steps=3, lr=1e-3, device="cpu", eval_batches=1
@@ -46,6 +47,36 @@ def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_r
     program = "import lowmem; from lowmem.run import plan_command; lowmem.plan(lowmem.Settings(gpu='?'))"
     done = python("-c", program)
     assert "InputError" in done.stderr and "?" in done.stderr
+
+
+def test_what_a_notebook_took_before_a_run_does_not_count_against_its_cap(tmp_path):
+    settings = replace(TINY, steps=1, out=str(tmp_path / "out"), ram_limit_bytes=GIB)
+    program = (
+        f"import lowmem, torch\ntorch.ones({GIB}).sum()  # 4 GiB, and freed again\nlowmem.train(lowmem.{settings!r})\n"
+    )
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert 0 < stored(tmp_path / "out/report.json")["measured"]["ram_peak_bytes"] < GIB
+
+
+@pytest.mark.parametrize("change", ["freeze", "add"])
+def test_a_parameter_that_is_frozen_or_added_after_loading_is_refused(change):
+    """Else weight decay would change frozen weights, and added ones would stay as they are."""
+    model = lowmem.load(TINY)
+    tokens = torch.arange(64).view(4, 16)
+    batch = {"input_ids": tokens, "labels": tokens}
+    model.step(batch, 0, learning_rate=1e-3)
+    block = model.decoder.blocks[1]
+    if change == "freeze":
+        block.requires_grad_(False)
+    else:
+        block.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+    for _ in range(2):
+        with pytest.raises(lowmem.InputError, match="a parameter of the model was added, or its requires_grad"):
+            model.step(batch, 1, learning_rate=1e-3)
+    block.requires_grad_(True)
+    block._parameters.pop("scale", None)
+    assert model.step(batch, 1, learning_rate=1e-3).updated
 
 
 def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
