@@ -3,6 +3,7 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,10 @@ def pytest_collection_modifyitems(items):
         seen[name] += 1
         if seen[name] > QUICK_CASES.get(name, seen[name]):
             item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # tests collect garbage often, and would look through all imported modules each time
 
 
 @pytest.fixture(scope="session")
