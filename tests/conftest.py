@@ -66,15 +66,26 @@ def bpe_tokenizer():
 @pytest.fixture(scope="session")
 def train(text):
     """Runs the Large script on `text`, or the --data that is given; returns its exit code. What was planned before is
-    not planned again."""
+    not planned again, and matplotlib renders the pictures of each process's first run alone."""
     from unittest.mock import patch
+
+    from matplotlib.figure import Figure
 
     from lowmem.run.main import main
     from runs import SCRIPTS, SMALL, remembering
 
+    def saved(figure: Figure, path: Path, **how) -> None:
+        if path.name not in rendered:
+            savefig(figure, path, **how)
+            rendered[path.name] = path.read_bytes()
+        path.write_bytes(rendered[path.name])
+
+    rendered: dict[str, bytes] = {}
+    savefig = Figure.savefig
+
     def run(out: Path, *options: str) -> int:
         data = [] if "--data" in options else ["--data", str(text)]
-        with patch("lowmem.run.prepare.process_aside", remembering):
+        with patch("lowmem.run.prepare.process_aside", remembering), patch.object(Figure, "savefig", saved):
             return main(SCRIPTS["large"].SETTINGS, [*SMALL, *data, "--out", str(out), *options])
 
     return run
