@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from experiments.parallel_3d import forked
+from experiments.harness import parallel
+from experiments.parallel_3d.run import WORK
 from experiments.parallel_3d.worker import Job, Process, Told
 
 COUNTED, CLIP = Process.counted_square, Process.clip
@@ -23,7 +24,7 @@ FAULTS = {  # methods of Process, and what stands in their place
 
 def trained(job: Job, fault: str | None = None) -> list[Told]:
     """Trains a job in as many processes as it has; with one of FAULTS in all of them."""
-    return forked.train(job, None if fault is None else partial(_put, fault))
+    return parallel.train(WORK, job, job.mesh.processes, None if fault is None else partial(_put, fault))
 
 
 def _put(fault: str) -> None:

@@ -1,28 +1,26 @@
 """Processes of one process group of `torch.distributed`: started together, watched, and ended as soon as one ends.
 
-The command calls `run`, each process `member`. A process writes its error to their folder, and `run` raises one
-ProcessFailed with the first cause. (A process that lost its neighbour fails too, but is not the cause.) A process ends
-when its standard input does, so that none outlives the command. Under torchrun a process calls only `begin`; torchrun
-watches.
+The command calls `run`. Its processes are forked from a server that has imported PyTorch and transformers, so they
+begin at once. A process writes its error to their folder, and `run` raises one ProcessFailed with the first cause. (A
+process that lost its neighbour fails too, but is not the cause.) A process ends when the command does. Under torchrun a
+process calls only `begin`; torchrun watches.
 """
 
 import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import Process, get_context, parent_process
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from experiments.harness.child import end_with_parent
-from experiments.harness.rows import ROOT
 from lowmem.errors import LowmemError, first_line
 
 THREADS = 1  # of a process; another number may cut sums into other parts
@@ -30,6 +28,9 @@ TIMEOUT = timedelta(minutes=10)
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 3.0  # until a process that failed has said why, and its neighbours have noticed
 FAILED = "failed-{}.json"
+IMPORTED = (__name__, "lowmem.models.build")  # by the server, for all processes
+
+Work = Callable[[Path, int], None]  # of a process; takes the processes' folder and its rank
 
 
 class ProcessFailed(LowmemError):
@@ -49,27 +50,37 @@ def peer_errors() -> Iterator[None]:
         raise PeerError(f"another process is gone, or does not answer ({first_line(error)})") from error
 
 
-def run(module: str, folder: Path, ranks: int) -> None:
-    """Starts `python -m module FOLDER RANK` for each rank and waits until all have ended well. ProcessFailed, with the
-    cause, if one has not; then all are ended."""
-    processes: list[subprocess.Popen] = []
+def run(work: Work, folder: Path, ranks: int) -> None:
+    """Calls `work(folder, rank)` in a process for each rank and waits until all have ended well. ProcessFailed, with
+    the cause, if one has not; then all are ended."""
+    processes: list[Process] = []
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that callers tidy up, as after Ctrl-C
     try:
         for rank in range(ranks):
-            processes.append(_started(module, folder, rank))
+            processes.append(_started(work, folder, rank))
         _watch(processes, folder)
     finally:
         signal.signal(signal.SIGTERM, before)
         for process in processes:
             process.kill()
-            process.stdin.close()
-            process.wait()
+            process.join()
 
 
-def member(work: Callable[[Path, int], None]) -> int:
-    """Runs `work(folder, rank)` in a process that `run` started, and returns its exit code."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _started(work: Work, folder: Path, rank: int) -> Process:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    process = context.Process(target=_member, args=(work, folder, rank, dict(os.environ)))
+    process.start()
+    return process
+
+
+def _member(work: Work, folder: Path, rank: int, environment: dict[str, str]) -> None:
+    """Runs `work` in a process of its own. What it prints goes into a file in `folder`."""
+    with open(folder / f"output-{rank}", "wb") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    os.environ.update(environment)  # the server's is older
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         work(folder, rank)
     except Exception as error:
@@ -81,8 +92,12 @@ def member(work: Callable[[Path, int], None]) -> int:
         partial = folder / f"{FAILED.format(rank)}.partial"
         partial.write_text(json.dumps(failure))
         partial.rename(folder / FAILED.format(rank))
-        return 1
-    return 0
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    parent_process().join()
+    os._exit(1)
 
 
 def is_one_of_torchruns() -> bool:
@@ -129,16 +144,10 @@ def _interrupt(*_) -> None:
     raise KeyboardInterrupt
 
 
-def _started(module: str, folder: Path, rank: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", module, str(folder), str(rank)]
-    with open(folder / f"output-{rank}", "wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output)
-
-
-def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
+def _watch(processes: list[Process], folder: Path) -> None:
     """Waits until all have ended well, or one has not."""
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if all(code == 0 for code in codes):
             return
         if any(codes):
@@ -146,22 +155,22 @@ def _watch(processes: list[subprocess.Popen], folder: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _cause(processes: list[subprocess.Popen], folder: Path) -> str:
+def _cause(processes: list[Process], folder: Path) -> str:
     """Returns the first cause: a process that was killed, or the first error that another process's end does not
     explain."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         time.sleep(POLL_SECONDS)
     failures, ended = [], []
     for rank, process in enumerate(processes):
         path = folder / FAILED.format(rank)
         if path.exists():
             failures.append(json.loads(path.read_text()) | {"rank": rank})
-        elif process.returncode is not None and process.returncode < 0:
-            ended.append(f"the process of rank {rank} was ended by signal {-process.returncode}")
-        elif process.returncode:
+        elif process.exitcode is not None and process.exitcode < 0:
+            ended.append(f"the process of rank {rank} was ended by signal {-process.exitcode}")
+        elif process.exitcode:
             output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines() or ["no output"]
-            ended.append(f"the process of rank {rank} ended with exit code {process.returncode}: {output[-1]}")
+            ended.append(f"the process of rank {rank} ended with exit code {process.exitcode}: {output[-1]}")
     first = min(failures, key=lambda failure: (failure["of_another"], failure["time"]), default=None)
     if ended and (first is None or first["of_another"]):
         return ended[0]

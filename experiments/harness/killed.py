@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from experiments.harness.rows import ROOT
 from experiments.harness.tables import markdown
 
@@ -24,11 +26,12 @@ def ended(module: str, who: str) -> dict:
         command = [sys.executable, "-m", module, "--steps", "1000000", "--out", out]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         time.sleep(SECONDS_TO_START)
-        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = sorted(child.pid for child in children if child.ppid() != process.pid)  # of the server that forks them
         began = time.monotonic()
-        os.kill(process.pid if who == "the command" else children[int(who.split()[1])], signal.SIGKILL)
+        os.kill(process.pid if who == "the command" else ranks[int(who.split()[1])], signal.SIGKILL)
         said = process.communicate()[1]
-        while any(_runs(pid) for pid in children):
+        while any(_runs(child.pid) for child in children):
             time.sleep(0.01)
         return {"seconds": round(time.monotonic() - began, 2), "said": said.strip(), "exit_code": process.returncode}
 

@@ -5,8 +5,9 @@ is a list by rank. group.py starts the processes and watches them.
 """
 
 import os
-import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from lowmem.run.log import write_json
 TASK, TOLD = "task.pt", "told.pt"
 
 
-def train(work: str, job: Any, ranks: int) -> list | None:
-    """Returns what all processes tell. None in torchrun's processes of other ranks than 0. ProcessFailed, with the
-    cause, if one ends early; then all are ended."""
+def train(work: str, job: Any, ranks: int, prepare: Callable[[], None] | None = None) -> list | None:
+    """Returns what all processes tell. None in torchrun's processes of other ranks than 0. Each process that is started
+    here calls `prepare` first. ProcessFailed, with the cause, if one ends early; then all are ended."""
     if group.is_one_of_torchruns():
         rank = int(os.environ["RANK"])
         device = group.begin(None, rank, ranks)
@@ -35,20 +36,14 @@ def train(work: str, job: Any, ranks: int) -> list | None:
         return told
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_task(folder, work, job, ranks)
-        group.run(__name__, folder, ranks)
-        return read_told(folder)
+        torch.save((work, job, ranks), folder / TASK)
+        group.run(partial(_take_part, prepare=prepare), folder, ranks)
+        return torch.load(folder / TOLD, weights_only=False)
 
 
-def write_task(folder: Path, work: str, job: Any, ranks: int) -> None:
-    torch.save((work, job, ranks), folder / TASK)
-
-
-def read_told(folder: Path) -> list:
-    return torch.load(folder / TOLD, weights_only=False)
-
-
-def take_part(folder: Path, rank: int) -> None:
+def _take_part(folder: Path, rank: int, prepare: Callable[[], None] | None) -> None:
+    if prepare is not None:
+        prepare()
     work, job, ranks = torch.load(folder / TASK, weights_only=False)
     told = _told(work, job, rank, group.begin(folder, rank, ranks))
     if told is not None:
@@ -72,7 +67,3 @@ def write_report(report: dict, out: Path, said: str) -> None:
     print(f"{said}\nsee {out / 'report.json'}")
     if report["diverged"]:
         raise LowmemError(report["diverged"])
-
-
-if __name__ == "__main__":
-    sys.exit(group.member(take_part))

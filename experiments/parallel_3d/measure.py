@@ -11,7 +11,7 @@ import sys
 
 from experiments.harness import rows as row_file
 from experiments.harness import sections
-from experiments.parallel_3d import forked, run, table
+from experiments.parallel_3d import run, table
 from experiments.parallel_3d.table import ROWS
 
 PROGRAM = "experiments.parallel_3d.measure"
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 def values_of(section: str, words: str) -> dict:
     options = run.parser().parse_args(shlex.split(words))
     job = run.planned(options)
-    report = run.report_of(job, forked.train(job), options.compare)
+    report = run.report_of(job, run.train(job), options.compare)
     return {key: report[key] for key in KEPT}
 
 

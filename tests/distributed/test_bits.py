@@ -12,6 +12,7 @@ from experiments.harness import group
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import BLOCKS, CASES, LEARNING_RATE  # noqa: E402
 from in_parts import train_in_parts  # noqa: E402
+from worker import work  # noqa: E402
 
 from lowmem.core import parameters  # noqa: E402
 from lowmem.core.shares import Shares  # noqa: E402
@@ -31,7 +32,7 @@ def trained(request, tmp_path_factory):
             cases = sorted({params["name"] for params in of_these if params.get("sharing") == sharing})
             told = {"ranks": ranks, "sharing": sharing or ranks, "cases": cases}
             (folder / "asked.json").write_text(json.dumps(told))
-            group.run("tests.distributed.worker", folder, ranks)
+            group.run(work, folder, ranks)
             done[ranks, sharing] = torch.load(folder / "results.pt", map_location="cpu")
         return done[ranks, sharing]
 

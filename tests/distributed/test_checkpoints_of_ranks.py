@@ -10,7 +10,7 @@ from experiments.harness import group
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import CASES  # noqa: E402
-from worker import saved_again  # noqa: E402
+from worker import saved_again, work  # noqa: E402
 
 CHECKPOINT = "checkpoints/step-00000001"
 
@@ -24,7 +24,7 @@ def by_ranks(folder: Path, ranks: int, case: str, stored: Path | None) -> Path:
     folder.mkdir()
     checkpoint = None if stored is None else str(stored / CHECKPOINT)
     (folder / "asked.json").write_text(json.dumps({"ranks": ranks, "cases": [case], "stored": checkpoint}))
-    group.run("tests.distributed.worker", folder, ranks)
+    group.run(work, folder, ranks)
     return folder
 
 

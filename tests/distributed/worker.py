@@ -1,4 +1,4 @@
-"""A rank that trains CASES: `python -m tests.distributed.worker FOLDER RANK` (experiments/harness/group.py).
+"""A rank that trains CASES: `work`, started by experiments/harness/group.py.
 
 With "stored" in asked.json, loads that checkpoint or, if it is null, makes a step; then saves a checkpoint in FOLDER.
 With "agreement", leaves FOLDER/agreed-RANK.json: the findings of a rank if something is true of one alone. Otherwise
@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from experiments.harness import group
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from cases import CASES, DEVICE, LEARNING_RATE  # noqa: E402
@@ -148,7 +146,3 @@ def whole(store) -> dict[str, torch.Tensor]:
         for part in store.parts
         for key, tensor in {"working": part.working, **part.state}.items()
     }
-
-
-if __name__ == "__main__":
-    sys.exit(group.member(work))

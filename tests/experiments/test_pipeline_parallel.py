@@ -482,7 +482,7 @@ def test_a_process_that_is_killed_ends_all_and_is_named(tmp_path, monkeypatch, c
     monkeypatch.setattr(group, "_watch", kill_one)
     assert run.main(["--stages", "2", "--steps", "100000", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: the process of rank 1 was ended by signal 9\n"
-    assert all(process.returncode is not None for process in started) and not (tmp_path / "report.json").exists()
+    assert all(process.exitcode is not None for process in started) and not (tmp_path / "report.json").exists()
 
 
 def test_an_error_in_a_stage_is_said_once(tmp_path, monkeypatch, capsys):
