@@ -47,6 +47,7 @@ QUICK_CASES = {
     "run/test_torchrun.py::test_a_rank_that_loads_takes_its_share_of_weights_and_states": 0,
     "run/test_torchrun.py::test_a_loop_of_one_s_own_trains_on_two_ranks": 0,
     # faults: every arrangement once, at a few operations
+    "run/test_api.py::test_what_a_notebook_took_before_a_run_does_not_count_against_its_cap": 0,
     "faults/test_memory.py::test_a_layout_that_was_planned_anew_is_taken_but_for_the_micro_batch": 0,
     "faults/test_machine.py::test_a_run_goes_on_with_its_micro_batch_if_the_plan_would_be_another_now": 0,
     "faults/test_stops.py::test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwise": 0,
