@@ -70,7 +70,8 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
     whole = decoder.whole(input_ids, *others)
     if not whole.isfinite().all():
         raise RuntimeError("its logits are not finite")
-    made_up = torch.linspace(-100, 100, whole.numel(), device=whole.device, dtype=head_weight.dtype).view_as(whole)
+    made_up = torch.linspace(-100, 100, whole.numel(), device=whole.device)  # in fp16 it would count beyond 65,504
+    made_up = made_up.to(head_weight.dtype).view_as(whole)
     returned = decoder.with_head_output(made_up, input_ids, *others)
     pieces = decoder.logits(input_ids, *others)
     if not _close(returned, decoder.logit_function(made_up)) or not _close(whole, pieces):
