@@ -142,9 +142,9 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     whole_batch = base.boundaries_in_ram or base.fate is Fate.SENT or simulations.base.mesh.count > 1
     choices = replace(choices, whole_batch=whole_batch)
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
-    sizes = [size for size in choices.micro_batches if size <= most] or choices.micro_batches[:1]
-    groups = {size: choices.groups_of(settings.batch, size) for size in reversed(sizes)}
-    layouts = [replace(base, micro_batch=size, group=found[0]) for size, found in groups.items() if found]
+    groups = {size: found for size in choices.micro_batches if (found := choices.groups_of(settings.batch, size))}
+    sizes = [size for size in groups if size <= most] or list(groups)[:1]
+    layouts = [replace(base, micro_batch=size, group=groups[size][0]) for size in reversed(sizes)]
     if simulations.base.needs_all_gradients:
         return layouts
     whole = settings.batch

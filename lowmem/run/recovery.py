@@ -198,6 +198,6 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 def with_pageable_copies(plan: Plan) -> Plan:
     """Returns `plan` with the time of a step if states are in pageable memory. That is the computation, then the copies
     in and out at PAGEABLE_SHARE of the bus's speed, without overlap."""
-    copying = 2 * plan.ram_breakdown["streamed_states"] / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
+    copying = 2 * plan.ram["train"].get("streamed_states", 0) / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

@@ -265,8 +265,10 @@ def test_a_mistake_of_ours_is_not_dressed_up_as_one_of_the_machine(train, tmp_pa
 
 
 def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
+    """Also if another phase takes more RAM than training."""
     card, ram = SimpleNamespace(bus_bytes_per_second=12e9), {"streamed_states": 15e9, "process": 2e9}
-    timed = {"card": card, "ram_breakdown": ram, "step_seconds": 10.0, "waiting_seconds": 0.5}
+    timed = {"card": card, "ram": {"prepare": {"process": 30e9}, "train": ram}}
+    timed |= {"step_seconds": 10.0, "waiting_seconds": 0.5}
     plan = dataclasses.make_dataclass("TimedPlan", timed)(**timed)
     slower = with_pageable_copies(plan)
     assert slower.waiting_seconds == 2 * 15e9 / (12e9 * PAGEABLE_SHARE)  # in and out

@@ -111,6 +111,13 @@ def test_the_plans_table_fits_80_columns_and_docs_plan_says_what_each_of_its_row
     assert len(section.strip().splitlines()) <= 25
 
 
+@pytest.mark.parametrize("option", [{"boundaries": "streamed", "group": 1}, {"gradients": "streamed", "group": 2}])
+def test_the_cpu_has_a_plan_if_only_large_micro_batches_make_the_batch_one_group(option):
+    """Seen to fail in a traceback: micro-batches of more than 4,096 tokens were left out before."""
+    layout = plan_for("cpu", "fp32", batch=64, **option).layout
+    assert (layout.group, layout.group * layout.micro_batch) == (option["group"], 64)
+
+
 def test_what_is_recomputed_is_said_in_words():
     said = {
         Layout(1, kept=99): "nothing recomputed",
