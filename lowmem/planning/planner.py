@@ -83,10 +83,12 @@ def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> 
     case = replace(step_case(settings, plan.precision), lengths=tuple(lengths))
     target = gpu_target(plan.card, plan.fused_kernels, settings.disk_rate_bytes)
     simulated = Simulations(decoder, case, target).record(plan.layout)
-    more_ram = plan.seconds_with_more_ram
+    share = simulated.seconds / plan.step_seconds
+    more_ram, faster = plan.seconds_with_more_ram, plan.faster_with_ram
     return replace(
         plan,
         step_seconds=simulated.seconds,
         waiting_seconds=simulated.waiting_seconds,
-        seconds_with_more_ram=more_ram and more_ram * simulated.seconds / plan.step_seconds,
+        seconds_with_more_ram=more_ram and more_ram * share,
+        faster_with_ram=faster and (faster[0], faster[1] * share),
     )
