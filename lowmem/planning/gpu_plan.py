@@ -81,6 +81,14 @@ class _Case:
             disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes, allocator_bytes=smaller_cap,
         )  # fmt: skip
 
+    def plan_with_smaller(self, found: Found, room: Room) -> Plan:
+        """Returns the plan of `found`. For training in one process, it has smaller layouts under the same `room`: one
+        of several ranks cannot go on with another layout."""
+        plan, alone = self.plan(found), self.question.mesh.count == 1
+        if plan.settings.plan_only or not alone:
+            return plan
+        return replace(plan, smaller_layouts=tuple(smaller_layouts(self.simulations, found, room, _SMALLER)))
+
     def ram(self, simulations: Simulations, in_ram: dict[str, int]) -> Ram:
         base = simulations.base
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
@@ -117,14 +125,13 @@ def gpu_plan(question: Question) -> Plan:
         waiting = [[one for one in fates if one.base.fate is not Fate.APPLIED] for fates in ways(settings, simulations)]
         room = case.room(settings.ram_limit_bytes, margins=1)
         found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
-    plan = case.plan(found)
-    if not settings.plan_only and question.mesh.count == 1:  # one of several ranks cannot go on with another layout
-        plan = replace(plan, smaller_layouts=tuple(smaller_layouts(simulations, found, room, _SMALLER)))
+    plan = case.plan_with_smaller(found, room)
     free_bytes = question.ram_here_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)
-        less = fastest_layout(ways(same, simulations), simulations, case.room(free_bytes))
-        return plan if less is None else _next_to(case.plan(less), plan)
+        room = case.room(free_bytes)
+        less = fastest_layout(ways(same, simulations), simulations, room)
+        return plan if less is None else _next_to(case.plan_with_smaller(less, room), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
         without = replace(found, layout=layout, simulated=simulations.record(layout))
