@@ -20,10 +20,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from lowmem.errors import CapExceeded, InputError, LowmemError
+from lowmem.errors import CapExceeded, LowmemError
 from lowmem.units import MIB, format_size
 
 CONTEXT_BYTES = 512 * MIB  # about what CUDA takes of a card outside its allocator
+_KERNELS_BYTES = 256 * MIB  # of the context, for kernels that CUDA loads during training; assumed
 OVERSHOOT_BYTES = 18 * MIB  # that growing segments may map beyond the allocator's own cap (cudasim/allocator.py)
 
 _PROC = Path("/proc")
@@ -43,33 +44,23 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator, at `allocator_bytes` if they are fewer. Raises InputError if the cap is larger
-        than the card. Raises LowmemError if less than `planned_bytes` (None: the whole cap) is free on the card."""
+        """Caps PyTorch's GPU allocator, at `allocator_bytes` if they are fewer. Raises LowmemError if less than
+        `planned_bytes` (None: the whole cap) is free on the card."""
         if self.device.type != "cuda":
             return
-        self.check_card()
         free, total = torch.cuda.mem_get_info(self.device)
-        needed = self.gpu_limit_bytes if planned_bytes is None else planned_bytes
+        limit = None if self.gpu_limit_bytes is None else min(self.gpu_limit_bytes, total - CONTEXT_BYTES)
+        needed = limit if planned_bytes is None else planned_bytes
         if needed is not None and needed > free:
             raise LowmemError(
                 f"the GPU is busy: {format_size(free)} of its {format_size(total)} are free and the plan needs "
-                f"{format_size(needed)}; stop what else runs on it (nvidia-smi lists it), or lower --gpu-limit"
+                f"{format_size(needed)}; stop what else runs on it (nvidia-smi lists it), or give --gpu-limit "
+                f"{max(free - _KERNELS_BYTES, 0) // MIB}MiB"
             )
-        limit = None if self.gpu_limit_bytes is None else max(self.gpu_limit_bytes - OVERSHOOT_BYTES, 0)
+        limit = None if limit is None else max(limit - OVERSHOOT_BYTES, 0)
         if caps := [cap for cap in (limit, allocator_bytes) if cap is not None]:
             # PyTorch rounds the share of the card down to bytes.
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
-
-    def check_card(self) -> None:
-        """Raises InputError, which names the largest possible cap, if the GPU cap is larger than the card."""
-        if self.gpu_limit_bytes is None:
-            return
-        total = torch.cuda.mem_get_info(self.device)[1]
-        if self.gpu_limit_bytes > total:
-            raise InputError(
-                f"--gpu-limit {format_size(self.gpu_limit_bytes)} is more than the card has "
-                f"({format_size(total)}); lower it to about {(total - CONTEXT_BYTES) // MIB}MiB"
-            )
 
     def enter(self, phase: str) -> str:
         """Begins a new phase of the training run, for the peaks in `ram_phases`. Returns the name of the phase before:

@@ -35,7 +35,7 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
     if done:
         return [fits]
     unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
-    return [fits, *(f"Faster: {way}" for way in _faster(plan)), *unsure]
+    return [fits, *_smaller_card(plan), *(f"Faster: {way}" for way in _faster(plan)), *unsure]
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
@@ -102,6 +102,13 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
         yield f"{format_seconds(_MILLION / tokens * plan.step_seconds)} for a million tokens"
 
 
+def _smaller_card(plan: "Plan") -> Iterator[str]:
+    """Yields a sentence if the cap is more than the card has."""
+    asked = plan.settings.gpu_limit_bytes
+    if plan.card is not None and asked is not None and asked > plan.gpu_limit_bytes:
+        yield f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training, less than --gpu-limit allows"
+
+
 def _faster(plan: "Plan") -> Iterator[str]:
     """Yields the known ways to a faster step."""
     settings, limit = plan.settings, plan.settings.ram_limit_bytes
@@ -113,7 +120,7 @@ def _faster(plan: "Plan") -> Iterator[str]:
         with_ram = f"--ram-limit {format_option(ram_bytes)}" if raised else f"{format_size(ram_bytes)} of RAM"
         instead = f", instead of {settings.states_folder}" if plan.disk_state_bytes else ""
         yield f"{format_seconds(seconds)} a step with {with_ram}{instead}"
-    if plan.card is None or plan.gpu_limit_bytes is None:
+    if plan.card is None:
         return
     usable, layout = plan.card.memory_bytes - CONTEXT_BYTES, plan.layout
     waits = layout.states_on_gpu < plan.units or layout.fate in (Fate.SENT, Fate.DROPPED)

@@ -36,12 +36,11 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds a question and its simulations. `gpu_limit`: bytes that the allocator may take of the card; None: no
-    limit."""
+    """Holds a question and its simulations. `gpu_limit`: bytes that the allocator may take of the card."""
 
     question: Question
     simulations: Simulations
-    gpu_limit: int | None
+    gpu_limit: int
 
     @property
     def process_bytes(self) -> int:
@@ -51,7 +50,7 @@ class _Case:
 
     def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
         base = self.simulations.base
-        gpu = None if self.gpu_limit is None else room_under(self.gpu_limit, margins or self.margins)
+        gpu = room_under(self.gpu_limit, margins or self.margins)
         if ram_limit is not None:
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
@@ -97,8 +96,6 @@ class _Case:
         """Simulates the allocator for this layout. Returns its memory figures. The cap is that of training, a little
         wider than the memory that the search fills. Also returns the cap that the allocator needs to complete, if it
         must be smaller than that."""
-        if self.gpu_limit is None:
-            return self.simulations.run(layout, None), None
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -108,19 +105,18 @@ class _Case:
 def gpu_plan(question: Question) -> Plan:
     """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. The micro-batch does not depend
     on free RAM."""
-    settings, card, process = question.settings, question.card, question.process
+    settings, card = question.settings, question.card
     target = gpu_target(card, question.fused_kernels, settings.disk_rate_bytes)
-    gpu_limit, card_limit = settings.gpu_limit_bytes, None
-    if settings.gpu is not None or (gpu_limit is None and (process is not None or torch.cuda.is_available())):
-        card_limit = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
-        gpu_limit = min(gpu_limit or card_limit, card_limit)
+    card_is_known = settings.gpu is not None or question.process is not None or torch.cuda.is_available()
+    usable_bytes = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
+    gpu_limit = min(settings.gpu_limit_bytes or usable_bytes, usable_bytes)
     decoder = partial(question.make_decoder, fused_kernels=target.fused_kernels)
     simulations = Simulations(decoder, step_case(settings, question.precision, question.mesh), target)
     case = _Case(question, simulations, gpu_limit)
     room = case.room(settings.ram_limit_bytes)
     found = fastest_layout(ways(settings, simulations), simulations, room)
     if found is None:
-        raise _refused(case, room, card_limit)
+        raise _refused(case, room, usable_bytes if card_is_known else None)
     if case.margins > 1 and found.layout.fate is not Fate.APPLIED:  # its steps can be made again
         waiting = [[one for one in fates if one.base.fate is not Fate.APPLIED] for fates in ways(settings, simulations)]
         room = case.room(settings.ram_limit_bytes, margins=1)
@@ -160,7 +156,7 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
     if simulated.streamed_bytes + simulated.state_bytes[units - 1] <= room.ram:
         return None
     wasted = reserved_bytes - simulations.allocated_bytes(found.layout)
-    more = Room(None if room.gpu is None else room.gpu - wasted, room.ram + GIB)
+    more = Room(room.gpu - wasted, room.ram + GIB)
     faster = Search(Columns(simulations), more).fastest_in(found.column)
     if faster is None or faster.seconds >= _WORTH_SAYING * found.seconds:
         return None
@@ -177,16 +173,17 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         return sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
 
     smallest = smallest_room(ways(settings, simulations), simulations, room)
-    gpu_cap = None if smallest.gpu is None else smallest_cap(smallest.gpu, case.margins)
+    gpu_cap = smallest_cap(smallest.gpu, case.margins)
     ram = ram_bytes(simulations, smallest.ram)
     found = WaysOut(settings, simulations, room, ram_bytes).found()
     said = [way.to_dict() for way in found]
     if card_limit is None or gpu_cap <= card_limit:
-        first = {"options": wants(gpu_cap, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
+        only_ram = smallest.gpu == room.gpu  # is too small
+        named = None if only_ram and settings.gpu_limit_bytes is None else gpu_cap
+        first = {"options": wants(named, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
         said = [first, *(way for way in said if way["options"] != first["options"])]
-        only_ram = smallest.gpu == room.gpu  # then the first way says the same
-        others = [way for way in found if way.changes or not only_ram]
-        return PlanError(refusal(settings, case.gpu_limit, gpu_cap, ram) + in_a_sentence(others), said)
+        others = [way for way in found if way.changes or not only_ram]  # without the first way once more
+        return PlanError(refusal(settings, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if settings.ram_limit_bytes is None else f" and {format_size(settings.ram_limit_bytes)} of RAM"
     sentence = f"{what(settings)} does not fit in the {format_size(card_limit)} of {case.question.card.name}{ram_cap}."

@@ -10,7 +10,7 @@ from lowmem.core.precision import resolve_precision
 from lowmem.cudasim.gpus import CARDS, Card, card_named, card_of_name_reported
 from lowmem.device import expandable_segments, select_device
 from lowmem.errors import InputError
-from lowmem.limits import CONTEXT_BYTES, Budget
+from lowmem.limits import CONTEXT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import ALONE, Mesh
@@ -46,12 +46,9 @@ def planning_target(settings: Settings) -> tuple[str, Card | None]:
     """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
     plan is for a GPU, even if none is here, unless the settings ask for the CPU.
 
-    Raises InputError if the card is unknown or lacks the bf16 that is asked for. Raises it too if training needs a card
-    that is not here, or if the card here is smaller than the cap.
+    Raises InputError if the card is unknown or lacks the bf16 that is asked for, or if training needs a card that is
+    not here.
     """
-    for_this_card = settings.gpu is None or not settings.plan_only
-    if for_this_card and settings.device != "cpu" and torch.cuda.is_available():
-        Budget(torch.device("cuda"), settings.gpu_limit_bytes, None).check_card()  # before anything slow
     if settings.plan_only:
         on_gpu = settings.device != "cpu"
     else:
@@ -77,11 +74,13 @@ def planning_target(settings: Settings) -> tuple[str, Card | None]:
 def card_for(settings: Settings) -> Card:
     """Returns the card that the settings name, or else the one that is here. Without either, returns the smallest
     measured card with bf16 and room for the cap. If none has room, returns the largest measured card."""
+    here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
-        return card_named(settings.gpu)
-    if torch.cuda.is_available():
+        named = card_named(settings.gpu)
+        elsewhere = settings.plan_only or here is None
+        return named if elsewhere else replace(named, memory_bytes=min(named.memory_bytes, here.total_memory))
+    if here is not None:
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        here = torch.cuda.get_device_properties(0)
         found = card_of_name_reported(name, here.total_memory)
         if found is None:
             return _nearest(capability, here)
