@@ -7,6 +7,7 @@ again up to that answer's end. The difference of both texts is the answer. docs/
 import itertools
 import os
 import re
+from collections import Counter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,8 @@ class Answers:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
-        self._last_only = self._without_reasoning = 0
+        self._last_only, self._left_out = 0, Counter()
+        self._end_of_text = tokenizer.eos_token
         tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
         if self.template.end_of_turn and not any(token in self.template.end_of_turn for token in tokens):
             tokens.add(self.template.end_of_turn)  # another model's template: its special tokens are plain text here
@@ -32,21 +34,23 @@ class Answers:
     def notes(self) -> list[str]:
         """Returns remarks for the log on the conversations rendered so far."""
         last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
-        reasoning = (
-            f"the chat template leaves out the reasoning of the last answer in {self._without_reasoning:,} of them; "
-            f"--chat-template FILE can give one that writes it"
-        )
-        return [last] * (self._last_only > 0) + [reasoning] * (self._without_reasoning > 0)
+        left_out = [
+            f"the chat template leaves out {name} in {count:,} of them; --chat-template FILE can give another"
+            for name, count in self._left_out.items()
+        ]
+        return [last] * (self._last_only > 0) + left_out
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
         """Renders `conversation` and returns its text in segments, (text, True if trained on). Answers are trained on;
         with `everything`, the whole text is. Raises InputError if the answers cannot be found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
-        self._without_reasoning += not all(part in text for part in conversation.last_reasoning)
+        self._left_out.update(name for name, parts in conversation.optional.items() if not all(map(text.count, parts)))
         if everything:
             return [(text, True)]
         spans = self._marked(conversation, marked) or self._found(conversation, text)
+        if not text[spans[-1][1] :].strip() and not text.rstrip().endswith(self._end_of_text):
+            spans[-1] = spans[-1][0], len(text)  # the end-of-text token that follows is trained on
         segments, start = [], 0
         for begin, end in spans:
             segments += [(text[start:begin], False), (text[begin:end], True)]

@@ -58,10 +58,11 @@ class ChatTemplate:
         dated = _ASKS_FOR_THE_DATE.search(str(tokenizer.chat_template))
         self.note = f" (which is told that today is {TODAY})" if dated else ""
         exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        text = ""
+        text, self._writes_answers = "", True  # also if it refuses this exchange
         for self._parts in (False, True):
             with contextlib.suppress(InputError):
                 text, _ = self.render(Conversation("", exchange))
+                self._writes_answers = _ANSWER in text
             if _QUESTION in text and _ANSWER in text:
                 break
         # The text after the last answer: "" for nothing, None if unknown.
@@ -87,15 +88,20 @@ class ChatTemplate:
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if `text`, the rendered `conversation`, cannot be encoded as UTF-8. Does the same if it
-        lacks tool calls or their results, which many templates ignore."""
+        """Raises InputError if `text`, the rendered `conversation`, cannot be encoded as UTF-8 or has no answers. Does
+        the same if it lacks tool calls or their results, which many templates ignore."""
         encodable(text, conversation.where, "the conversation")
+        if not self._writes_answers or not text.strip():
+            raise InputError(
+                f"{conversation.where}: the chat template does not write the assistant's answers; its messages have "
+                f"the keys role (system, user, assistant or tool) and content"
+            )
         calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
         if calls and conversation.tools:  # the list of tools also has the names
             with contextlib.suppress(InputError):
                 text, _ = self.render(replace(conversation, tools=None))
         parts = [call["function"]["name"] for call in calls]
-        parts += [message["content"].strip() for message in conversation.messages if message["role"] == "tool"]
+        parts += [message.get("content", "").strip() for message in conversation.messages if message["role"] == "tool"]
         if not all(part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text for part in parts):
             raise InputError(
                 f"{conversation.where}: the chat template leaves out tool calls or what the tools returned; use "

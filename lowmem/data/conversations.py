@@ -54,7 +54,19 @@ class Conversation:
         ]
 
     @property
-    def last_reasoning(self) -> list[str]:
+    def optional(self) -> dict[str, list[str]]:
+        """Returns texts that a chat template may leave out, by their name for people."""
+        tools = [tool.get("function", tool) for tool in self.tools or ()]
+        return {
+            "the reasoning of the last answer": self._last_reasoning,
+            "the system message": [
+                message.get("content", "").strip() for message in self.messages if message["role"] == "system"
+            ],
+            "the list of tools": [str(tool["name"]) for tool in tools if isinstance(tool, dict) and "name" in tool],
+        }
+
+    @property
+    def _last_reasoning(self) -> list[str]:
         """Returns the last answer's reasoning: text in <think> tags, or under a key such as `thinking`."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]

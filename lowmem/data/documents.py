@@ -107,10 +107,13 @@ def read_documents(
 ) -> Documents:  # fmt: skip
     """Tokenizes the `records` of `source`, stores the tokens in `folder`, and returns them. Stops when they fill
     `rows_limit` rows of a batch; None reads all. `vocabulary_size`: number of ids that the model embeds."""
-    first, records = with_first_filled(iter(records))
+    reading = Reading.of(settings)
+    first, records = with_first_filled(iter(records), reading)
     if first is None:
         raise InputError(f"{source.name}: there is no document in it")
-    format = find_format(first, Reading.of(settings), settings.train_on, tokenizer)
+    format = find_format(first, reading, settings.train_on, tokenizer)
+    if settings.target_tokens is not None and settings.train_on == "all" and not format.packed:
+        raise InputError("--train-on all: an encoder-decoder trains on its targets, the answers; leave it out")
     writer = _Writer(format, tokenizer, vocabulary_size, settings, folder)
     skipped, why = 0, ""
     for record in _with_progress(records, source.name, writer):
@@ -259,7 +262,7 @@ class _Writer:
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
             ids, trained = _joined((self.begin, segments[0][1]), (ids, trained))
-        self.last_characters = (self.last_characters + texts[-1][-64:])[-64:]
+        self.last_characters = (self.last_characters + "".join(texts)[-64:])[-64:]
         ended = self.last_characters.rstrip().endswith(self.end_text)  # as a chat template does
         if not record.goes_on and not ended:
             ids, trained = _joined((ids, trained), (self.end, segments[-1][1]))
@@ -274,6 +277,7 @@ class _Writer:
             ids, trained = ids[room], trained[room]
             if not trained[self.target_tokens is None :].any():  # a decoder's first token is never a label
                 self.dropped += 1
+                self._begin_document()
                 return
             self.trained.append(trained)
         self.tokens.append(ids)

@@ -12,7 +12,7 @@ from lowmem.data.answers import Answers
 from lowmem.data.conversations import UntrainableRow, encodable, parse_within, read_conversation, system_text
 from lowmem.data.records import Reading, Record
 from lowmem.data.seams import Segments
-from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS
+from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS, used_columns
 from lowmem.errors import InputError
 
 # No space after the last colon: GPT-2's vocabulary joins a space with the word that follows it.
@@ -176,12 +176,14 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
     ]
 
 
-def with_first_filled(records: Iterator[Record]) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first record with a value (or the last of _MOST_BLANK empty ones), and an iterator over all."""
+def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
+    """Returns the first record with a value that is read, or that has no column that is read; or else the last of
+    _MOST_BLANK records. Also returns an iterator over all."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
-        if any(value is not None for value in record.columns.values()):
+        used = used_columns(record.columns, reading)
+        if not used or any(record.columns[name] is not None for name in used):
             break
     return (seen[-1] if seen else None), itertools.chain(seen, records)
 
@@ -258,7 +260,9 @@ def _unreadable(record: Record, reading: Reading) -> InputError:
 def _refuse_labels(record: Record) -> None:
     """Raises InputError for a row with a label of good and bad answers, since bad answers must not be trained on."""
     for column in LABEL_COLUMNS:
-        if isinstance(record.columns.get(column), bool):
+        value = record.columns.get(column)
+        in_words = isinstance(value, str) and value.strip().lower() in ("true", "false")  # CSV
+        if isinstance(value, bool) or in_words or (column == "kto_tag" and value in (0, 1, "0", "1")):
             raise InputError(
                 f"{record.where}: {column} marks answers as good or bad (KTO), and bad ones would be trained on, too; "
                 f"keep the rows with good ones, and remove that column"

@@ -19,7 +19,7 @@ _KNOWN_COLUMNS = {*STRUCTURED_COLUMNS, *SYSTEM_COLUMNS, *LABEL_COLUMNS, "functio
 PIECE_CHARACTERS = 2**20  # of a text file in memory at once
 DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, ".jsonl", ".json", ".csv", ".parquet")
+KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, *TABLE_SUFFIXES)
 _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
 
 
@@ -115,6 +115,18 @@ def _refuse_twice(names: Iterable[str], where: str) -> None:
             raise InputError(f"{where}: the column {name} is given twice; remove or rename one of them")
 
 
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns an Arrow row without null entries in the objects of its columns. Arrow gives all objects of a column the
+    same keys, and fills those that an object lacks with null."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
 def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
     try:
         import pyarrow
@@ -134,7 +146,7 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
             for rows in file.iter_batches(batch_size=256, columns=columns):
                 for row in rows.to_pylist():
                     number += 1
-                    yield Record(f"{path}: row {number}", dict.fromkeys(names) | row)
+                    yield Record(f"{path}: row {number}", dict.fromkeys(names) | without_nulls(row))
     except pyarrow.ArrowException as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error).rstrip('.')})") from error
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from lowmem.errors import InputError, LowmemError, first_line, some_of
 from lowmem.models.build import load_config
@@ -21,6 +21,7 @@ from lowmem.models.export import export_model
 from lowmem.units import format_size
 
 _EXACT = {"F32", "F16", "BF16"}
+_FREQUENCIES = ("rope_freqs.", "rope_factors_")  # of Llama 3.1 and of models with long contexts
 
 
 def convert(path: Path, folder: Path) -> Iterator[str]:
@@ -41,6 +42,7 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
             f"{path}: transformers {transformers.__version__} finds no weights for {len(lost)} of its parameters "
             f"({some_of(sorted(lost))}); {_ADVICE}"
         )
+    yield from _lost(reader, path, model)
     readme = f"# {path.stem}\n\nThe weights of the GGUF file {path.name}, converted to fp32.\n"
     parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     yield from export_model(
@@ -73,7 +75,7 @@ def read_config_fields(path: Path) -> dict:
 
 
 def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
-    """Yields a sentence on the kinds of weights in the file, and a warning about a tensor that is ignored."""
+    """Yields a sentence on the kinds of weights in the file."""
     if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
         raise InputError(
             f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"
@@ -89,11 +91,33 @@ def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[st
         f"{path.name}: {elements:,} weights of {bits:.1f} bits each ({kinds}) are converted to fp32, once, in {folder} "
         f"({format_size(4 * elements)}){lost}"
     )
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+
+
+def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iterator[str]:
+    """Yields a warning if transformers ignores the rotary frequencies in the file. Raises InputError if the file has
+    more weights than the model."""
+    version = transformers.__version__
+    frequencies = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_FREQUENCIES)]
+    scaling = reader.get_field(f"{reader.get_field('general.architecture').contents()}.rope.scaling.type")
+    is_scaled = scaling is not None and scaling.contents() != "none"
+    if frequencies or (is_scaled and _rope_type(model.config) == "default"):
         yield (
-            f"warning: transformers {transformers.__version__} does not read the rotary frequencies in {path.name}, so "
-            "the model computes with unscaled ones; the original model keeps them"
+            f"warning: transformers {version} does not read the rotary frequencies in {path.name}, so the model "
+            "computes with unscaled ones; the original model keeps them"
         )
+    there = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in frequencies)
+    placed = sum(parameter.numel() for parameter in model.parameters())
+    if there > placed:
+        raise InputError(
+            f"{path}: transformers {version} has no place for {there - placed:,} of its weights in "
+            f"{type(model).__name__}; {_ADVICE}"
+        )
+
+
+def _rope_type(config: PretrainedConfig) -> str:
+    """Returns the kind of rotary scaling, under its name in transformers 5 or in older versions."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return found.get("rope_type", found.get("type", "default"))
 
 
 def _unpacked() -> dict:

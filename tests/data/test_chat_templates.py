@@ -12,7 +12,7 @@ from lowmem.data.answers import Answers
 from lowmem.data.conversations import Conversation
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.loading import POINTER, load, tokens_of, write_rows
+from tests.data.loading import END, POINTER, load, tokens_of, trained_text, write_rows
 
 TRL = importlib.util.find_spec("trl")  # its folder, without importing it
 FOLDER = Path(TRL.submodule_search_locations[0]) / "chat_templates" if TRL else Path("none")
@@ -172,6 +172,49 @@ def test_reasoning_that_a_template_leaves_out_of_the_last_answer_is_counted(tmp_
     apart = [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": apart}, {"messages": CHAT}])
     assert (said in load(path, tokenizer, len(tokenizer), seq=1024).description) == (name != "qwen3")
+
+
+def test_a_system_message_and_tools_that_a_template_leaves_out_are_counted(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    system = {"role": "system", "content": "Be kind."}
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [system, *CHAT], "tools": TOOLS}, {"messages": CHAT}])
+    said = load(path, tokenizer, seq=128, batch=1).description
+    for name in ("the system message", "the list of tools"):
+        assert f"the chat template leaves out {name} in 1 of them; --chat-template FILE" in said
+
+
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}{% if m.role == 'gpt' %}{{ m.content }}{% endif %}{% endfor %}",
+    "{% for m in conversation %}{{ m.content }}{% endfor %}", "{% for m in messages %}<{{ m.role }}>{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+])  # fmt: skip
+@pytest.mark.parametrize("train_on", ["completion", "all"])
+def test_a_template_without_the_answers_is_refused(tmp_path, template, train_on):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    with pytest.raises(InputError, match=r"a\.jsonl:1: the chat template does not write the assistant's answers"):
+        load(path, tokenizer, seq=128, train_on=train_on)
+
+
+@pytest.mark.parametrize(("end", "trained"), [
+    ("{{ eos_token }}", "Two.$Three.$"), ("<end>", "Two.<end>Three.<end>\n$"), ("", "Two.Three.\n$"),
+])  # fmt: skip
+def test_behind_generation_marks_a_text_ends_once_and_that_end_is_trained(tmp_path, end, trained):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        + end
+        + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    train = load(path, tokenizer, seq=128, batch=1).train
+    assert trained_text(train.batch(0)) == trained
+    assert tokens_of(train)[-2:] == ([END, ord("\n")] if "eos" in end else [ord("\n"), END])
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_always(tmp_path):

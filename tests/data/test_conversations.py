@@ -8,7 +8,17 @@ from lowmem.data.conversations import read_conversation
 from lowmem.data.records import Record
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from tests.data.loading import CONVERSATION, END, in_order, load, shown, tokens_of, trained_text, write_rows
+from tests.data.loading import (
+    CONVERSATION,
+    END,
+    in_order,
+    load,
+    shown,
+    tokens_of,
+    trained_text,
+    write_rows,
+    write_table,
+)
 
 CALL = {"name": "add", "arguments": {"a": 2}}
 TOOL_TEMPLATE = (
@@ -141,7 +151,12 @@ BAD_ROWS = {
     "two readings": ({"messages": [], "conversations": []}, r"more than one way \(messages or conversations\)"),
     "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"chosen and rejected are .*rename chosen to"),
     "KTO": (PAIR | {"label": False}, r"label marks answers as good or bad"),
+    "KTO in CSV": (PAIR | {"label": " False"}, r"label marks answers as good or bad"),
     "KTO of LLaMA-Factory": (ALPACA | {"kto_tag": True}, r"kto_tag marks answers"),
+    "KTO in numbers": (ALPACA | {"kto_tag": 1}, r"kto_tag marks answers"),
+    "a tool that calls": (
+        {"messages": [{"role": "tool", "tool_calls": [CALL]}, *CONVERSATION]}, "refuses the conversation|leaves out",
+    ),
     "question": ({"question": "a", "answer": "b"}, r"give --prompt-field question and --completion-field answer"),
     "query": ({"query": "a", "response": "b", "id": 1}, r"give --prompt-field query and --completion-field response"),
     "response": ({"prompt": "a", "response": "b"}, r"; give --completion-field response$"),
@@ -164,6 +179,46 @@ def test_a_bad_row_is_refused_with_its_place(tmp_path, case):
     with pytest.raises(InputError, match=rf"rows\.jsonl:1: .*{message}") as caught:
         read(tmp_path, row)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_keys_that_arrow_fills_with_null_are_not_trained(tmp_path):
+    """A table gives all objects of a column the same keys: the calls of two tools have the arguments of both."""
+    calls = [("weather", {"city": "Rome"}), ("stock", {"ticker": "A", "n": 2})]
+    rows = [
+        {
+            "messages": [CONVERSATION[0], {"role": "assistant", "tool_calls": [{"name": name, "arguments": given}]}],
+            "tools": [{"function": {"name": name, "parameters": {name: {"type": "string"} for name in given}}}],
+        }
+        for name, given in calls
+    ]
+    template = TOOL_TEMPLATE.replace("tools | length", "tools | tojson")
+    tokenizers = [byte_level_tokenizer() for _ in range(3)]
+    for tokenizer in tokenizers:
+        tokenizer.chat_template = template
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    paths = [write_rows(tmp_path / "a.jsonl", rows), write_table(tmp_path / "a.parquet", rows), tmp_path / "saved"]
+    texts = [
+        bytes(token for token in tokens_of(load(path, tokenizer, seq=512, batch=1).train) if token < END).decode()
+        for path, tokenizer in zip(paths, tokenizers, strict=True)
+    ]
+    assert all('<weather {"city": "Rome"}>' in text and '<stock {"ticker": "A", "n": 2}>' in text for text in texts)
+    assert not any("null" in text for text in texts)
+
+
+def test_a_row_with_nothing_but_an_id_does_not_decide_how_rows_are_read(tmp_path):
+    rows = [{"id": 1, "text": None, "messages": None}, {"id": 2, "text": None, "messages": CONVERSATION}]
+    with pytest.raises(InputError, match=r"rows\.jsonl:1: messages is empty \(null\); remove the row"):
+        load(write_rows(tmp_path / "rows.jsonl", rows), seq=512)
+    with pytest.raises(InputError, match=r"rows\.jsonl:1: nothing to train on in the columns \(id, words\)"):
+        load(write_rows(tmp_path / "rows.jsonl", [{"id": 1, "words": "a"}, {"id": 2, "words": "b"}]))
+
+
+def test_an_example_after_a_dropped_one_ends_with_the_end_of_text(tmp_path):
+    dropped = {"prompt": "p" * 40, "completion": "x<|endoftext|>"}
+    path = write_rows(tmp_path / "rows.jsonl", [dropped, {"prompt": "a", "completion": "\n"}])
+    data = load(path, batch=1)
+    assert tokens_of(data.train) == [*b"a\n", END] and "1 of these dropped" in data.description
 
 
 # Files

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowmem.data.pairs import PairBatches
+from lowmem.errors import InputError
 from tests.data import loading
 
 SOURCE, TARGET, START, END = 12, 6, 7, 256
@@ -91,3 +92,8 @@ def test_micro_batches_are_rows_in_their_order(load):
     assert [len(piece.source_mask) for piece in pieces] == [3, 1]
     for name in ("input_ids", "labels", "source_mask"):
         assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name))
+
+
+def test_to_train_on_everything_is_refused_since_the_source_would_be_empty(load):
+    with pytest.raises(InputError, match="--train-on all: an encoder-decoder trains on its targets"):
+        load(json.dumps({"prompt": "abc", "completion": "xyz"}) + "\n", "a.jsonl", train_on="all")

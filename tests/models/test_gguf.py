@@ -42,8 +42,14 @@ def interleaved(name: str, weight: np.ndarray) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, model, bpe_tokenizer, kind=gguf.GGMLQuantizationType.F32, architecture="llama") -> None:
+def write_gguf(
+    path, model, bpe_tokenizer, kind=gguf.GGMLQuantizationType.F32, architecture="llama", more=(), scaling=None
+) -> None:
+    """`more`: names of further tensors, each of 8 values. `scaling`: a kind of rotary scaling."""
     writer = gguf.GGUFWriter(path, architecture)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(8.0)
     config = model.config
     writer.add_block_count(LAYERS)
     writer.add_context_length(config.max_position_embeddings)
@@ -72,6 +78,8 @@ def write_gguf(path, model, bpe_tokenizer, kind=gguf.GGMLQuantizationType.F32, a
             writer.add_tensor(in_llama_cpp(name), gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(in_llama_cpp(name), values)
+    for name in more:
+        writer.add_tensor(name, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -164,6 +172,23 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path, file, model, bpe_toke
     write_gguf(file, model, bpe_tokenizer)
     with pytest.raises(InputError, match=r"no weights for 1 of its parameters \(model.norm.weight\)"):
         list(convert(file, tmp_path / "out"))
+
+
+def test_weights_that_the_model_has_no_place_for_are_not_dropped(tmp_path, file, model, bpe_tokenizer):
+    write_gguf(file, model, bpe_tokenizer, more=["blk.0.attn_q.bias", "blk.1.attn_output.bias"])
+    with pytest.raises(InputError, match="has no place for 16 of its weights in LlamaForCausalLM"):
+        list(convert(file, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [
+    {"more": ["rope_freqs.weight"]}, {"more": ["rope_factors_long.weight", "rope_factors_short.weight"]},
+    {"scaling": gguf.RopeScalingType.LINEAR}, {"scaling": gguf.RopeScalingType.NONE},
+], ids=str)  # fmt: skip
+def test_rotary_frequencies_that_transformers_does_not_read_are_warned_of(tmp_path, file, model, bpe_tokenizer, more):
+    write_gguf(file, model, bpe_tokenizer, **more)
+    warned = ["does not read the rotary frequencies" in said for said in convert(file, tmp_path / "out")]
+    assert any(warned) == (more != {"scaling": gguf.RopeScalingType.NONE})
 
 
 def test_another_file_of_that_name_and_a_missing_package_are_refused_at_once(tmp_path, monkeypatch, file):
