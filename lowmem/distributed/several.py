@@ -15,6 +15,7 @@ from lowmem.core.shares import Among, GatheredWeights, Shares, in_order
 from lowmem.distributed.gathered import FsdpGatherer
 
 _END = -1
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # in older versions
 
 
 class SeveralRanks(Shares):
@@ -58,7 +59,7 @@ class SeveralRanks(Shares):
         dist.all_to_all_single(came, sent, group=self._groups.get(among))
 
     def gather(self, came: Tensor, own: Tensor, among: Among) -> None:
-        dist.all_gather_into_tensor(came.view(-1), own, group=self._groups.get(among))
+        _all_gather(came.view(-1), own, group=self._groups.get(among))
 
     def beside(self) -> AbstractContextManager:
         if self._stream is None:

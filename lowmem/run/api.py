@@ -30,7 +30,7 @@ from lowmem.run.environment import warnings_end_nothing
 from lowmem.run.folder import checkpoints_in, find_checkpoints, lock_run
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
-from lowmem.run.prepare import ask, build, page_locked, plan_here, with_saved_micro_batch, write_weights
+from lowmem.run.prepare import ask, build, page_locked, plan_here, write_weights
 from lowmem.run.several import plan_for
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
@@ -90,7 +90,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
                 lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path, said.append)
             )
         saved = ranks.on_first(lambda: newest_state(checkpoints))
-        question = with_saved_micro_batch(ask(settings), saved)
+        question = ask(settings)
         settings, config = question.settings, question.config
         device = devices.select_device(settings.device)
         tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)

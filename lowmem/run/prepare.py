@@ -130,8 +130,11 @@ def plan_here(
         share = replace(share, **here, fused_kernels=no_kernels is None)
         return ranks.on_first(partial(aside, make_plan, share))
 
-    sharing = None if saved is None else saved[1].get("sharing")
-    plan = plan_of_ranks(question, meshes(ranks.count, ranks.machines, ranks.alike, sharing), ranks.on_machine, make)
+    sharing, micro_batch = None, None
+    if saved is not None:
+        sharing, micro_batch = saved[1].get("sharing"), saved[1]["identity"]["micro_batch"]
+    possible = meshes(ranks.count, ranks.machines, ranks.alike, sharing)
+    plan = plan_of_ranks(question, possible, ranks.on_machine, make, micro_batch)
     if plan.sharing < ranks.count:
         ranks.share_among(plan.sharing)
     return plan
@@ -241,7 +244,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             place = folder / ".model.rehearsal" if ranks.rank == 0 else temporary
             rehearsal = until_the_end.enter_context(rehearsed(place, config, tokenizer, generation, export_dtype))
             devices.release_freed_memory()  # of tokenizing: training does not hold it
-            plan = plan_here(with_saved_micro_batch(question, saved), device, ranks, aside, log.say, saved)
+            plan = plan_here(question, device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
         steps = settings.total_steps(data.train.steps_per_epoch)
@@ -312,15 +315,6 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
         say_longer(session.course, state, log.say)
-
-
-def with_saved_micro_batch(question: Question, saved: tuple[Path, dict] | None) -> Question:
-    """Returns `question` with the micro-batch of the checkpoint, unless --micro-batch was given. Resuming gives the
-    same weights, bit for bit, only with the same micro-batch. A new plan might choose another, because it depends on
-    caps and on the RAM that this process holds. `saved`: the checkpoint and its state, or None."""
-    if saved is None or question.settings.micro_batch is not None:
-        return question
-    return replace(question, settings=replace(question.settings, micro_batch=saved[1]["identity"]["micro_batch"]))
 
 
 def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:

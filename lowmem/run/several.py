@@ -38,12 +38,14 @@ class QuietLog:
     sample = end_bar = pictures = close = say
 
 
-def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int) -> Question:
+def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
     """Returns `question` for one rank of `mesh`: its share of the batch and of the RAM cap. `on_this_machine`: number
-    of ranks that share that cap. Raises InputError for settings that several ranks do not support yet."""
-    if mesh.count == 1:
-        return question
+    of ranks that share that cap. `micro_batch`: that of the checkpoint to go on from, for settings without one. Raises
+    InputError for settings that several ranks do not support yet."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
+    micro_batch = settings.micro_batch or micro_batch
+    if mesh.count == 1:
+        return replace(question, settings=replace(settings, micro_batch=micro_batch))
     refused = {
         "encoder-decoders": question.config.is_encoder_decoder,
         "--weights streamed": settings.weights == "streamed",
@@ -53,10 +55,10 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int) -> Questio
     if any(refused.values()):
         said = ", ".join(what for what, is_asked in refused.items() if is_asked)
         raise InputError(f"{said}: not with several processes of torchrun; run it in one process")
-    size = settings.micro_batch or 1
+    size = micro_batch or 1
     rows = math.ceil(settings.batch / (size * mesh.count)) * size
-    share = replace(settings, batch=rows, weights="resident", ram_limit_bytes=limit and limit // on_this_machine)
-    return replace(question, settings=share, mesh=mesh)
+    share = {"batch": rows, "micro_batch": micro_batch, "ram_limit_bytes": limit and limit // on_this_machine}
+    return replace(question, settings=replace(settings, weights="resident", **share), mesh=mesh)
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
@@ -78,30 +80,35 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
     return [mesh for mesh in possible if mesh.sharing == sharing] or possible
 
 
-def plan_of_ranks(question: Question, possible: list[Mesh], on_this_machine: int, make: Callable) -> Plan:
+def plan_of_ranks(
+    question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
+) -> Plan:
     """Returns the plan for one rank of the first of the `possible` meshes that fits under the caps; free RAM does not
     decide. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: makes
-    a Plan from a Question. If nothing fits, raises PlanError, whose sizes are those of one rank."""
+    a Plan from a Question. `micro_batch`: that of the checkpoint to go on from. Resuming gives the same weights, bit
+    for bit, only with the same micro-batch. A new plan might choose another, because it depends on caps and on the RAM
+    that this process holds. If nothing fits, raises PlanError, whose sizes are those of one rank."""
     for mesh in possible[:-1]:
         try:
-            return _plan_of(question, mesh, on_this_machine, make)
+            return _plan_of(question, mesh, on_this_machine, make, micro_batch)
         except PlanError as error:
             if not error.ways_out:  # the caps are large enough
                 raise
-    return _plan_of(question, possible[-1], on_this_machine, make)
+    return _plan_of(question, possible[-1], on_this_machine, make, micro_batch)
 
 
-def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callable) -> Plan:
-    share = of_one_rank(question, replace(mesh, network=question.settings.network_rate_bytes), on_this_machine)
+def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callable, micro_batch: int | None) -> Plan:
+    mesh = replace(mesh, network=question.settings.network_rate_bytes)
+    share = of_one_rank(question, mesh, on_this_machine, micro_batch)
     if mesh.count == 1:
-        return make(question)
+        return make(share)
     try:
         plan = make(share)
     except PlanError as error:
         said = f"These sizes are of one process; --ram-limit is for all {on_this_machine} on a machine."
         error.args = (f"{error} {said}",)
         raise
-    whole = {name: getattr(question.settings, name) for name in ("batch", "weights", "ram_limit_bytes")}
+    whole = {name: getattr(question.settings, name) for name in ("batch", "micro_batch", "weights", "ram_limit_bytes")}
     return replace(
         plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,
         seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, T5Conf
 
 from experiments.harness.torchrun import ranks_of, start
 from lowmem.errors import InputError, PlanError
+from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
 from lowmem.run.log import read_metrics
@@ -116,7 +118,23 @@ def test_the_plan_is_for_the_rank_with_the_most_rows(batch, micro_batch, rows):
     question = Question(settings, GPT2Config(), "fp32", None)
     share = of_one_rank(question, Mesh(2), 2).settings
     assert (share.batch, share.ram_limit_bytes, share.weights) == (rows, GIB // 2, "resident")
-    assert of_one_rank(question, Mesh(), 1) is question
+    assert of_one_rank(question, Mesh(), 1) == question
+
+
+@pytest.mark.parametrize(("ranks", "saved", "rows"), [(3, 22, 22), (3, 4, 24), (1, 4, 64), (1, None, 64)])
+def test_a_run_goes_on_with_its_micro_batch_also_if_that_does_not_divide_the_whole_batch(ranks, saved, rows):
+    """Seen to fail: 3 ranks chose micro-batches of 22 for a batch of 64, and could not resume."""
+    asked = []
+
+    def make(question: Question):
+        asked.append((question.settings.batch, question.settings.micro_batch))
+        return plan
+
+    settings = Settings(batch=64)
+    plan = make_plan(Question(Settings(batch=2, seq=8), GPT2Config(n_layer=1, n_embd=8, n_head=1), "fp32", None))
+    plan = replace(plan, settings=replace(settings, batch=rows, micro_batch=saved))
+    found = plan_of_ranks(Question(settings, GPT2Config(), "fp32", None), meshes(ranks, 1), ranks, make, saved)
+    assert asked == [(rows, saved)] and found.settings.batch == 64
 
 
 def test_two_machines_of_two_ranks_each_store_the_model_once_on_each(trained, tmp_path, text):
