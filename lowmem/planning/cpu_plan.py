@@ -114,7 +114,8 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
     """Yields changed settings for which there is a plan under the same cap of RAM."""
     settings = question.settings
     shorter = settings.seq // 4
-    changes = {"--states-folder DIR": {"states_folder": "DIR"}} if settings.states_folder is None else {}
+    may_be_on_disk = settings.states_folder is None and question.mesh.count == 1
+    changes = {"--states-folder DIR": {"states_folder": "DIR"}} if may_be_on_disk else {}
     if settings.optimizer == "adamw":
         changes["--optimizer adamw8bit"] = {"optimizer": "adamw8bit"}
     if settings.seq >= 128 and settings.target_tokens is None:

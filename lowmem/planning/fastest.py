@@ -16,6 +16,8 @@ from lowmem.planning.columns import Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
+_MUCH_SLOWER = 1.03  # times the seconds of a layout that failed in the model of the allocator
+
 Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the other
 
 
@@ -57,7 +59,8 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
     """Returns the fastest layout by allocated bytes. Ends after the first list of `ways` that gives a layout with
-    weights and gradients on the GPU. Tries a disk only if otherwise nothing fits, or forward and backward run twice."""
+    weights and gradients on the GPU, unless that is much slower than one that failed. Tries a disk only if otherwise
+    nothing fits, or forward and backward run twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -70,7 +73,8 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
                 continue  # RAM is short, and weights there would take more of it
             best = search.fastest(choices, best)
         on_gpu = best is not None and best.layout.weights_on_gpu is None
-        if on_gpu and best.layout.fate in (Fate.HELD, Fate.APPLIED):
+        as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed in search.failed)
+        if as_fast and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
 

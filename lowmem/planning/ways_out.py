@@ -90,7 +90,8 @@ class WaysOut:
 
     def _on_disk(self, layout: Layout, peak: int) -> WayOut | None:
         settings, units = self.settings, self.simulations.units
-        if settings.states_folder is not None or settings.states == "resident" or layout.states_on_gpu == units:
+        given = settings.states_folder is not None or settings.states == "resident"
+        if given or layout.states_on_gpu == units or self.simulations.base.mesh.count > 1:  # ranks have no disk
             return None
         on_disk = replace(layout, states_on_disk=units)
         return self._way("--states-folder DIR", self.simulations, on_disk, peak)

@@ -174,3 +174,7 @@ def test_the_plan_for_several_cards_is_one_cards(tmp_path, capsys):
     assert refused() == 2 and "--gpus 0: there has to be at least one" in capsys.readouterr().err
     assert plan_command.main([*options, "--gpus", "2", "--gpu-limit", "1MiB"]) == 3
     assert capsys.readouterr().err.endswith("of one process; --ram-limit is for all 2 on a machine.\n")
+    for ranks, on_disk in (("1", True), ("2", False)):
+        short = ["--ram-limit", "300MiB", "--states", "streamed", "--gpus", ranks]
+        assert plan_command.main([*options, *short]) == 3
+        assert ("--states-folder" in capsys.readouterr().err) == on_disk
