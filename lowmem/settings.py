@@ -118,7 +118,8 @@ class Settings:
     device: Literal["auto", "cuda", "cpu"] = _option("auto", "where to train; auto: a GPU if there is one")
 
     gpu_limit_bytes: int | None = _option(
-        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none: no cap", shown="none")
+        11 * GIB, "hard cap of GPU memory, such as 11GiB, 16G or 800MiB; none, and lowmem plan with --gpu: all "
+        "of the card", shown="none")
     ram_limit_bytes: int | None = _option(
         None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
     plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")

@@ -195,11 +195,15 @@ def card_named(name: str) -> Card:
     """Returns the card with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``RTX 4070 Ti
     SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla V100-SXM2-32GB``, ``RTX A6000``. Raises InputError for a name that
     is not in the table."""
-    short = _SAYS_NOTHING.sub("", name.lower())
-    if (found := _exactly(short) or _of_size(name.lower())) is not None:
+    plain = name.lower().replace("mobile", "laptop")
+    short = _SAYS_NOTHING.sub("", plain)
+    if (found := _exactly(short) or _of_size(plain)) is not None:
         return found
-    near = ", ".join(_BY_SHORT_NAME[known].name for known in get_close_matches(short, _BY_SHORT_NAME, n=3))
-    meant = f"did you mean one of {near}? " if near else ""
+    number = re.search(r"\d{3,4}(ti)?", short)
+    numbered = [known for known in _BY_SHORT_NAME if number is not None and number[0] in known]
+    like = numbered[:3] or get_close_matches(short, _BY_SHORT_NAME, n=3)
+    near = ", ".join(_BY_SHORT_NAME[known].name for known in like)
+    meant = f"did you mean {'one of ' * (len(like) > 1)}{near}? " if near else ""
     raise InputError(
         f"--gpu {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them. For "
         "another card leave --gpu out, and give its memory: --gpu-limit 10GiB"

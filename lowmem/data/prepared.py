@@ -28,7 +28,7 @@ from lowmem.data.documents import Documents
 from lowmem.data.records import Source
 from lowmem.data.stored import ArrayFolder, StoredArray
 from lowmem.data.tokenizer import is_byte_level
-from lowmem.errors import LowmemError
+from lowmem.errors import InputError, LowmemError
 from lowmem.files import CHUNK_BYTES, Manifest, flush_path, to_json, write, write_manifest
 from lowmem.settings import TOKENS, Settings, marked
 
@@ -142,9 +142,12 @@ def content_key(
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):
         digest.update(f"\0{part}\0".encode())
         if isinstance(part, Path):
-            with open(part, "rb", buffering=0) as file:
-                while piece := file.read(CHUNK_BYTES):
-                    digest.update(piece)
+            try:
+                with open(part, "rb", buffering=0) as file:
+                    while piece := file.read(CHUNK_BYTES):
+                        digest.update(piece)
+            except OSError as error:
+                raise InputError(f"{part}: cannot be read ({error.strerror or error})") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     asked = {
         "settings": marked(settings, TOKENS),

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from lowmem.core.layout import Fate
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES
@@ -35,7 +37,7 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
     if done:
         return [fits]
     unsure = () if plan.not_compared is None else (f"Not compared with the whole model ({plan.not_compared})",)
-    return [fits, *_smaller_card(plan), *(f"Faster: {way}" for way in _faster(plan)), *unsure]
+    return [fits, *_about_card(plan), *(f"Faster: {way}" for way in _faster(plan)), *unsure]
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
@@ -102,10 +104,14 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
         yield f"{format_seconds(_MILLION / tokens * plan.step_seconds)} for a million tokens"
 
 
-def _smaller_card(plan: "Plan") -> Iterator[str]:
-    """Yields a sentence if the cap is more than the card has."""
-    asked = plan.settings.gpu_limit_bytes
-    if plan.card is not None and asked is not None and asked > plan.gpu_limit_bytes:
+def _about_card(plan: "Plan") -> Iterator[str]:
+    """Yields a sentence if the card was assumed, and one if the cap is more than the card has."""
+    if plan.card is None:
+        return
+    settings, asked = plan.settings, plan.settings.gpu_limit_bytes
+    if settings.gpu is None and not torch.cuda.is_available():
+        yield f"No GPU is here, so {plan.card.name} is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
+    if asked is not None and asked > plan.gpu_limit_bytes:
         yield f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training, less than --gpu-limit allows"
 
 

@@ -75,9 +75,9 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
     one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
     not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a folder that
-    `LoadedModel.save` or a run of the scripts has written to. If it has checkpoints, loads the newest undamaged one and
-    sets the model's `done` to its step. Warns (UserWarning) if fused kernels or page-locked memory are missing, which
-    makes steps slower. Raises the same errors as `train`."""
+    `LoadedModel.save` or a run of the scripts has written to. Loads its newest undamaged checkpoint, and sets the
+    model's `done` to its step; without a checkpoint loads the first weights and warns (UserWarning). Also warns if
+    fused kernels or page-locked memory are missing, which makes steps slower. Raises the same errors as `train`."""
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)
@@ -89,6 +89,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
             checkpoints = ranks.on_first(
                 lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path, said.append)
             )
+            if not checkpoints:
+                said.append(f"resume={str(resume)!r}: no checkpoint is there, so this begins with the first weights")
         saved = ranks.on_first(lambda: newest_state(checkpoints))
         question = ask(settings)
         settings, config = question.settings, question.config
@@ -128,6 +130,8 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     written."""
     folder = Path(folder).expanduser()
     about = folder / "README.md"  # of each export
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, and an export is a folder: give a new one")
     if (
         folder.is_dir()
         and any(folder.iterdir())

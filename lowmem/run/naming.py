@@ -67,8 +67,11 @@ def _differences(file: Path, settings: Settings) -> Iterator[str]:
             names = {name: None for name in names if name not in COURSE}
     for name in names:
         if saved[name] != wanted[name]:
-            old, new = (value if isinstance(value, str) else json.dumps(value) for value in (saved[name], wanted[name]))
-            yield f"{option_name(name)} {old} -> {new}"
+            yield f"{option_name(name)} {_in_words(saved[name])} -> {_in_words(wanted[name])}"
+
+
+def _in_words(value: object) -> str:
+    return value if isinstance(value, str) else "not given" if value is None else json.dumps(value)
 
 
 def _length(values: dict) -> tuple[str, float]:

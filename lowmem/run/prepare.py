@@ -216,7 +216,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
     """Yields a training run that is ready for its next step. Locks its folder until the end of the block. If training
     is refused, leaves nothing in the folder."""
     devices.set_environment()
-    reset_ram_peak()  # an earlier peak of a notebook's process is not this run's
+    devices.release_freed_memory()  # garbage and the earlier peak of a notebook's process are not this run's
+    reset_ram_peak()
     with ExitStack() as until_the_end:
         with process_aside() as aside:  # forks, so it comes before CUDA starts
             ranks = until_the_end.enter_context(joined(settings.device))

@@ -5,6 +5,7 @@ from pathlib import Path
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import CommandParser, Help
 from lowmem.run.page import write_page
+from lowmem.run.signals import interrupt_ends_at_once
 from lowmem.run.terminal import output, say
 from lowmem.run_folder import is_run
 
@@ -34,8 +35,11 @@ def main(arguments: list[str]) -> int:
                 raise InputError(f"--out {path}: there is no folder {path.parent}")
         if path.is_dir():
             path /= "report.html"
+        if path.exists() and path.suffix != ".html":
+            raise InputError(f"--out {path} is there already, and is not an .html file: give another name")
         try:
-            write_page(folders, path)
+            with interrupt_ends_at_once():
+                write_page(folders, path)
         except OSError as error:
             raise InputError(f"{error.filename or path}: {error.strerror}") from None
     except LowmemError as error:

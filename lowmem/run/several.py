@@ -45,6 +45,8 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batc
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
+        if micro_batch is not None and settings.batch % micro_batch:
+            micro_batch = None  # of another batch, which the checkpoint's identity will tell
         return replace(question, settings=replace(settings, micro_batch=micro_batch))
     refused = {
         "encoder-decoders": question.config.is_encoder_decoder,

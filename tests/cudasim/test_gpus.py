@@ -139,7 +139,7 @@ WRITTEN = {  # as people and vendors write the name of a card
     "rtx3060-8gb": ("rtx 3060 8 GB",),
     "rtx4060ti": ("RTX 4060 Ti 8GB",),
     "gtx1080ti": ("1080ti",),
-    "rtx4070-laptop": ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070 laptop"),
+    "rtx4070-laptop": ("NVIDIA GeForce RTX 4070 Laptop GPU", "rtx4070 laptop", "RTX 4070 Mobile"),
     "rtx3080-laptop-16gb": ("RTX 3080 Laptop 16GB",),
     "v100": ("v100", "Tesla V100-SXM2-16GB"),
     "v100-32gb": ("V100 32GB",),
@@ -164,7 +164,8 @@ def test_a_card_is_found_by_name_however_it_is_written(name, card):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("rtx3090 s", "rtx3090"), ("rtx 6090", "rtx5090"), ("RTX 3060 24GB", "rtx3060"), ("", ""), ("unknown", "")],
+    [("rtx3090 s", "rtx3090"), ("rtx 6090", "rtx5090"), ("RTX 3060 24GB", "rtx3060"), ("", ""), ("unknown", "")]
+    + [("4050", "mean rtx4050-laptop?"), ("3050 ti", "mean rtx3050ti-laptop?")],
 )
 def test_an_unknown_card_is_refused_with_the_nearest_and_where_all_are_named(name, near, capsys):
     with pytest.raises(InputError) as refusal:

@@ -541,7 +541,8 @@ def test_without_json_it_answers_in_a_line_and_verbose_adds_the_table(tmp_path, 
     out, err = capsys.readouterr()
     size = r"[\d.]+ [MG]iB"
     assert re.fullmatch(
-        rf"Fits: {size} of 11.0 GiB GPU, {size} RAM, about .* s a step on rtx3060, .* for 300 steps, {size} of disk\n",
+        rf"Fits: {size} of 11.0 GiB GPU, {size} RAM, about .* s a step on rtx3060, .* for 300 steps, {size} of disk\n"
+        "No GPU is here.*\n",
         out,
     )
     assert err == ""
@@ -554,11 +555,13 @@ def test_the_answer_says_hours_if_the_steps_are_known_and_names_the_ways_to_be_f
     plan = plan_for(ram_limit_bytes=16 * GIB, gpu_limit_bytes=310 * MIB)
     first, *ways = str(plan).splitlines()
     assert re.search(r"^Fits: .* of 310 MiB GPU, .* of 16.0 GiB RAM, .* for a million tokens, .* of disk$", first)
-    assert ways == ["Faster: with a higher --gpu-limit; rtx3090 has 23.2 GiB"]
+    assumed = "No GPU is here, so rtx3090 is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
+    assert ways == [assumed, "Faster: with a higher --gpu-limit; rtx3090 has 23.2 GiB"]
+    assert assumed not in answer(dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, gpu="rtx3090")))
     known = dataclasses.replace(plan, steps=300, step_seconds=40.0, faster_with_ram=(17 * GIB, 30.0))
     first, *ways = str(known).splitlines()
     assert "about 40 s a step on rtx3090, 3 h 20 min for 300 steps, " in first
-    assert ways[0] == "Faster: 30 s a step with --ram-limit 17GiB"
+    assert ways[1] == "Faster: 30 s a step with --ram-limit 17GiB"
     (resumed,) = answer(known, done=210)
     assert "1 h for the 90 steps left" in resumed
     assert known.to_dict()["steps"] == 300 and plan.to_dict()["steps"] is None

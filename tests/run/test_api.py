@@ -109,7 +109,8 @@ def loop_batch(number: int) -> dict:
 
 
 def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_path):
-    whole = lowmem.load(TINY, resume=tmp_path / "mine")
+    with pytest.warns(UserWarning, match="mine'?.*: no checkpoint is there, so this begins with the first weights"):
+        whole = lowmem.load(TINY, resume=tmp_path / "mine")
     assert whole.done == 0
     first = whole.evaluate([loop_batch(9), loop_batch(10)])
     for number in range(4):
@@ -128,6 +129,8 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
     assert all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(lowmem.InputError, match="refused to go on .*--optimizer adamw -> sgd"):
         lowmem.load(replace(TINY, optimizer="sgd"), resume=tmp_path / "mine")
+    with pytest.raises(lowmem.InputError, match="refused to go on .*--micro-batch 4 -> 3"):
+        lowmem.load(replace(TINY, batch=3, micro_batch=None), resume=tmp_path / "mine")
     with pytest.raises(lowmem.InputError, match="no batch to evaluate on"):
         resumed.evaluate([])
 
@@ -226,6 +229,8 @@ def test_what_is_in_a_folder_is_not_lost(tmp_path):
     (tmp_path / "mine/letter.txt").write_text("dear")
     with pytest.raises(lowmem.InputError, match="has other files"):
         lowmem.export(model, tmp_path / "mine")
+    with pytest.raises(lowmem.InputError, match="letter.txt is a file, and an export is a folder"):
+        lowmem.export(model, tmp_path / "mine/letter.txt")
     assert (tmp_path / "mine/letter.txt").read_text() == "dear"
     (tmp_path / "empty").mkdir()
     for _ in range(2):

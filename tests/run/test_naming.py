@@ -67,6 +67,7 @@ def test_another_command_gets_a_folder_of_its_own_and_finds_that_again(other):
     said = []
     assert folder(second, said) == f"{first.out}-2"
     (sentence,) = said
+    assert "null" not in sentence
     assert sentence.startswith(f"{first.out} holds another run (--") and sentence.endswith(f"to {first.out}-2")
     begun(second)
     assert folder(second) == f"{first.out}-2" and folder(replace(first, out=None)) == first.out
