@@ -130,7 +130,11 @@ def _announce(session: Session, stop: StopRequest, number: int, seconds: float |
 
 def _count_skipped(session: Session, done: int, result: StepResult) -> None:
     session.skipped = 0 if result.updated else session.skipped + 1
-    if session.skipped:
+    scale = session.step.loss_scale
+    if session.skipped and scale.enabled and math.isfinite(result.loss):
+        said = f"step {done}: gradients were beyond the range of fp16, so no update was made"
+        session.log.say(f"{said}; the loss scale is now {scale.scale:g}, as usual in the first steps")
+    elif session.skipped:
         texts = session.data.train.where(done - 1)
         said = f"step {done}: the gradient norm is {result.grad_norm}, so no update was made; its batch:"
         session.log.say(f"{said} {some_of(texts)} (all in log.txt)", f"{said} {', '.join(texts)}")

@@ -3,12 +3,15 @@
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file
 
 import lowmem.core.operations
 import lowmem.run.evaluation
+import lowmem.run.prepare
+from lowmem.core.precision import LossScale
 from lowmem.data.batches import Batches
 from lowmem.run.log import read_metrics
 from runs import content, last_line, simulated, weights, write_rows
@@ -50,6 +53,14 @@ def test_one_bad_step_is_skipped_and_the_schedule_waits_for_it(train, tmp_path, 
     assert rows[3]["loss"] < rows[0]["loss"]
     for tensor in load_file(tmp_path / "out/model/model.safetensors").values():
         assert tensor.isfinite().all()
+
+
+def test_a_loss_scale_that_was_too_large_is_said_without_blaming_the_batch(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lowmem.run.prepare, "LossScale", partial(LossScale, scale=2.0**22))
+    assert train(tmp_path / "out", "--precision", "fp16") == 0
+    said = capsys.readouterr().err
+    assert "step 1: gradients were beyond the range of fp16, so no update was made; the loss scale is now 2.09" in said
+    assert "its batch" not in said
 
 
 def test_where_the_texts_of_a_bad_batch_were_read_is_said(train, text, tmp_path, capsys, monkeypatch):
