@@ -20,7 +20,7 @@ from lowmem.planning.choices import step_case
 from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
-from lowmem.planning.ram import Process
+from lowmem.planning.ram import DATA_BYTES, Process
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import Question
@@ -36,7 +36,8 @@ def make_plan(question: Question) -> Plan:
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
     if question.process is None and (card is None or torch.cuda.is_initialized()):
-        question = replace(question, process=Process(ram_now_bytes(), 0))
+        not_loaded = DATA_BYTES if question.ram_free_bytes is None else 0  # a plan alone, not for this process
+        question = replace(question, process=Process(ram_now_bytes() + not_loaded, 0))
     not_compared = compare_small_copy(question.config, settings.masks_documents, precision, settings.residual)
     with architecture_blamed(settings.model, precision), _rare_collections():
         plan = (cpu_plan if card is None else gpu_plan)(question)

@@ -8,7 +8,7 @@
     export     the same, and the buffers in which weights are converted
 
 The rest of the process is one number. It is the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on
-the CPU). If the plan is for a GPU that is not here, it is CUDA_PROCESS_BYTES.
+the CPU). A plan alone adds DATA_BYTES. If it is for a GPU that is not here, the number is CUDA_PROCESS_BYTES.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host sid
 # GPT-2-Large took 340 MiB, the demo 500.
 TRAINING_BYTES = 544 * MIB
 CPU_TRAINING_BYTES = 112 * MIB  # The same on the CPU, from runs of GPT-2 and GPT-2-Medium.
+DATA_BYTES = 64 * MIB  # Assumed: the tokenizer and data of a run, which a plan alone does not load.
 PROCESS_VARIES_BYTES = 8 * MIB  # The next start of a program may hold more; about 1 MiB was seen.
 RUNS_BYTES = 24 * MIB  # Weights are read, converted and written run by run; a test holds this number.
 
