@@ -100,8 +100,8 @@ def heading() -> str:
     """Returns the sentences above the table, which say how to read it."""
     return (
         f"Seconds per step of {BATCH} x {SEQ:,} tokens, hours per million tokens, GiB of RAM in use; all predicted, "
-        "with `--gpu-limit none`. *disk*: RAM has no room for these GiB of optimizer states, which are in `--states-folder`, on a disk that "
-        "moves 2 GiB/s. 29 GiB of RAM is Kaggle's."
+        "with `--gpu-limit none`. *disk*: RAM has no room for these GiB of optimizer states, which are in "
+        "`--states-folder`, on a disk that moves 2 GiB/s. 29 GiB of RAM is Kaggle's."
     )
 
 
