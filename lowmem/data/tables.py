@@ -94,14 +94,16 @@ def _json_record(where: str, value: Any) -> Record:
 
 def _csv_rows(path: Path) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
-    reader = csv.DictReader(text_lines(path), strict=True)
+    first = next(text_lines(path), "")
+    delimiter = next((mark for mark in ",;\t" if mark in first), ",")  # spreadsheets of some languages write semicolons
+    reader = csv.DictReader(text_lines(path), strict=True, delimiter=delimiter)
     try:
         _refuse_twice(reader.fieldnames or (), f"{path}:1")
         for row in reader:
             if None in row or None in row.values():
                 raise InputError(
                     f"{path}:{reader.line_num}: the row does not have the {len(reader.fieldnames or ())} "
-                    f"fields that the first line names; quote fields that contain commas"
+                    f"fields that the first line names; quote fields that contain {delimiter!r}"
                 )
             yield Record(f"{path}:{reader.line_num}", row)
     except csv.Error as error:

@@ -287,7 +287,7 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
     log.say(in_words(plan), in_words(replace(plan, settings=replace(plan.settings, verbose=True))))
     for line in [*data.description.splitlines(), *_computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
-    if plan.settings.steps is None and plan.steps < _FEW_STEPS:
+    if plan.settings.steps is None and plan.steps < _FEW_STEPS and (plan.settings.epochs or 1) >= 1:
         steps, rows = counted(plan.steps, "steps"), counted(data.train.rows, "rows")
         step = f"a step {plan.settings.batch}; a smaller --batch makes more"
         log.say(f"warning: {steps} in all: an epoch has {rows}, {step}")

@@ -30,6 +30,15 @@ def test_a_table_s_named_columns_are_read(tmp_path):
         assert trained_text(batches.batch(0)) == "two$"
 
 
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_columns_of_a_csv_file_may_be_separated_as_spreadsheets_of_some_languages_do(tmp_path, mark):
+    (tmp_path / "a.csv").write_text(f'prompt{mark}completion\n"1, 1?"{mark}two, or so\n')
+    assert trained_text(in_order(tmp_path / "a.csv", seq=32).batch(0)) == "two, or so$"
+    (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b{mark}c\n")
+    with pytest.raises(InputError, match="does not have the 2 fields .* quote fields that contain"):
+        in_order(tmp_path / "a.csv", seq=32)
+
+
 def test_one_of_the_two_may_keep_its_name(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1?", "answer": "two"}])
     assert trained_text(in_order(path, completion_field="answer", seq=32).batch(0)) == "two$"
