@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowmem.data import documents, sources, tables
+from lowmem.data import documents, prepared, sources, tables
 from lowmem.data.documents import TOKENIZING_BYTES
 from lowmem.data.formats import DEFAULT_CHAT_TEMPLATE
 from lowmem.data.records import Reading
@@ -98,7 +98,7 @@ def test_the_chat_template_that_the_data_were_written_with_comes_back(tmp_path, 
     assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
 
 
-def test_data_that_are_refused_leave_nothing(tmp_path):
+def test_data_that_are_refused_leave_nothing(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
     with pytest.raises(InputError, match="a.jsonl:2"):
         prepare(tmp_path / "out", tmp_path / "a.jsonl")
@@ -106,8 +106,18 @@ def test_data_that_are_refused_leave_nothing(tmp_path):
     with pytest.raises(InputError, match="do not fill one row"):
         prepare(tmp_path / "out", tmp_path / "a.jsonl")
     assert list((tmp_path / "out").iterdir()) == []
-    prepare(tmp_path / "out", book(tmp_path / "a.txt")).close()
+    text = book(tmp_path / "a.txt")
+    prepare(tmp_path / "out", text).close()
     assert list((tmp_path / "out").iterdir()) == []
+
+    def refused(file, *arguments, **keywords):
+        if str(file) == str(text):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return open(file, *arguments, **keywords)
+
+    monkeypatch.setattr(prepared, "open", refused, raising=False)  # for root every file can be read
+    with pytest.raises(InputError, match=r"a.txt: cannot be read \(Permission denied\)"):
+        prepare(tmp_path / "out", text)
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", ""])
