@@ -150,8 +150,8 @@ class CachingAllocator:
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
     bytes] each time memory is taken from the driver. An operation is a call of `allocate`, `free` or `empty_cache`,
-    counted from 0. `wanted_peak_bytes`: the most that was reserved and asked of the driver at once. If this is within
-    the cap, each cap from this on gives the same figures.
+    counted from 0. `wanted_peak_bytes`: the largest sum of reserved bytes and the request to the driver at that moment.
+    Any cap of at least this gives the same figures.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):

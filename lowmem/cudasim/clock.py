@@ -4,7 +4,7 @@ work.
 Four numbers describe how a region (a sequence of operations) changes both clocks:
 
     h' = max(h + host, g + wait)
-    g' = max(h + lead, g + gpu)                lead: when an idle GPU would be done, from the region's start on the host
+    g' = max(h + lead, g + gpu)    lead: seconds from the region's start on the host until an idle GPU is done
 
 So a region is recorded once and replayed in constant time (docs/cuda-memory.md).
 """

@@ -81,7 +81,7 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
 class _CudaIsMeta(TorchFunctionMode):
     """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA."""
 
-    _replacements = {  # of equal keys: Python makes a new wrapper of a property's getter each time
+    _replacements = {  # keys are compared by equality: Python wraps a property's getter anew at each access
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
         Tensor.is_cuda.__get__: lambda tensor: tensor.is_meta or tensor.is_cuda,
         Tensor.cuda: lambda tensor, *_, **__: tensor.to(META),

@@ -81,14 +81,14 @@ def _buffers(
     block_width, block_height = _block(width, height, _MOST_THREADS // output_vector)
 
     step_of_inputs, step_of_outputs = (block_width, 1) if along_rows else (1, block_width)
-    if _quotient(inputs, step_of_inputs) < min(block_height * 16, _MOST_VALUES):
+    if -(-inputs // step_of_inputs) < min(block_height * 16, _MOST_VALUES):
         return ()  # a thread has too few values to share them with its block
-    values = _quotient(inputs, step_of_inputs * block_height)
-    grid = _quotient(outputs // output_vector, step_of_outputs)
+    values = -(-inputs // (step_of_inputs * block_height))
+    grid = -(-(outputs // output_vector) // step_of_outputs)
     resident = multiprocessors * (multiprocessor.threads // (block_width * block_height))
     if values < _MOST_VALUES or grid > resident:
         return ()
-    blocks = min(max(_quotient(resident, grid), _quotient(values, _MOST_VALUES)), _quotient(values, _FEWEST_VALUES))
+    blocks = min(max(-(-resident // grid), -(-values // _MOST_VALUES)), -(-values // _FEWEST_VALUES))
     if blocks == 1:
         return ()
     in_a_row = 1 if along_rows else block_width * output_vector
@@ -140,8 +140,3 @@ def _block(width: int, height: int, threads: int) -> tuple[int, int]:
 def _power_of_two(number: int) -> int:
     """Returns the largest power of two up to `number`; 1 for smaller numbers."""
     return 1 << max(0, number.bit_length() - 1)
-
-
-def _quotient(number: int, divisor: int) -> int:
-    """Returns `number` / `divisor`, rounded up."""
-    return -(-number // divisor)

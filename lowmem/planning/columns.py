@@ -49,19 +49,16 @@ class Columns:
         """Returns the largest index `kept` of this column. Only blocks that keep nothing but their input form segments.
         So with segments of several blocks, at least one block must keep nothing more."""
         kept = column.choices.kept
-        return len(kept) - 1 if column.segment == 1 else max(self._places_below(kept, self.simulations.blocks) - 1, 0)
+        return len(kept) - 1 if column.segment == 1 else max(bisect_left(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index `kept` from which on each further block adds the same bytes to the peak: usually 0. If the
-        batch is one group and all gradients are held, it is the index at which all blocks keep products. Up to there,
-        blocks use memory that gradients take later."""
-        if column.group * column.micro_batch < self.simulations.base.batch or not self._held(column):
+        """Returns the index `kept` from which each further block adds the same bytes to the peak. Usually this is 0. If
+        the batch is one group that holds its gradients, it is where all blocks keep products. Below that index, what
+        blocks keep uses memory that gradients need later."""
+        rows = column.group * column.micro_batch
+        if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return 0
-        return min(self._places_below(column.choices.kept, self.simulations.blocks), self.last_kept(column))
-
-    @staticmethod
-    def _places_below(kept, blocks: int) -> int:
-        return sum(each < blocks for each in kept)
+        return min(bisect_left(column.choices.kept, self.simulations.blocks), self.last_kept(column))
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
         """Returns the bytes of RAM for everything that is copied to the GPU when needed."""
@@ -80,7 +77,7 @@ class Columns:
         if not layout.boundaries_in_ram:
             rows = column.group * column.micro_batch
             inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
-        gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if self._held(column) else 0
+        gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if layout.fate is Fate.HELD else 0
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
@@ -119,9 +116,6 @@ class Columns:
         units = self.least_on_disk(column, on_gpu, limit_bytes)
         on_disk = self.simulations.bytes_on_disk(replace(column.layout(0, on_gpu), states_on_disk=units))
         return 2 * on_disk / self.simulations.target.disk
-
-    def _held(self, column: Column) -> bool:
-        return column.choices.base.fate is Fate.HELD
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory. For each `kept`, one `on_gpu` is simulated; the peak for others is
@@ -167,7 +161,7 @@ class Columns:
         last, kept = self.last_kept(column), column.choices.kept
         if limit_bytes is None or last == 0:
             return last
-        smallest = self._smallest_layout(column, 0)
+        smallest = Layout(column.choices.micro_batches[0])
         scale = column.group * column.micro_batch / self.simulations.rows_at_once(smallest)
         grown = [scale * self._smallest(column, kept[place])[0] for place in range(last + 1)]
         room = limit_bytes - self.allocated_bytes(column, known, on_gpu) + grown[known]
@@ -197,15 +191,11 @@ class Columns:
             return self._smallest_known[key]
         whole, more = divmod(kept, blocks)
         ends = (whole, whole + 1) if more else (whole,)
-        layouts = [self._smallest_layout(column, end * blocks) for end in ends]
+        layouts = [Layout(key[0], kept=end * blocks) for end in ends]
         sizes = [self.simulations.allocated_bytes(layout) for layout in layouts]
         seconds = [self.simulations.record(layout).computing_seconds for layout in layouts]
         between = (each[0] + more / blocks * (each[-1] - each[0]) for each in (sizes, seconds))
         return self._smallest_known.setdefault(key, tuple(between))
-
-    @staticmethod
-    def _smallest_layout(column: Column, kept: int) -> Layout:
-        return Layout(column.choices.micro_batches[0], kept=kept)
 
     def simulated(self, column: Column) -> SimulatedStep:
         """Returns the simulated step of the column's smallest `kept` and fewest units on the GPU."""

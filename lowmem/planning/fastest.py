@@ -100,11 +100,8 @@ def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
 
 def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | None:
     """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
-    frugal = _frugal(ways, simulations, Room(gpu, None))
-    for found in sorted(frugal, key=lambda found: found.simulated.streamed_bytes):
-        if simulations.fits(found.layout, gpu):
-            return found
-    return None
+    frugal = sorted(_frugal(ways, simulations, Room(gpu, None)), key=lambda found: found.simulated.streamed_bytes)
+    return next((found for found in frugal if simulations.fits(found.layout, gpu)), None)
 
 
 def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:

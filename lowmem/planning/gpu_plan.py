@@ -93,9 +93,8 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Simulates the allocator for this layout. Returns its memory figures. The cap is that of training, a little
-        wider than the memory that the search fills. Also returns the cap that the allocator needs to complete, if it
-        must be smaller than that."""
+        """Simulates the allocator under training's cap, which is a little wider than what the search fills. Returns the
+        memory figures, and a smaller cap if the layout completes only under that, else None."""
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)

@@ -44,18 +44,12 @@ class Mesh:
         """Returns the bytes per second that come to a rank from others. `bus`: bytes per second of a copy to its card.
         `link`: those from cards of the same machine, None if all goes through RAM."""
         on_each = self.count // self.machines
-        inside = link or bytes_per_second_through_ram(bus, on_each)
+        inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
         outside = min(inside, self.network / on_each)
         return {Among.SHARES: inside if self.replicas == self.machines else outside, Among.REPLICAS: outside}
 
 
 ALONE = Mesh()
-
-
-def bytes_per_second_through_ram(bus: float, ranks: int) -> float:
-    """Returns the bytes per second that a rank receives from others through RAM. `bus`: those of a copy to its card.
-    `ranks`: how many share the machine's RAM."""
-    return min(bus, RAM_BYTES_PER_SECOND / (2 * ranks))
 
 
 class SimulatedRanks(Shares):

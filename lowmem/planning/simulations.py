@@ -109,9 +109,10 @@ class Simulations:
             return None
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures under a cap with which the layout completes, and that cap. It is the largest of
-        `widest`, the `smaller` ones, and steps of 8 MiB between them; or else the smallest cap that suffices. A layout
-        may fail under a cap and complete under a smaller one: the allocator then frees its cache at another time."""
+        """Returns the memory figures under the largest cap tried with which the layout completes, and that cap. Tries
+        `widest`, the `smaller` caps, and steps of 8 MiB between them. If none suffices, uses the smallest cap that
+        does. A layout may fail under a cap and complete under a smaller one: the allocator then frees its cache at
+        another time."""
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)

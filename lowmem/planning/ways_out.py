@@ -62,9 +62,11 @@ class WaysOut:
 
     def found(self) -> list[WayOut]:
         """Returns the changes of settings with which the model fits under the same cap of GPU memory."""
-        exact = least_ram(ways(self.settings, self.simulations), self.simulations, self.room.gpu)
+        every = ways(self.settings, self.simulations)
+        exact = least_ram(every, self.simulations, self.room.gpu)
         if exact is None:
-            found = [self._shorter(self._smallest_on_gpu(), None)]
+            smallest = min(frugal_layouts(every, self.simulations), key=self.simulations.allocated_bytes)
+            found = [self._shorter(smallest, None)]
         else:
             peak = self.simulations.allocated_bytes(exact.layout)
             found = [self._shorter(exact.layout, peak)]
@@ -101,10 +103,6 @@ class WaysOut:
             return None
         simulations = self.simulations.changed(optimizer=OPTIMIZERS["adamw8bit"])
         return self._way("--optimizer adamw8bit", simulations, layout, peak)
-
-    def _smallest_on_gpu(self) -> Layout:
-        layouts = frugal_layouts(ways(self.settings, self.simulations), self.simulations)
-        return min(layouts, key=self.simulations.allocated_bytes)
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the way out with the longest sequences that fit without more RAM. Halves --seq again and again."""

@@ -63,8 +63,8 @@ class Ending:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Catches an error in the block and logs it, so that the rest of the end still happens. `name` names the block
-        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. With several ranks, does not
-        catch an error of one rank, for which the others would wait."""
+        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. With several ranks, passes
+        on an error of one rank alone, because the others would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):

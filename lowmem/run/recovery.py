@@ -189,7 +189,7 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
         needed = max(plan.ram_bytes + moved, ram_now_bytes() + moving)
         if limit is not None and needed > limit:
-            return f"with them RAM would be at {format_size(needed)} of the {format_size(limit)} of --ram-limit"
+            return f"RAM would then hold {format_size(needed)}, and --ram-limit allows {format_size(limit)}"
         return f"they take {format_size(moving)} and {format_size(free)} of RAM are free" if moving > free else None
 
     return Recovery(step, plan.smaller_layouts, say, ram_refuses)

@@ -20,7 +20,7 @@ from lowmem.planning.choices import ways
 from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.replay import META
 from lowmem.planning.search import Room
-from lowmem.planning.simulated_ranks import Mesh, bytes_per_second_through_ram
+from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.run import plan_command
@@ -71,8 +71,8 @@ def test_a_recording_from_replays_is_that_of_executing_everything():
 
 
 def test_a_machines_ram_bounds_what_many_cards_send():
-    rates = [bytes_per_second_through_ram(25e9, ranks) for ranks in (2, 4, 8)]
-    assert rates == [10e9, 5e9, 2.5e9] and bytes_per_second_through_ram(1e9, 2) == 1e9
+    rates = [Mesh(ranks).rates(25e9, None)[Among.SHARES] for ranks in (2, 4, 8)]
+    assert rates == [10e9, 5e9, 2.5e9] and Mesh(2).rates(1e9, None)[Among.SHARES] == 1e9
 
 
 def test_what_leaves_a_machine_takes_the_network():
