@@ -58,9 +58,9 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout by allocated bytes. Ends after the first list of `ways` that gives a layout with
-    weights and gradients on the GPU, unless that is much slower than one that failed. Tries a disk only if otherwise
-    nothing fits, or forward and backward run twice."""
+    """Returns the fastest layout by allocated bytes. The search ends after the first list of `ways` with a layout that
+    has weights and gradients on the GPU. It goes on if a layout that failed was much faster. It tries a disk only if
+    nothing else fits, or if forward and backward run twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:

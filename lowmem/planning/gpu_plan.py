@@ -81,8 +81,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan of `found`. For training in one process, it has smaller layouts under the same `room`: one
-        of several ranks cannot go on with another layout."""
+        """Returns the plan of `found`. If one process trains, the plan has smaller layouts for the same `room`. Several
+        ranks cannot go on with another layout."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         if plan.settings.plan_only or not alone:
             return plan

@@ -133,7 +133,7 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
     scale = session.step.loss_scale
     if session.skipped and scale.enabled and math.isfinite(result.loss):
         said = f"step {done}: gradients were beyond the range of fp16, so no update was made"
-        session.log.say(f"{said}; the loss scale is now {scale.scale:g}, as usual in the first steps")
+        session.log.say(f"{said}; the loss scale is now {scale.scale:g}, as fp16 needs now and then")
     elif session.skipped:
         texts = session.data.train.where(done - 1)
         said = f"step {done}: the gradient norm is {result.grad_norm}, so no update was made; its batch:"
