@@ -9,8 +9,8 @@ report   a page about one run or several: report RUN [RUN ...] [--out FILE]
 import sys
 from importlib import import_module
 
-from lowmem.run.terminal import say
 from lowmem.settings import Settings
+from lowmem.terminal import say
 
 _PROGRAMS = {  # by command: module, function and its first argument
     "train": ("main", "main", Settings()),

@@ -12,8 +12,8 @@ from experiments.harness.options import positive
 from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as train
-from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
+from lowmem.terminal import escape_what_stdout_lacks, say
 
 # Of a slice, whose weights are random: Adam's first updates move every weight by the whole rate, which at GPT-J's
 # widths raises the loss (README.md).

@@ -7,11 +7,7 @@
 The table with all figures is `Plan.describe`.
 """
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,15 +49,6 @@ def refused(settings: Settings, error: PlanError) -> dict:
         "refusal": str(error),
         "ways_out": error.ways_out,
     }
-
-
-def wrapped(lines: list[str]) -> str:
-    """Joins the lines. Breaks them between words if stdout is a terminal."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        fill = partial(textwrap.fill, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        lines = [fill(line, width) for line in lines]
-    return "\n".join(lines)
 
 
 def _figures(plan: "Plan", done: int) -> Iterator[str]:

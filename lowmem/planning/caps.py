@@ -2,7 +2,7 @@
 
 import math
 
-from lowmem.settings import Settings
+from lowmem.planning.target import Question
 from lowmem.units import MIB, format_size
 
 # Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
@@ -30,16 +30,16 @@ def margins(needs_all_gradients: bool) -> int:
     return 1 if needs_all_gradients else 2
 
 
-def refusal(settings: Settings, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
+def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
     """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do, in
-    bytes: `gpu_cap`, None without a GPU, and `ram`."""
+    bytes: `gpu_cap`, None without a GPU, and `ram`, of all processes on the machine."""
     caps = [
         f"{format_size(limit)} of {memory}"
-        for memory, limit in (("GPU memory", gpu_limit), ("RAM", settings.ram_limit_bytes))
+        for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
         if limit is not None
     ]
     smallest = wants(gpu_cap, ram)
-    return f"{what(settings)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
+    return f"{what(question)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
 
 
 def wants(gpu_cap: int | None, ram: int) -> str:
@@ -48,5 +48,7 @@ def wants(gpu_cap: int | None, ram: int) -> str:
     return " with ".join(f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None)
 
 
-def what(settings: Settings) -> str:
-    return f"{settings.model} at {settings.batch} x {settings.seq} tokens"
+def what(question: Question) -> str:
+    settings, processes = question.settings, question.mesh.count
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    return f"{settings.model} at {settings.batch} x {settings.seq} tokens{each}"

@@ -95,10 +95,11 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
             plan = plan if settings.states == "disk" else _with_fewer_on_disk(case, plan)
     if plan is None:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
+        least *= question.ranks_here
         found = list(_ways_out(question)) if ways_out else []
         smallest = {"options": wants(None, least), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
-        raise PlanError(refusal(settings, None, None, least) + in_a_sentence(found), said)
+        raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
         plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
@@ -124,7 +125,7 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
         with suppress(PlanError, InputError):
             other = replace(question, settings=replace(settings, **changed), ram_free_bytes=None)
             plan = cpu_plan(other, ways_out=False)
-            yield WayOut(options, plan.ram_bytes, disk_bytes=plan.disk_state_bytes)
+            yield WayOut(options, plan.ram_bytes * question.ranks_here, disk_bytes=plan.disk_state_bytes)
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:

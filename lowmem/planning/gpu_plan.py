@@ -165,11 +165,13 @@ def _seconds_with_more_ram(simulations: Simulations, room: Room, found: Found, r
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     """Returns the error to raise if nothing fits into `room`. It names the smallest caps that would do, and settings
     that fit under the given GPU cap. `card_limit`: usable bytes of the card, None if only the cap counts."""
-    settings, simulations = case.question.settings, case.simulations
-    varies = 0 if case.question.process is None else PROCESS_VARIES_BYTES
+    question, simulations = case.question, case.simulations
+    settings = question.settings
+    varies = 0 if question.process is None else PROCESS_VARIES_BYTES
 
     def ram_bytes(simulations: Simulations, streamed_bytes: int) -> int:
-        return sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
+        one = sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
+        return one * question.ranks_here
 
     smallest = smallest_room(ways(settings, simulations), simulations, room)
     gpu_cap = smallest_cap(smallest.gpu, case.margins)
@@ -182,9 +184,9 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         first = {"options": wants(named, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
         said = [first, *(way for way in said if way["options"] != first["options"])]
         others = [way for way in found if way.changes or not only_ram]  # without the first way once more
-        return PlanError(refusal(settings, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
+        return PlanError(refusal(question, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
-    ram_cap = "" if settings.ram_limit_bytes is None else f" and {format_size(settings.ram_limit_bytes)} of RAM"
-    sentence = f"{what(settings)} does not fit in the {format_size(card_limit)} of {case.question.card.name}{ram_cap}."
+    ram_cap = "" if question.ram_limit_bytes is None else f" and {format_size(question.ram_limit_bytes)} of RAM"
+    sentence = f"{what(question)} does not fit in the {format_size(card_limit)} of {question.card.name}{ram_cap}."
     larger = f" A larger GPU needs {format_size(gpu_cap)}, with {format_size(ram)} of RAM."
     return PlanError(sentence + in_a_sentence(found) + larger, said)

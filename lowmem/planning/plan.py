@@ -5,10 +5,9 @@ A plan is written as `plan.json` for programs, printed as an answer of a few lin
 table. The figures depend on the kind of card and on the versions of torch and transformers, so the plan names them.
 """
 
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -17,9 +16,10 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import Card
-from lowmem.planning.answer import answer, wrapped
+from lowmem.planning.answer import answer
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
+from lowmem.terminal import filled, for_terminal
 from lowmem.units import GIB, MIB, format_size
 
 
@@ -137,7 +137,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns the plan in a few lines for people: whether it fits, what it takes, what would be faster."""
-        return wrapped(answer(self))
+        return for_terminal("\n".join(answer(self)), sys.stdout)
 
     def describe(self) -> str:
         """Returns the plan as a table with all figures, in 80 columns; docs/plan.md explains the rows."""
@@ -164,10 +164,7 @@ class Plan:
             size = format_size(self.disk_state_bytes)
             lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")
         lines += self._seconds_in_words()
-        fill = partial(
-            textwrap.fill, width=80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        return "\n".join(map(fill, lines))
+        return filled("\n".join(lines), 80, "    ")
 
     def _layout_in_words(self) -> str:
         layout, settings, units, blocks = self.layout, self.settings, self.units, self.blocks

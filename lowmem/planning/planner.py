@@ -17,6 +17,7 @@ from lowmem.models.build import make_decoder
 from lowmem.models.compatibility import architecture_blamed, compare_small_copy
 from lowmem.planning.caps import what
 from lowmem.planning.choices import step_case
+from lowmem.planning.columns import within
 from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
@@ -41,17 +42,18 @@ def make_plan(question: Question) -> Plan:
     not_compared = compare_small_copy(question.config, settings.masks_documents, precision, settings.residual)
     with architecture_blamed(settings.model, precision), _rare_collections():
         plan = (cpu_plan if card is None else gpu_plan)(question)
-    free_bytes, process, ram_limit = question.ram_here_bytes, question.process, settings.ram_limit_bytes
+    free_bytes, process = question.ram_here_bytes, question.process
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         raise PlanError(
-            f"{what(settings)} needs {format_size(plan.ram_bytes)} of RAM in this plan, and "
+            f"{what(question)} needs {format_size(plan.ram_bytes)} of RAM in this plan, and "
             f"{format_size(question.ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
         )
-    if process is not None and ram_limit is not None and process.peak_bytes > ram_limit:
+    if process is not None and not within(process.peak_bytes, settings.ram_limit_bytes):
+        taken = process.peak_bytes * question.ranks_here
         raise PlanError(
-            f"{what(settings)}: reading the data has taken {format_size(process.peak_bytes)} of RAM already, which is "
-            f"over the cap of {format_size(ram_limit)}; give --ram-limit {math.ceil(process.peak_bytes / MIB)}MiB or "
-            "more, or less text."
+            f"{what(question)}: reading the data has taken {format_size(taken)} of RAM already, which is over the cap "
+            f"of {format_size(question.ram_limit_bytes)}; give --ram-limit {math.ceil(taken / MIB)}MiB or more, "
+            "or less text."
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)

@@ -67,7 +67,7 @@ class SimulatedRanks(Shares):
         self._sums_end = 0.0
 
     def gatherer(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedGatherer":
-        return _SimulatedGatherer(part, self, parameters)
+        return _SimulatedGatherer(part, self, self._recorder, parameters)
 
     def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
         return micro_batches
@@ -114,23 +114,18 @@ class SimulatedRanks(Shares):
             self._beside = self._free[among]
         return self._free[among]
 
-    def without_memory(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a meta tensor [entries] that takes no simulated memory, because it is not on the tape."""
-        with self._recorder.paused():
-            tensor = torch.empty(entries, dtype=dtype, device="meta")
-        self._recorder.leave_out(tensor)
-        return tensor
-
 
 class _SimulatedGatherer(Gatherer):
     """Gathers one unit's matrices, `part`. `parameters`: the model's parameters in `part`, by name."""
 
-    def __init__(self, part: Part, ranks: SimulatedRanks, parameters: dict[str, Tensor]):
+    def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)
         self._ranks, self._size = ranks, part.working.numel() * ranks.sharing
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
-        weights = ranks.without_memory(self._size, part.working.dtype)
+        with recorder.paused():
+            weights = torch.empty(self._size, dtype=part.working.dtype, device="meta")
+        recorder.leave_out(weights)  # takes no simulated memory
         for name, parameter in parameters.items():
             parameter.data = part.view(weights, name)
 

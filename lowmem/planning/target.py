@@ -28,11 +28,18 @@ class Question:
     ram_free_bytes: int | None = None  # another limit if the plan is for this machine
     fused_kernels: bool | None = None  # whether they run; None: as expected of the card
     process: Process | None = None  # the RAM of the process that will train; None: of one that is not here
-    mesh: Mesh = ALONE  # the processes that train together; batch and caps are those of one
+    mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and the caps of one
+    ranks_here: int = 1  # how many of them share this machine's RAM, and --ram-limit
 
     @property
     def make_decoder(self) -> partial:
         return partial(make_decoder, self.config, self.precision, self.settings.residual)
+
+    @property
+    def ram_limit_bytes(self) -> int | None:
+        """Returns the cap of RAM of all processes on this machine, None for no cap."""
+        limit = self.settings.ram_limit_bytes
+        return None if limit is None else limit * self.ranks_here
 
     @property
     def ram_here_bytes(self) -> int | None:

@@ -22,8 +22,8 @@ from lowmem.fields import checked, each, option_name
 from lowmem.paths import read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
-from lowmem.run.terminal import say as say_on_stderr
 from lowmem.settings import DEMO, Settings, in_words
+from lowmem.terminal import say as say_on_stderr
 from lowmem.text_files import parse_json, parse_yaml, read_text
 
 TRAIN = {

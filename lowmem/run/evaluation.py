@@ -1,8 +1,7 @@
 """Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -121,7 +120,9 @@ def sample(
     decoder.model.eval()
     try:
         new_tokens = min(SAMPLE_TOKENS, positions - prompt_tokens)
-        with _drawn_from(seed, decoder.head_weight.device):
+        device = decoder.head_weight.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
             written = decoder.model.generate(
                 **inputs, max_new_tokens=new_tokens, pad_token_id=end,
                 **{"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False},
@@ -139,14 +140,6 @@ def sample(
         text = tokenizer.decode(written[0], skip_special_tokens=decoder.needs_sources)
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return f"sample: {shown}"  # a terminal would obey control characters
-
-
-@contextmanager
-def _drawn_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds PyTorch's random generators with `seed` for the block, and restores their state after it."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:

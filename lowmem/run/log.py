@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from lowmem.run.figures import short_names
-from lowmem.run.terminal import beside, for_terminal, has_room_for_a_bar, output
 from lowmem.run.trackers import Trackers, charts, eval_charts, planned
 from lowmem.settings import Settings
+from lowmem.terminal import beside, for_terminal, has_room_for_a_bar, output
 from lowmem.units import format_size
 
 if TYPE_CHECKING:  # importing transformers takes four seconds
@@ -127,7 +127,7 @@ class RunLog:
         """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
         log.txt."""
         with output():
-            tqdm.write(for_terminal(sentence), file=sys.stderr)
+            tqdm.write(for_terminal(sentence, sys.stderr), file=sys.stderr)
         if self._text is None:
             self._said.append(at_length or sentence)
         elif not self._text.closed:

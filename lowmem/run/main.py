@@ -15,8 +15,8 @@ from lowmem.run.cli import parse_arguments
 from lowmem.run.early import check_run, packages_needed
 from lowmem.run.environment import limit_waiting_of_threads, variables_blamed, warnings_end_nothing
 from lowmem.run.signals import StopRequest, interrupt_ends_at_once
-from lowmem.run.terminal import escape_what_stdout_lacks, say
 from lowmem.settings import Settings
+from lowmem.terminal import escape_what_stdout_lacks, say
 
 SECONDS_TO_TELL = 5
 

@@ -11,9 +11,9 @@ from lowmem.run.cli import parse_plan
 from lowmem.run.early import check_target, packages_needed
 from lowmem.run.environment import variables_blamed, warnings_end_nothing
 from lowmem.run.signals import interrupt_ends_at_once
-from lowmem.run.terminal import escape_what_stdout_lacks, output, say
 from lowmem.run_folder import not_writable
 from lowmem.settings import Settings
+from lowmem.terminal import escape_what_stdout_lacks, for_terminal, output, say
 
 _PROGRAM = {
     "prog": "python -m lowmem.plan",
@@ -43,7 +43,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
         from transformers import logging
 
         from lowmem.device import set_environment
-        from lowmem.planning.answer import refused, wrapped
+        from lowmem.planning.answer import refused
         from lowmem.run.log import write_json
         from lowmem.run.plots import draw, draw_memory
         from lowmem.run.prepare import ask, in_words
@@ -60,7 +60,8 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
                 print(json.dumps(refused(question.settings, error), indent=2), flush=True)
         raise
     with output():
-        print(json.dumps(plan.to_dict(), indent=2) if as_json else wrapped(in_words(plan).split("\n")), flush=True)
+        text = json.dumps(plan.to_dict(), indent=2) if as_json else for_terminal(in_words(plan), sys.stdout)
+        print(text, flush=True)
     if not write:
         return
     folder = Path(settings.out)

@@ -15,8 +15,8 @@ from lowmem.data.batches import Rows
 from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.models.build import decoder_start, load_config, settings_for
-from lowmem.run.terminal import output
 from lowmem.settings import Settings
+from lowmem.terminal import output
 
 _MOST_CHARACTERS = 600  # of a part of an example
 _LABELS = {True: "trained", False: "not trained"}

@@ -6,8 +6,8 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.run.cli import CommandParser, Help
 from lowmem.run.page import write_page
 from lowmem.run.signals import interrupt_ends_at_once
-from lowmem.run.terminal import output, say
 from lowmem.run_folder import is_run
+from lowmem.terminal import output, say
 
 
 def main(arguments: list[str]) -> int:

@@ -60,7 +60,8 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batc
     size = micro_batch or 1
     rows = math.ceil(settings.batch / (size * mesh.count)) * size
     share = {"batch": rows, "micro_batch": micro_batch, "ram_limit_bytes": limit and limit // on_this_machine}
-    return replace(question, settings=replace(settings, weights="resident", **share), mesh=mesh)
+    settings = replace(settings, weights="resident", **share)
+    return replace(question, settings=settings, mesh=mesh, ranks_here=on_this_machine)
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
@@ -89,7 +90,8 @@ def plan_of_ranks(
     decide. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: makes
     a Plan from a Question. `micro_batch`: that of the checkpoint to go on from. Resuming gives the same weights, bit
     for bit, only with the same micro-batch. A new plan might choose another, because it depends on caps and on the RAM
-    that this process holds. If nothing fits, raises PlanError, whose sizes are those of one rank."""
+    that this process holds. If nothing fits, raises PlanError. Its GPU memory
+    is of one rank, its RAM of all on a machine."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make, micro_batch)
@@ -104,12 +106,7 @@ def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callabl
     share = of_one_rank(question, mesh, on_this_machine, micro_batch)
     if mesh.count == 1:
         return make(share)
-    try:
-        plan = make(share)
-    except PlanError as error:
-        said = f"These sizes are of one process; --ram-limit is for all {on_this_machine} on a machine."
-        error.args = (f"{error} {said}",)
-        raise
+    plan = make(share)
     whole = {name: getattr(question.settings, name) for name in ("batch", "micro_batch", "weights", "ram_limit_bytes")}
     return replace(
         plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,

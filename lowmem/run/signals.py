@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lowmem.distributed.launch import launched_rank
-from lowmem.run.terminal import for_terminal, output
+from lowmem.terminal import for_terminal, output
 
 if TYPE_CHECKING:  # importing PyTorch takes seconds
     from lowmem.core.ranks import Ranks
@@ -122,4 +122,4 @@ def _say(sentence: str) -> None:
         return
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
-        os.write(2, f"{start}{for_terminal(sentence)}\n".encode())
+        os.write(2, f"{start}{for_terminal(sentence, sys.stderr)}\n".encode())

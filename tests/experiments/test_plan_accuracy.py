@@ -17,6 +17,7 @@ from lowmem.planning.choices import step_case, ways
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
+from lowmem.planning.target import Question
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
 from lowmem.units import MIB, parse_size
@@ -135,7 +136,8 @@ def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations
 
 
 def test_the_smallest_cap_of_ram_is_read_from_the_sentence_that_names_it():
-    sentence = caps.refusal(TINY, 100 * MIB, caps.smallest_cap(90 * MIB), 1234 * MIB)
+    question = Question(TINY, GPT2Config(), "fp32", None)
+    sentence = caps.refusal(question, 100 * MIB, caps.smallest_cap(90 * MIB), 1234 * MIB)
     assert promise_ram.cap_named(f"train.py: {sentence}") == 1234 * MIB
     assert promise_ram.cap_named("train.py: out of memory") is None
 

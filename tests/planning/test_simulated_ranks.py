@@ -173,8 +173,12 @@ def test_the_plan_for_several_cards_is_one_cards(tmp_path, capsys):
     refused = partial(plan_command.main, [*options, "--gpus", "0"])
     assert refused() == 2 and "--gpus 0: there has to be at least one" in capsys.readouterr().err
     assert plan_command.main([*options, "--gpus", "2", "--gpu-limit", "1MiB"]) == 3
-    assert capsys.readouterr().err.endswith("of one process; --ram-limit is for all 2 on a machine.\n")
+    assert f"{tmp_path} at 4 x 64 tokens in each of 2 processes does not fit in" in capsys.readouterr().err
     for ranks, on_disk in (("1", True), ("2", False)):
-        short = ["--ram-limit", "300MiB", "--states", "streamed", "--gpus", ranks]
-        assert plan_command.main([*options, *short]) == 3
-        assert ("--states-folder" in capsys.readouterr().err) == on_disk
+        short = [*options, "--json", "--states", "streamed", "--gpus", ranks, "--ram-limit"]
+        assert plan_command.main([*short, "300MiB"]) == 3
+        out, err = capsys.readouterr()
+        assert ("--states-folder" in err) == on_disk and "300 MiB of RAM" in err
+        enough = next(way["options"] for way in json.loads(out)["ways_out"] if way["options"].startswith("--ram-limit"))
+        assert plan_command.main([*short, enough.split()[1]]) == 0, "the cap is of all processes"
+        assert json.loads(capsys.readouterr().out)["fits"]

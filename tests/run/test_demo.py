@@ -12,7 +12,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.models.build import load_config, make_decoder
 from lowmem.run import demo
 from lowmem.run.evaluation import sample
-from lowmem.run.terminal import beside
+from lowmem.terminal import beside
 from runs import SMALL
 
 

@@ -30,8 +30,8 @@ from lowmem.planning.simulated_step import Target, gpu_target
 from lowmem.run.cli import parse_plan
 from lowmem.run.early import check_target
 from lowmem.run.prepare import ask
-from lowmem.run.terminal import say
 from lowmem.settings import Settings
+from lowmem.terminal import say
 from lowmem.units import format_size
 
 GPUS = 2

@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
+from typing import TextIO
 
 
 @contextmanager
@@ -17,13 +17,16 @@ def output() -> Iterator[None]:
     try:
         yield
     except OSError:
-        _send_output_nowhere()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
 
 
 def say(sentence: str) -> None:
     """Prints a sentence to stderr: on one line, or wrapped if stderr is a terminal."""
     with output():
-        print(for_terminal(sentence), file=sys.stderr, flush=True)
+        print(for_terminal(sentence, sys.stderr), file=sys.stderr, flush=True)
 
 
 def escape_what_stdout_lacks() -> None:
@@ -42,15 +45,25 @@ def has_room_for_a_bar() -> bool:
         return True
 
 
-def for_terminal(sentence: str) -> str:
-    """Returns `sentence`, wrapped between words if stderr is a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return sentence
-    fill = partial(
-        textwrap.fill, width=shutil.get_terminal_size().columns, subsequent_indent="  ", break_long_words=False,
-        break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
-    return "\n".join(map(fill, sentence.split("\n")))
+def for_terminal(text: str, stream: TextIO | None) -> str:
+    """Returns `text`, its lines wrapped between words if `stream` is a terminal."""
+    at_terminal = stream is not None and stream.isatty()
+    return filled(text, shutil.get_terminal_size().columns) if at_terminal else text
+
+
+def filled(text: str, width: int, indent: str = "  ") -> str:
+    """Returns `text`, its lines wrapped between words at `width` columns. `indent` starts the lines that this adds."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )  # fmt: skip
+        for line in text.split("\n")
+    )
 
 
 def beside(columns: dict[str, str]) -> str:
@@ -62,11 +75,3 @@ def beside(columns: dict[str, str]) -> str:
         cells.append([title, "-" * width, *(lines or ["(only blanks)"])])
     rows = zip_longest(*cells, fillvalue="")
     return "\n".join("   ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
-
-
-def _send_output_nowhere() -> None:
-    """Redirects stdout and stderr to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
