@@ -38,12 +38,12 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The last is only a label."""
+        """Returns the token ids of a row, int64 [n], and which of them may be trained on, bool [n]."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
         span = slice(self.offsets[row], self.offsets[row + 1])
-        return self.documents.tokens[span].astype(np.int64), self.documents.trained[span]
+        return self.documents.tokens[span].astype(np.int64), self.documents.trained[span].copy()
 
     def where(self, row: int) -> list[str]:
         """Names the places of a row in the user's files, such as ["a.jsonl:17-23", "book.txt at 41.20%"]."""
@@ -99,10 +99,19 @@ class Batches:
     def steps_per_epoch(self) -> float:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
+    def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The first only predicts, the
+        last is only predicted."""
+        tokens, trained = part.read(row)
+        trained[0] = False
+        if part.documents.packed and self.document_mask:
+            trained[1:] &= tokens[:-1] != self.end_of_text  # does not predict the next document
+        return tokens, trained
+
     def batch(self, step: int) -> Batch:
         """Returns the batch of optimizer step `step`, counted from 0."""
         chosen = self._rows_of(step)
-        contents = [part.read(row) for part, row in chosen]  # the last token of each is only a label
+        contents = [self.row(part, row) for part, row in chosen]
         sizes = [len(tokens) - 1 for tokens, _ in contents]
         seq = self.parts[0].seq
         ragged = self.pack != PADDED and not all(part.documents.packed for part, _ in chosen)
@@ -120,9 +129,7 @@ class Batches:
             labels[row, span] = np.where(trained, tokens, IGNORED_LABEL)[1:]
             starts[row, first] = first > 0
             if part.documents.packed and self.document_mask:  # an example is one document
-                ends = tokens[:-1] == self.end_of_text
-                labels[row, span][ends] = IGNORED_LABEL
-                starts[row, span][1:] = ends[:-1]
+                starts[row, span][1:] = tokens[:-2] == self.end_of_text
         batch = {"input_ids": input_ids, "labels": labels}
         if masked:
             positions = np.arange(input_ids.shape[1])

@@ -9,7 +9,7 @@ import torch
 
 from lowmem.core.batch import WIDTH_MULTIPLE, Batch
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
-from lowmem.data.batches import Batches
+from lowmem.data.batches import Batches, Rows
 
 
 class PairBatches(Batches):
@@ -28,7 +28,7 @@ class PairBatches(Batches):
 
     def batch(self, step: int) -> Batch:
         """Returns the batch of optimizer step `step`, counted from 0."""
-        pairs = [self._pair(*part.read(row), part.documents.packed) for part, row in self._rows_of(step)]
+        pairs = [self._pair(*self.row(part, row), part.documents.packed) for part, row in self._rows_of(step)]
         sources = _width([len(source) for source, _, _ in pairs], self.source_tokens)
         targets = _width([len(target) for _, target, _ in pairs], self.target_tokens)
         input_ids = np.full((len(pairs), sources + targets), self.end_of_text, np.int64)
@@ -43,6 +43,12 @@ class PairBatches(Batches):
 
     def typical_lengths(self) -> None:
         """Returns None: all rows of a batch are computed at the same length, padding included."""
+
+    def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]."""
+        tokens, trained = part.read(row)
+        trained[: self.source_tokens if part.documents.packed else 0] = False
+        return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Splits a row into source and target, and also returns the target's part of `trained`. A `packed` row is cut

@@ -26,6 +26,7 @@ from lowmem.text_files import read_json, readable_folder, refuse_disguised
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_LEVEL_IDS = 257
+BYTE_LEVEL = "the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)"
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
 _BESIDE_THEM = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),

@@ -43,14 +43,14 @@ def export_model(
     try:
         model = build_model(config)
     except InputError as error:  # the trained model was built from it: now the machine fails
-        raise LowmemError(f"the export to {folder} failed ({error}); what was saved is safe") from error
+        raise LowmemError(f"{folder} cannot be written ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with _replacing(folder.resolve()) as partial:  # a link leads to a larger disk
         free_bytes = shutil.disk_usage(partial).free
         if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
             raise LowmemError(
-                f"the export to {folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on "
+                f"{folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on "
                 "the disk: free some room; an older export is untouched"
             )
         problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
@@ -61,14 +61,14 @@ def export_model(
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """Yields a new folder, which replaces `folder` at the end of the block, once all of it is on the disk."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
-    if previous.exists() and not folder.exists():  # a run was killed between the two renames below
-        previous.rename(folder)
-    for stale in (partial, previous):
-        remove(stale)
-    partial.mkdir()
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if previous.exists() and not folder.exists():  # a run was killed between the two renames below
+            previous.rename(folder)
+        for stale in (partial, previous):
+            remove(stale)
+        partial.mkdir()
         yield partial
         for path in (*partial.rglob("*"), partial):
             flush_path(path)
@@ -77,7 +77,8 @@ def _replacing(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
         flush_path(folder.parent)
     except OSError as error:
-        raise LowmemError(f"the export to {folder} failed ({error}); an older export is untouched") from error
+        why = error.strerror or error
+        raise LowmemError(f"{folder} cannot be written ({why}); an older export is untouched") from error
     finally:
         remove(partial)
     remove(previous)

@@ -41,12 +41,18 @@ def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=4)  # of a caller of one of the functions below
 
 
+def _check_kind(settings: Settings) -> None:
+    if not isinstance(settings, Settings):
+        raise InputError(f"{settings!r} is no Settings: write lowmem.Settings(model=...)")
+
+
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
     """Returns the plan for the card that `settings.gpu` names, which need not be in this machine. Without a name, plans
     for this machine's GPU, or for its CPU. `gpus`: number of GPUs that torchrun uses on each of `machines` machines.
     The plan's bytes and seconds are those of one GPU. Loads no weights. Raises PlanError if nothing fits; its message
     names the smallest caps that fit. Raises InputError for a model that cannot be trained block by block."""
+    _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
     return plan_for(ask(settings), gpus, machines)
@@ -58,6 +64,7 @@ def train(settings: Settings) -> dict:
     SIGINT, SIGTERM or SIGHUP makes the run finish its step, save, and raise Stopped. A second signal drops the current
     step, a third ends the process (signals.py). Errors that a user can cause raise LowmemError. Errors of the system
     (OSError, OutOfMemoryError) are raised as they are."""
+    _check_kind(settings)
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
     if settings.preview is not None:
@@ -78,6 +85,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     `LoadedModel.save` or a run of the scripts has written to. Loads its newest undamaged checkpoint, and sets the
     model's `done` to its step; without a checkpoint loads the first weights and warns (UserWarning). Also warns if
     fused kernels or page-locked memory are missing, which makes steps slower. Raises the same errors as `train`."""
+    _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
     settings = with_recognized_model(replace(settings, plan_only=False), said.append)

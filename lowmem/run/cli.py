@@ -256,4 +256,5 @@ def _keywords(name: str) -> dict[str, object]:
 def _help(item: Field, defaults: Settings) -> str:
     value = getattr(defaults, item.name)
     shown = f"{value:g}" if isinstance(value, float) else in_words(item.name, value)
-    return f"{item.metadata['help']} (default: {shown})".replace("%", "%%")
+    default = "needed" if item.name == "model" and defaults.plan_only else f"default: {shown}"
+    return f"{item.metadata['help']} ({default})".replace("%", "%%")

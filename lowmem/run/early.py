@@ -35,7 +35,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
             raise InputError(f"{said}; choose another --out")
     settings = check_target(settings, say)
     with _paths_refused_in_a_sentence():
-        settings = with_run_folder(settings, say if settings.preview is None else lambda _: None)
+        remarks: list[str] = []
+        settings = with_run_folder(settings, remarks.append)
         out = Path(settings.out)
         if not settings.plan_only:
             for held_out, specs in ((False, settings.data), (True, settings.eval_data)):
@@ -48,6 +49,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
         if not settings.plan_only or not (out / "settings.json").exists():
             _check_writable(out)
         check_folders(settings)
+    for remark in remarks:
+        say(remark)
     return settings
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lowmem.data.batches import Rows
 from lowmem.data.dataset import load_data
-from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
+from lowmem.data.tokenizer import BYTE_LEVEL, is_byte_level, load_tokenizer, tokenizer_blamed
 from lowmem.models.build import decoder_start, load_config, settings_for
 from lowmem.settings import Settings
 from lowmem.terminal import output
@@ -30,17 +30,18 @@ def show_preview(settings: Settings) -> None:
     with tokenizer_blamed(settings.model):
         data = load_data(settings, tokenizer, config.vocab_size, None, decoder_start(config))
     with closing(data), output():
+        if is_byte_level(tokenizer):
+            print(BYTE_LEVEL)
         for number, part in enumerate(data.train.parts):
             packed = f"plain text, in rows of {part.seq:,} tokens and the label of the last"
             print(*([""] if number else []), f"{part.name}: {part.documents.description or packed}", sep="\n")
             for row in range(min(settings.preview, part.count)):
-                print("", *_example(part, row, tokenizer), sep="\n")
+                where = ", ".join(part.where(row))
+                print("", *_example(where, *data.train.row(part, row), tokenizer), sep="\n")
 
 
-def _example(part: Rows, row: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yields the lines about a row: its place and size, and each run of tokens that are trained on, or are not."""
-    tokens, trained = part.read(row)
-    where = ", ".join(part.where(row))
     yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
     start = 0
     for is_trained, run in itertools.groupby(trained.tolist()):

@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.config_switches import remarks
-from lowmem.data.tokenizer import is_byte_level
+from lowmem.data.tokenizer import BYTE_LEVEL, is_byte_level
 from lowmem.units import counted
 
 
@@ -18,7 +18,7 @@ def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torc
     if init == "random":
         said.append("weights are random (--init random), not pretrained")
     if is_byte_level(tokenizer):
-        said.append("the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)")
+        said.append(BYTE_LEVEL)
     return said + remarks(config)
 
 

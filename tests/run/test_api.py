@@ -174,6 +174,9 @@ def test_a_plan_for_a_card_that_is_not_here():
         lowmem.plan(replace(TINY, device="auto", gpu="rtx3060", gpu_limit_bytes=2**20))
     with pytest.raises(lowmem.InputError, match="lowmem.plan"):
         lowmem.train(replace(TINY, plan_only=True))
+    for function in (lowmem.plan, lowmem.train, lowmem.load):
+        with pytest.raises(lowmem.InputError, match=r"'gpt2' is no Settings: write lowmem.Settings"):
+            function("gpt2")
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
@@ -228,6 +231,8 @@ def test_what_is_in_a_folder_is_not_lost(tmp_path):
         lowmem.export(model, tmp_path / "mine")
     with pytest.raises(lowmem.InputError, match="letter.txt is a file, and an export is a folder"):
         lowmem.export(model, tmp_path / "mine/letter.txt")
+    with pytest.raises(lowmem.LowmemError, match="letter.txt/in cannot be written"):
+        lowmem.export(model, tmp_path / "mine/letter.txt/in")
     assert (tmp_path / "mine/letter.txt").read_text() == "dear"
     (tmp_path / "empty").mkdir()
     for _ in range(2):

@@ -95,7 +95,8 @@ def test_a_preview_shows_what_is_trained_on_and_writes_nothing(tmp_path, capsys)
     options = ["--demo", "--data", "chats.jsonl", "--preview"]
     assert main(SCRIPTS["large"].SETTINGS, [*options, "5"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1:8] == [
+    assert shown[0] == "the tokenizer is the byte-level one: a token is a byte (256, and one for the end of a text)"
+    assert shown[2:9] == [
         "",
         "chats.jsonl:1: 32 tokens, 12 of them trained on",
         "not trained    20 | User: Hi",
@@ -104,8 +105,30 @@ def test_a_preview_shows_what_is_trained_on_and_writes_nothing(tmp_path, capsys)
         "    trained    12 |  Hello,\\tyou<|endoftext|>",
         "",
     ]
-    assert shown[8].startswith("chats.jsonl:2: ") and shown[0].startswith("chats.jsonl: messages through")
-    assert max(map(len, shown[1:])) <= 80
+    assert shown[9].startswith("chats.jsonl:2: ") and shown[1].startswith("chats.jsonl: messages through")
+    assert max(map(len, shown[2:])) <= 80
     assert main(SCRIPTS["large"].SETTINGS, [*options, "1"]) == 0
     assert "chats.jsonl:2" not in capsys.readouterr().out
     assert [path.name for path in Path().iterdir()] == ["chats.jsonl"]
+
+
+def test_a_preview_of_plain_text_counts_the_labels(capsys):
+    """Seen to fail: the first token of a row, and the one after an end of text, were shown as trained on."""
+    for name in "ab":
+        Path(f"{name}.txt").write_text(name * 9)
+    options = ["--demo", "--data", "*.txt", "--seq", "14", "--preview", "1", "--document-mask"]
+    assert main(SCRIPTS["large"].SETTINGS, options) == 0
+    shown = capsys.readouterr().out
+    assert "15 tokens, 13 of them trained on" in shown
+    assert [line.split() for line in shown.splitlines() if " | " in line] == [
+        ["not", "trained", "1", "|", "a"], ["trained", "9", "|", "aaaaaaaa<|endoftext|>"],
+        ["not", "trained", "1", "|", "b"], ["trained", "4", "|", "bbbb"],
+    ]  # fmt: skip
+
+
+def test_a_refusal_does_not_first_name_the_folder_of_a_run_that_will_not_begin(capsys):
+    Path("runs/gpt2-large-python-stdlib").mkdir(parents=True)
+    Path("runs/gpt2-large-python-stdlib/settings.json").write_text("{")
+    Path("runs/gpt2-large-python-stdlib-2").write_text("")
+    assert main(SCRIPTS["large"].SETTINGS, ["--device", "cpu", "--init", "random"]) != 0
+    assert "holds another run" not in capsys.readouterr().err
