@@ -49,6 +49,8 @@ def test_text_is_cut_into_sources_and_what_follows_them(load):
     for source, target in pairs_of(batch):
         assert len(source) == SOURCE and len(target) == TARGET
         assert (source + target).decode() in text
+    _, trained = train.row(train.parts[0], 0)
+    assert trained.tolist() == [False] * SOURCE + [True] * TARGET
     assert train.typical_lengths() is None
     assert "a source of at most 12 tokens and a target of at most 6" in train.remarks[0]
 
