@@ -49,7 +49,8 @@ class Settings:
     """Holds the settings of a training run. The constructor raises InputError for a combination that cannot run."""
 
     # fmt: off
-    model: str = _option("gpt2-large", "name on the Hugging Face hub, a folder or a file", "NAME|DIR|FILE.gguf", marks=RUN)
+    model: str = _option(
+        "gpt2-large", "name on the Hugging Face hub, a folder or a file", "NAME|DIR|FILE.gguf", marks=RUN)
     # Random weights must be asked for: never by accident.
     init: Literal["pretrained", "random"] = _option(
         "pretrained", "load the weights, or initialize them randomly, which needs no download", marks=RUN)
