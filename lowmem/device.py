@@ -4,15 +4,17 @@ import ctypes
 import gc
 import os
 from contextlib import suppress
+from glob import glob
 
 import torch
 
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 from lowmem.units import MIB
 
 RETURNED_FROM_BYTES = 6 * MIB  # from here on memory of the CPU goes back to the system when it is freed
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 CUBLAS_WORKSPACES = ":4096:8"  # eight of 4 MiB
+_NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")  # on Linux; in WSL
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
 
 
@@ -75,7 +77,8 @@ def select_device(wanted: str) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InputError("--device cuda: PyTorch finds no CUDA device here; use --device cpu, or install a CUDA build")
+        why = why_no_gpu() or "PyTorch finds no CUDA device here"
+        raise InputError(f"--device cuda: {why}; use --device cpu, or another build of PyTorch (docs/training.md)")
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     built = torch.cuda.get_arch_list()
@@ -85,6 +88,19 @@ def select_device(wanted: str) -> torch.device:
             f"has {' '.join(built)}. Cards before Turing need a CUDA 12.6 build of PyTorch 2.11 to 2.13"
         )
     return device
+
+
+def why_no_gpu() -> str | None:
+    """Returns why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if it can, if there is none, or if
+    CUDA_VISIBLE_DEVICES hides it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or torch.cuda.is_available() or not any(map(glob, _NVIDIA_FILES)):
+        return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the driver is too old; a build of PyTorch for the CPU
+        return first_line(error).split(". ")[0].rstrip(".")
+    return None
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:

@@ -1,12 +1,16 @@
 """Choosing the device: what is said of cards that this PyTorch has no code for, seen through an imitated torch.cuda."""
 
 import os
+import re
 
 import pytest
 import torch
 
+import lowmem
+from lowmem import device
 from lowmem.device import expandable_segments, select_device, set_environment
 from lowmem.errors import InputError
+from lowmem.settings import Settings
 
 TODAY = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -40,6 +44,30 @@ def test_a_gpu_that_is_not_there_is_an_error_only_for_who_asks_for_it(monkeypatc
     assert select_device("auto") == torch.device("cpu")
     with pytest.raises(InputError, match="--device cuda"):
         select_device("cuda")
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_no_gpu_and_the_reason_is_said(monkeypatch):
+    def init():
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by "
+            "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+        )
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "glob", lambda pattern: [])
+    assert device.why_no_gpu() is None
+    monkeypatch.setattr(device, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "init", init)
+    old = "The NVIDIA driver on your system is too old (found version 12040)"
+    assert device.why_no_gpu() == old
+    with pytest.raises(InputError, match=rf"--device cuda: {re.escape(old)}; use --device cpu"):
+        select_device("cuda")
+    settings = Settings(model="gpt2-demo", init="random", seq=16, batch=2)
+    with pytest.warns(UserWarning, match=f"because PyTorch cannot use the GPU here: {re.escape(old)}"):
+        lowmem.load(settings)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.why_no_gpu() is None
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowmem.core.layout import Fate
+from lowmem.device import why_no_gpu
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.settings import Settings
@@ -97,7 +98,9 @@ def _about_card(plan: "Plan") -> Iterator[str]:
         return
     settings, asked = plan.settings, plan.settings.gpu_limit_bytes
     if settings.gpu is None and not torch.cuda.is_available():
-        yield f"No GPU is here, so {plan.card.name} is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
+        why = why_no_gpu()
+        here = "No GPU is here" if why is None else f"PyTorch cannot use the GPU here ({why})"
+        yield f"{here}, so {plan.card.name} is assumed: --gpu CARD names yours, --device cpu plans for this CPU"
     if asked is not None and asked > plan.gpu_limit_bytes:
         yield f"{plan.card.name} has {format_size(plan.gpu_limit_bytes)} for training, less than --gpu-limit allows"
 

@@ -121,6 +121,8 @@ def plan_here(
         devices.take_workspaces(device)
         no_kernels = fused.why_not(device)
         devices.forget_allocations(device)
+    elif question.settings.device == "auto" and (why := devices.why_no_gpu()) is not None:
+        say(f"this trains on the CPU, because PyTorch cannot use the GPU here: {why}")
     if no_kernels is not None:
         say(f"without fused kernels, which takes more memory and time: {no_kernels}")
     ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
