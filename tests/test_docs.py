@@ -58,6 +58,8 @@ def parsed(command: str) -> None:
         case [".venv-cuda/bin/python", "-m", "stand_in", *rest]:
             script, *options = rest[rest.index("--") + 1 :]
             parse_arguments(options, SCRIPTS[script])
+        case [".venv/bin/pip", "install", package, "--index-url", _]:
+            assert package in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
         case _:
             raise ValueError(f"no parser is known for: {command}")
 
