@@ -220,11 +220,11 @@ def test_the_reason_names_what_to_use_instead():
         ("--micro-batch 2", 64, 2, ""),
     ],
 )  # fmt: skip
-def test_options_that_make_a_batch_elsewhere_make_the_same_batch_here(line, batch, micro_batch, said):
-    heard = []
-    made = parse_arguments(line.split(), LARGE, heard.append)
+def test_options_that_make_a_batch_elsewhere_make_the_same_batch_here(line, batch, micro_batch, said, capsys):
+    made = parse_arguments(line.split(), LARGE)
     assert made == dataclasses.replace(LARGE, batch=batch, micro_batch=micro_batch)
-    assert said in " ".join(heard) and len(heard) == bool(said)
+    heard = capsys.readouterr().err
+    assert said in heard and len(heard.splitlines()) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,9 @@ class Batch:
             parts = ([None] * count if tensor is None else tensor.split(size) for tensor in tensors)
             return [Batch(*part) for part in zip(*parts, strict=True)]
         order = self.lengths.argsort(descending=True, stable=True)
-        rows_of, first = [], 0
-        for rows, width in micro_batch_shapes(self.lengths[order].tolist(), self.labels.shape[1], size, least):
-            rows_of.append((order[first : first + rows], width))
-            first += rows
-        return [self._trimmed(rows, width) for rows, width in rows_of]
+        shapes = micro_batch_shapes(self.lengths[order].tolist(), self.labels.shape[1], size, least)
+        rows_of = order.split([rows for rows, _ in shapes])
+        return [self._trimmed(rows, width) for rows, (_, width) in zip(rows_of, shapes, strict=True)]
 
     def _trimmed(self, rows: Tensor, width: int) -> "Batch":
         tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids)

@@ -11,10 +11,11 @@ A third such execution shows what the model does to its logits (logits.py). A mo
 refused by name. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -182,13 +183,9 @@ class Decoder:
     def _as_block_output(self, hidden: Tensor) -> Tensor | tuple[Tensor]:
         return (hidden,) if self._returns_tuple else hidden
 
-    @contextlib.contextmanager
-    def _blocks_replaced(self, call: Callable) -> Iterator[None]:
-        self._owner._modules[self._list_name] = nn.ModuleList([_Stub(block, call) for block in self.blocks])
-        try:
-            yield
-        finally:
-            self._owner._modules[self._list_name] = self.blocks
+    def _blocks_replaced(self, call: Callable) -> AbstractContextManager:
+        stubs = nn.ModuleList([_Stub(block, call) for block in self.blocks])
+        return patch.dict(self._owner._modules, {self._list_name: stubs})
 
     def _refuse_unsupported(self) -> None:
         if self.model.config.is_encoder_decoder:
@@ -319,27 +316,12 @@ class AnswerYes(TorchFunctionMode):
         return function(*arguments, **(keywords or {}))
 
 
-@contextlib.contextmanager
-def forward_replaced(module: nn.Module, call: Callable) -> Iterator[None]:
+def forward_replaced(module: nn.Module, call: Callable) -> AbstractContextManager:
     """Replaces the forward of `module` by `call` inside the block."""
-    before = vars(module).get("forward")
-    module.forward = call
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+    return patch.object(module, "forward", call)
 
 
-@contextlib.contextmanager
-def _packing_known(document_ids: Tensor | None) -> Iterator[None]:
+def _packing_known(document_ids: Tensor | None) -> AbstractContextManager:
     """Makes transformers use `document_ids`, the document of each token, instead of its own guess from the positions.
     The guess reads a value back from the GPU in every forward pass, and runs other code on fake tensors."""
-    guess = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: document_ids
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = guess
+    return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: document_ids)

@@ -6,10 +6,11 @@ Often backward does not need a block's last product. `skippable_layers` finds ou
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -78,20 +79,15 @@ class ProductRecorder(TorchDispatchMode):
             self.kept.append(Kept(copies, state))
         return result
 
-    @contextmanager
-    def without(self, layer: nn.Module) -> Iterator[None]:
+    def without(self, layer: nn.Module) -> AbstractContextManager:
         """Leaves the products of `layer` out of `kept`, inside `with`."""
         forward = layer.forward
 
         def unrecorded(*arguments, **keywords):
-            self._paused = True
-            try:
+            with patch.object(self, "_paused", True):
                 return forward(*arguments, **keywords)
-            finally:
-                self._paused = False
 
-        with forward_replaced(layer, unrecorded):
-            yield
+        return forward_replaced(layer, unrecorded)
 
 
 class ProductReplayer(TorchDispatchMode):
@@ -120,8 +116,7 @@ class _ProductSkipper(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def product_skipped(layer: nn.Module) -> Iterator[None]:
+def product_skipped(layer: nn.Module) -> AbstractContextManager:
     """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values."""
     forward = layer.forward
 
@@ -129,8 +124,7 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
         with _ProductSkipper():
             return forward(*arguments, **keywords)
 
-    with forward_replaced(layer, skipping):
-        yield
+    return forward_replaced(layer, skipping)
 
 
 class _LastProduct(LayerMode):

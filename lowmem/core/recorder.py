@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -144,11 +145,8 @@ class Recorder(TorchDispatchMode):
     def call(self, function: Callable, arguments: Sequence) -> None:
         """Calls `function`, and notes this as one call, without the operations inside it."""
         take = self._take(arguments)
-        self._paused = True
-        try:
+        with patch.object(self, "_paused", True):
             function(*arguments)
-        finally:
-            self._paused = False
         self._note(function, take, {}, None)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -13,8 +13,9 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -215,13 +216,8 @@ class Recorder(TorchDispatchMode):
             self._settle()
             self.tape, self.clock, self._threads, self._open, self._operations = kept
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def paused(self) -> AbstractContextManager:
+        return patch.object(self, "_paused", True)
 
     def take_workspaces(self) -> None:
         """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they have one."""

@@ -28,9 +28,9 @@ class Encoder:
         """Returns the ids of each text, int32 [tokens]."""
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
-    def long_text(self) -> LongText:
-        """Returns a new LongText, which encodes one text that arrives in pieces."""
-        return self._long_text(self._encode)
+    def long_text(self, encode: Callable[[list[str]], list[Tokens]] | None = None) -> LongText:
+        """Returns a new LongText, which encodes one text that arrives in pieces. `encode`: None for `_encode`."""
+        return LongText(lambda texts: _in_batches(texts, encode or self._encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the begin and end of each
@@ -46,12 +46,9 @@ class Encoder:
                 tokens[row, 1:] = start, start + len(stripped)
         return [(tokens[:, 0], tokens[:, 1:]) for tokens in found]
 
-    def _long_text(self, encode: Callable[[list[str]], list[Tokens]]) -> LongText:
-        return LongText(lambda texts: _in_batches(texts, encode), self._word_starts)
-
     def _all(self, texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
         short = iter(_in_batches([text for text in texts if len(text) <= WINDOW], encode))
-        return [next(short) if len(text) <= WINDOW else self._long_text(encode).add(text, last=True) for text in texts]
+        return [next(short) if len(text) <= WINDOW else self.long_text(encode).add(text, last=True) for text in texts]
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
         """Returns the ids of each text, int32 [tokens, 1]."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from json import JSONDecodeError
 from pathlib import Path
+from unittest.mock import patch
 
 from tokenizers import Tokenizer, __version__, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -154,13 +155,10 @@ def _from_pretrained(
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
     """Collects log records of transformers inside the block instead of printing them. Yields the list of records."""
-    logger, records, handler = logging.getLogger("transformers"), [], logging.Handler()
-    before, logger.handlers = logger.handlers, [handler]
+    records, handler = [], logging.Handler()
     handler.emit = records.append
-    try:
+    with patch.object(logging.getLogger("transformers"), "handlers", [handler]):
         yield records
-    finally:
-        logger.handlers = before
 
 
 def _files(folder: Path | None, *patterns: str) -> list[Path]:

@@ -8,11 +8,12 @@ import copy
 import errno
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
@@ -241,8 +242,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     return model.train()
 
 
-@contextmanager
-def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
     """Replaces every parameter registered in the block by `place(parameter)`, before it gets its initial values."""
     register = nn.Module.register_parameter
 
@@ -252,11 +252,7 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
             parameter._is_placed = True
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_placed
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+    return patch.object(nn.Module, "register_parameter", register_placed)
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowmem.errors import InputError, LowmemError, first_line, some_of
 from lowmem.models.build import load_config
@@ -100,7 +100,8 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
     frequencies = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_FREQUENCIES)]
     scaling = reader.get_field(f"{reader.get_field('general.architecture').contents()}.rope.scaling.type")
     is_scaled = scaling is not None and scaling.contents() != "none"
-    if frequencies or (is_scaled and _rope_type(model.config) == "default"):
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if frequencies or (is_scaled and rope.get("rope_type", "default") == "default"):
         yield (
             f"warning: transformers {version} does not read the rotary frequencies in {path.name}, so the model "
             "computes with unscaled ones; the original model keeps them"
@@ -112,12 +113,6 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
             f"{path}: transformers {version} has no place for {there - placed:,} of its weights in "
             f"{type(model).__name__}; {_ADVICE}"
         )
-
-
-def _rope_type(config: PretrainedConfig) -> str:
-    """Returns the kind of rotary scaling, under its name in transformers 5 or in older versions."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return found.get("rope_type", found.get("type", "default"))
 
 
 def _unpacked() -> dict:

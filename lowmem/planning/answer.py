@@ -17,7 +17,7 @@ from lowmem.device import why_no_gpu
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES
 from lowmem.settings import Settings
-from lowmem.units import GIB, counted, format_option, format_seconds, format_size
+from lowmem.units import counted, format_option, format_seconds, format_size
 
 if TYPE_CHECKING:
     from lowmem.planning.plan import Plan
@@ -108,8 +108,6 @@ def _about_card(plan: "Plan") -> Iterator[str]:
 def _faster(plan: "Plan") -> Iterator[str]:
     """Yields the known ways to a faster step."""
     settings, limit = plan.settings, plan.settings.ram_limit_bytes
-    if plan.seconds_with_more_ram is not None:
-        yield f"{format_seconds(plan.seconds_with_more_ram)} a step with --ram-limit {format_option(limit + GIB)}"
     if plan.faster_with_ram is not None:
         ram_bytes, seconds = plan.faster_with_ram
         raised = limit is not None and ram_bytes > limit

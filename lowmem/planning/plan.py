@@ -44,7 +44,6 @@ class Plan:
     timeline: list[tuple[float, int, int]] = field(repr=False)
     fused_kernels: bool = False  # whether they are expected to run
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces
-    seconds_with_more_ram: float | None = None  # of a step with a RAM cap 1 GiB higher; None if RAM does not limit
     faster_with_ram: tuple[int, float] | None = None  # (RAM, seconds of a step) of a faster plan that needs more RAM
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
@@ -120,7 +119,6 @@ class Plan:
             },
             "seconds_waiting_for_copies": self.waiting_seconds,
             "sent_bytes": self.sent_bytes,
-            "step_seconds_with_1_gib_more_ram": self.seconds_with_more_ram,
             "faster_with_ram": self.faster_with_ram
             and dict(zip(("ram_bytes", "step_seconds"), self.faster_with_ram, strict=True)),
             "breakdown": self.gpu_breakdown or self.ram_breakdown,

@@ -87,11 +87,10 @@ def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> 
     target = gpu_target(plan.card, plan.fused_kernels, settings.disk_rate_bytes)
     simulated = Simulations(decoder, case, target).record(plan.layout)
     share = simulated.seconds / plan.step_seconds
-    more_ram, faster = plan.seconds_with_more_ram, plan.faster_with_ram
+    faster = plan.faster_with_ram
     return replace(
         plan,
         step_seconds=simulated.seconds,
         waiting_seconds=simulated.waiting_seconds,
-        seconds_with_more_ram=more_ram and more_ram * share,
         faster_with_ram=faster and (faster[0], faster[1] * share),
     )

@@ -190,14 +190,12 @@ class ReplayedOperations:
         (`extras`) of equal shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
-            kind = self._kinds_in_group[id(extras), segment] = self._kind_of(segment, extras)
+            leaves = tree_leaves([extras[index] for index in segment.blocks])
+            shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+            kinds = tuple(self._kinds[index] for index in segment.blocks)
+            kind = segment.keep, kinds, segment.blocks.start == 0, shapes
+            self._kinds_in_group[id(extras), segment] = kind
         return kind
-
-    def _kind_of(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        leaves = tree_leaves([extras[index] for index in segment.blocks])
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        kinds = tuple(self._kinds[index] for index in segment.blocks)
-        return segment.keep, kinds, segment.blocks.start == 0, shapes
 
     def _parts_of(self, segment: Segment) -> list[Part]:
         return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding

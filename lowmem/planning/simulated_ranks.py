@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.parameters import Part
-from lowmem.core.ranks import Thing
+from lowmem.core.ranks import Ranks, Thing
 from lowmem.core.shares import Among, Gatherer, Shares
 from lowmem.cudasim.recorder import Recorder
 
@@ -69,17 +69,13 @@ class SimulatedRanks(Shares):
     def gatherer(self, part: Part, parameters: dict[str, Tensor]) -> "_SimulatedGatherer":
         return _SimulatedGatherer(part, self, self._recorder, parameters)
 
-    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
-        return micro_batches
+    own, total = Ranks.own, Ranks.total
 
     def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
         # An evaluation gathers each block when it runs. Its memory is that of two blocks, one here and one coming.
         self._weights.bring(range(-1, 0))
         self._weights.bring(range(1), range(1, 2))
         return [(each, True) for each in micro_batches]
-
-    def total(self, value: float) -> float:
-        return value
 
     def exchange(self, came: Tensor, sent: Tensor, among: Among) -> None:
         self.send(sent.nbytes - sent[0].nbytes, among)

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,7 +22,7 @@ from lowmem.paths import read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
 from lowmem.settings import DEMO, Settings, in_words
-from lowmem.terminal import say as say_on_stderr
+from lowmem.terminal import say
 from lowmem.text_files import parse_json, parse_yaml, read_text
 
 TRAIN = {
@@ -84,13 +83,12 @@ class _Record(argparse.Action):
         namespace.typed[field] = (spelling, value)
 
 
-def parse_arguments(argv: list[str], defaults: Settings, say: Callable[[str], None] = say_on_stderr) -> Settings:
+def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
     """Returns the Settings of a script's `defaults`, overridden by the command line `argv` (without the program's
-    name). `say` gets a sentence if options of another trainer were multiplied to a batch. Raises InputError for unknown
-    options, and for values that are not allowed. ``--help`` prints and exits with 0."""
+    name). Raises InputError for unknown options, and for values that are not allowed. ``--help`` exits with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
-    return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv, say)[0], defaults)
+    return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
@@ -102,7 +100,7 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
     parser.add_argument("--gpus", type=integer, default=1, metavar="N", help="for N of these cards, with torchrun")
     parser.add_argument("--machines", type=integer, default=1, metavar="M", help="for M machines of N cards (1)")
-    chosen, options = _chosen(parser, argv, say_on_stderr)
+    chosen, options = _chosen(parser, argv)
     if "model" not in chosen and not chosen.get("demo"):
         raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")
     options.write = "out" in chosen
@@ -111,9 +109,7 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     return _settings(chosen | {"plan_only": True}, defaults), options
 
 
-def _chosen(
-    parser: argparse.ArgumentParser, argv: list[str], say: Callable[[str], None]
-) -> tuple[dict[str, object], argparse.Namespace]:
+def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
     """Returns {field of Settings: value} chosen by the command line and its --config file, and the program's other
     options."""
     for word in argv:

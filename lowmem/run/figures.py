@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem.units import format_size
+from lowmem.units import format_seconds, format_size
 
 MEDIAN_OVER = 25  # steps whose median is a smoothed loss; a run of four times as many steps gets one
 
@@ -103,7 +103,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
         "model": f"{name}, {plan.get('parameters', 0):,} parameters, all trained by "
         f"{choice.get('optimizer')} in {choice.get('precision')}",
         "device": report["device"],
-        "duration": f"{duration(seconds)} in steps{about}" + ("" if planned is None else f", planned {planned:.3g} s"),
+        "duration": f"{format_seconds(seconds)} in steps{about}"
+        + ("" if planned is None else f", planned {planned:.3g} s"),
         "steps": f"{len(rows):,} of {total_steps(settings, rows):,}"
         + (f", {rows[-1]['epoch']:.3g} epochs" if rows else ""),
         "tokens": f"{tokens:,} trained" + (f", {tokens / seconds:,.0f} a second" if seconds else ""),
@@ -122,17 +123,6 @@ def total_steps(settings: dict, rows: list[dict]) -> int:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
     return max(round(epochs * rows[-1]["step"] / rows[-1]["epoch"]), rows[-1]["step"])
-
-
-def duration(seconds: float) -> str:
-    """Formats a time for people in at most two units: `47 s`, `3 min 12 s`, `3 h 20 min`, `2 d 5 h`."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    for size, unit, small_size, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        parts, rest = divmod(round(seconds / small_size), size // small_size)
-        if parts:
-            return f"{parts} {unit} {rest} {small}" if rest else f"{parts} {unit}"
-    return "1 min"
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:

@@ -110,7 +110,7 @@ def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callabl
     whole = {name: getattr(question.settings, name) for name in ("batch", "micro_batch", "weights", "ram_limit_bytes")}
     return replace(
         plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,
-        seconds_with_more_ram=None, faster_with_ram=None,  # these name one rank's RAM, as if it were --ram-limit
+        faster_with_ram=None,  # this names one rank's RAM, as if it were --ram-limit
     )  # fmt: skip
 
 
