@@ -141,7 +141,7 @@ def read_run_json(path: Path) -> dict:
         return {}
 
 
-def json_object(text: bytes) -> dict:
+def json_object(text: bytes | str) -> dict:
     """Returns the JSON object in `text`; an empty dict if there is none."""
     try:
         content = json.loads(text)

@@ -28,6 +28,8 @@ def started(
     folder: Path, first_step: int = 0, last_step: int = 10, eval_first: float | None = None, **settings
 ) -> RunLog:
     log = RunLog(folder, Settings(**settings))
+    if first_step:
+        log.resume({"step": first_step, "metrics": None})
     log.start(first_step, last_step, PLAN, None if eval_first is None else {"eval_loss": eval_first})
     return log
 

@@ -34,7 +34,7 @@ from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
 from lowmem.planning.simulated_step import StepCase, Target, gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from lowmem.settings import Settings
 from lowmem.units import GIB
 

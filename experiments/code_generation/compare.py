@@ -49,7 +49,7 @@ from lowmem.models.build import load_config
 from lowmem.models.gguf_cache import converted, is_gguf
 from lowmem.run.cli import parse_arguments
 from lowmem.run.demo import model_file
-from lowmem.run.log import write_json
+from lowmem.run.metrics import write_json
 from lowmem.settings import Settings
 
 PROGRAM = "experiments.code_generation.compare"

@@ -33,7 +33,7 @@ from experiments.harness.rows import ROOT
 from lowmem.core.step import TrainingStep
 from lowmem.errors import first_line
 from lowmem.run import prepare
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from lowmem.units import MIB
 
 SCRIPT = "train_gpt2_large.py"

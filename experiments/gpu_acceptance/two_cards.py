@@ -23,7 +23,7 @@ from experiments.gpu_acceptance.life import differences
 from experiments.harness.child import Result, Setting, Unavailable
 from experiments.harness.rows import ROOT
 from experiments.harness.torchrun import ranks_of, start
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 
 RANKS = 2
 ALWAYS = ("--eval-batches", "1", "--wandb", "disabled", "--resume", "auto")

@@ -18,7 +18,7 @@ from experiments.harness import group
 from experiments.harness.child import named
 from experiments.harness.curves import draw_curves
 from lowmem.errors import LowmemError
-from lowmem.run.log import write_json
+from lowmem.run.metrics import write_json
 
 TASK, TOLD = "task.pt", "told.pt"
 

@@ -29,7 +29,7 @@ from lowmem.cudasim.gpus import Card, card_named
 from lowmem.device import set_environment
 from lowmem.errors import InputError
 from lowmem.models.build import most_positions
-from lowmem.run.log import write_json
+from lowmem.run.metrics import write_json
 from lowmem.units import format_size
 
 PROGRAM = "experiments.memory_estimation.run"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from experiments.peers.case import Case
 from experiments.peers.shared import batches, groups, inputs, load_model, saved_weights, single_process, wait_for
 from lowmem.run import saver, train
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from lowmem.run.signals import StopRequest
 
 

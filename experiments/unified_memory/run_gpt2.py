@@ -40,7 +40,7 @@ from lowmem.data.tokenizer import load_tokenizer
 from lowmem.errors import InputError, LowmemError, first_line
 from lowmem.models.build import build_model, check_length, load_config
 from lowmem.models.load import random_weights, read_weights
-from lowmem.run.log import write_json
+from lowmem.run.metrics import write_json
 from lowmem.units import format_size
 
 PROGRAM = "experiments.unified_memory.run_gpt2"

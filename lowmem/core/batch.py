@@ -148,10 +148,14 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = Non
     """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
     `most`: largest number of rows, and of tokens in a row; None: no limit. Raises InputError if the batch exceeds
     `most`, or if `most` is given and a token id is outside the vocabulary."""
+    if not isinstance(batch, Batch | Mapping):
+        raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
         batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
     if most is None or not batch.input_ids.numel():
         return batch
+    if batch.input_ids.dim() != 2 or batch.labels.dim() != 2:
+        raise InputError("input_ids and labels have two dimensions, [rows, tokens]: for one row, write ids[None]")
     (rows, width), words = batch.input_ids.shape, decoder.model.config.vocab_size
     if rows > most[0]:
         raise InputError(f"the batch has {rows} rows, and the plan is for at most {most[0]}: set Settings(batch=)")

@@ -3,6 +3,7 @@
     checkpoints/step-00000123/
       block-0-matrices.safetensors   a file per part, a unit's matrices or vectors: flat `working`, `m`, `v`, ...
       state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
+      metrics.jsonl                  a row per step until then, without times and memory
       manifest.json                  size and hash of each file; written last
 
 No random state or data position is saved. Dropout masks depend on (seed, step, micro-batch, layer), batches on (seed,
@@ -33,7 +34,7 @@ from lowmem.run.identity import refuse_another_run
 from lowmem.run_folder import json_object
 from lowmem.units import format_size
 
-_STATE = "state.json"
+_STATE, _METRICS = "state.json", "metrics.jsonl"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _UNREADABLE = "unreadable-"
 
@@ -47,9 +48,11 @@ class NotSaved(LowmemError):
         return f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again"
 
 
-def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None) -> Path:
-    """Writes `store` (weights and optimizer states) and `state` (JSON; "step": optimizer steps done) as
-    folder/checkpoints/step-..., and returns that path.
+def save_checkpoint(
+    folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None, metrics: str | None = None
+) -> Path:  # fmt: skip
+    """Writes `store` (weights and optimizer states), `state` (JSON; "step": optimizer steps done) and `metrics`
+    (the rows so far, as text; None: no file) as folder/checkpoints/step-..., and returns that path.
 
     Call TrainingStep.flush before, so that no update is waiting. All ranks must call this; rank 0 writes. Keeps the
     newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
@@ -58,10 +61,10 @@ def save_checkpoint(folder: Path, store: Store, state: dict, *, keep_last: int, 
     """
     if any(part.gradient is not None for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
-    return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best))
+    return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
 
 
-def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | None) -> Path:
+def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | None, metrics: str | None) -> Path:
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)
@@ -72,6 +75,8 @@ def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | N
         temporary.mkdir()
         entries = {_file_name(part): write(temporary / _file_name(part), _file_content(part)) for part in store.parts}
         entries[_STATE] = write(temporary / _STATE, [to_json(state)])
+        if metrics is not None:
+            entries[_METRICS] = write(temporary / _METRICS, [metrics.encode()])
         write_manifest(temporary, entries)
         flush_path(temporary)
         if final.exists():  # a rename cannot replace a folder; after a kill in between, `sweep` restores the old one
@@ -163,8 +168,8 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json. With several
-    ranks, each reads all files and keeps its own share of the tensors.
+    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json, with "metrics"
+    as in save_checkpoint. With several ranks, each reads all files and keeps its own share of the tensors.
 
     Raises InputError, before `store` is changed, if a run with this `identity` (identity.py) cannot go on from the
     checkpoint. Does the same if a file or tensor is missing, or is of another model, optimizer or precision. Raises
@@ -174,7 +179,8 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)
     refuse_another_run(checkpoint, state, identity)
-    odd = sorted(manifest.entries.keys() ^ {*parts, _STATE})
+    metrics = manifest.read(_METRICS).decode() if _METRICS in manifest.entries else None
+    odd = sorted(manifest.entries.keys() - {_METRICS} ^ {*parts, _STATE})
     if odd:
         raise InputError(f"{checkpoint} is incomplete or another model's: only one of the two has {odd[0]}")
     for name, part in parts.items():
@@ -194,7 +200,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
                     drop_pages(chunk)
                 _skip(fill, (entries - before - here) * tensor.itemsize)
         part.updates += 1  # for windows that hold the weights of before
-    return state
+    return state | {"metrics": metrics}
 
 
 def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:

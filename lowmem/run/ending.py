@@ -3,6 +3,7 @@ Then raises an error that says where the weights are."""
 
 import importlib.util
 import json
+import math
 import shlex
 import sys
 import traceback
@@ -19,10 +20,10 @@ from lowmem.errors import NO_ERRORS, CapExceeded, LowmemError, Stopped, first_li
 from lowmem.models.export import TRAINED, BeyondRange, export_model
 from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
-from lowmem.run.evaluation import take_samples
+from lowmem.run.evaluation import best_kept, take_samples
 from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
 from lowmem.run.folder import checkpoint_of, find_checkpoints
-from lowmem.run.log import read_metrics, write_json
+from lowmem.run.metrics import write_json
 from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
 from lowmem.run.prepare import Session
@@ -44,7 +45,7 @@ class Ending:
         """Returns True, and logs how to train longer, if the same command has finished this run before."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
-        rows = read_metrics(session.folder / "metrics.jsonl")
+        rows = session.log.rows
         if (
             not session.resumed or not (session.folder / "model").is_dir() or "failed" in report
             or not is_report_of(report, rows) or session.model.done != rows[-1]["step"]
@@ -116,8 +117,12 @@ class Ending:
         """Returns the step whose weights are exported: `done`, the last one, or, with --keep-best, the one with the
         lowest held-out loss, whose checkpoint it loads. Returns None if the weights are then incomplete."""
         session, say = self._session, self._session.log.say
-        best = best_evaluation(session.log.rows, None)
-        if not session.settings.keep_best or best.step in (0, done):
+        if not session.settings.keep_best:
+            return done
+        best, of_all = best_kept(session, done), best_evaluation(session.log.rows, None)
+        if not of_all.loss >= best.loss and not math.isnan(of_all.loss):
+            say(f"warning: held-out {of_all} was better, but no checkpoint of it was kept")
+        if best.step in (0, done):
             return done
         try:
             path = checkpoint_of(session.folder, best.step)

@@ -12,8 +12,8 @@ from lowmem.data.chat_templates import ChatTemplate
 from lowmem.errors import InputError, first_line
 from lowmem.fields import each
 from lowmem.models.build import decoder_start, most_positions
-from lowmem.run.figures import best_evaluation
-from lowmem.run.log import read_metrics
+from lowmem.run.figures import Best, best_evaluation
+from lowmem.run.folder import checkpoints_in, step_of
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
 
@@ -47,8 +47,8 @@ def is_missing(session: Session) -> bool:
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
-    row = next((row for row in read_metrics(session.folder / "metrics.jsonl") if row["step"] == done), None)
-    return row is not None and "eval_loss" not in row and due(session, done)
+    rows = session.log.rows
+    return bool(rows) and "eval_loss" not in rows[-1] and due(session, done)
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
@@ -69,6 +69,17 @@ def out_of_patience(session: Session) -> bool:
     """Returns True if training should end because the held-out loss has not fallen for --patience evaluations."""
     patience = session.settings.patience
     return patience is not None and best_evaluation(session.log.rows, session.eval_first).since >= patience
+
+
+def best_kept(session: Session, done: int) -> Best:
+    """Returns the evaluation with the lowest held-out loss of those with weights: after step `done`, the last one, or
+    with a checkpoint. Step 0 stands for none."""
+
+    def find() -> Best:
+        steps = {done, *map(step_of, checkpoints_in(session.folder / "checkpoints"))}
+        return best_evaluation([row for row in session.log.rows if row["step"] in steps], None)
+
+    return session.ranks.on_first(find)
 
 
 def take_samples(session: Session, done: int, last: bool = False) -> None:

@@ -69,8 +69,8 @@ def build_report(
 ) -> dict:  # fmt: skip
     """Returns the content of report.json, without the summary. A step's time is the median without the first step,
     which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
-    step_ms = [row["step_ms"] for row in rows]
-    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if rows else None
+    step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
+    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
     # An earlier process of this run may have had the higher peak.
     highest = {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
     speed = sequences_per_step / seconds if seconds else None
@@ -86,14 +86,18 @@ def build_report(
 
 def is_report_of(report: dict, rows: list[dict]) -> bool:
     """Returns True if `report`, the content of a report.json, was made from `rows` and not from an earlier run."""
-    return bool(rows) and (report.get("steps"), report.get("loss", {}).get("last")) == (len(rows), rows[-1]["loss"])
+    loss = report.get("loss")
+    last = loss.get("last") if isinstance(loss, dict) else None
+    return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
 
 
 def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
     """Returns ten lines that say what a training run did, {name: text}. `report`: content of report.json. `settings`:
     content of settings.json."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
-    tokens, seconds = sum(row["tokens"] for row in rows), sum(row["step_ms"] for row in rows) / 1000
+    tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
+    seconds = sum(row["step_ms"] for row in timed) / 1000
+    speed = f", {sum(row['tokens'] for row in timed) / seconds:,.0f} a second" if seconds else ""
     each, planned = report["measured"]["step_seconds"], plan["predicted"]["step_seconds"]
     about = "" if each is None else f"; a step took {each:.3g} s"
     versions = report["versions"]
@@ -107,7 +111,7 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
         + ("" if planned is None else f", planned {planned:.3g} s"),
         "steps": f"{len(rows):,} of {total_steps(settings, rows):,}"
         + (f", {rows[-1]['epoch']:.3g} epochs" if rows else ""),
-        "tokens": f"{tokens:,} trained" + (f", {tokens / seconds:,.0f} a second" if seconds else ""),
+        "tokens": f"{tokens:,} trained{speed}",
         "training loss": _change(report["loss"]["first"], report["loss"]["last"], "in the first step", "in the last"),
         "held-out loss": _held_out(report["loss"]),
         "GPU memory": _memory(plan, report["measured"], "gpu_reserved_peak_bytes", "gpu_bytes"),

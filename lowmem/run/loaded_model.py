@@ -55,6 +55,8 @@ class LoadedModel:
         Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for
         the folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
         folder = Path(folder).expanduser()
+        if not isinstance(done, int) or done < 0:
+            raise InputError(f"{done!r} steps: give a whole number, at least 0")
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         newest = next(iter(checkpoints_in(folder / "checkpoints")), None)

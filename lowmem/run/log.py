@@ -1,56 +1,28 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
-metrics.jsonl is the record. A step's row is written when the step is done, so a killed run keeps every finished row. A
-resumed run first drops the rows of steps that are made again. If the disk takes no line, training goes on, and the line
-is written with the next one. A number that JSON cannot write is null in the file, and NaN when read back.
+metrics.jsonl is the record (metrics.py). A step's row is written when the step is done, so a killed run keeps every
+finished row. If the disk takes no line, training goes on, and the line is written with the next one.
 """
 
-import json
-import math
-import os
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from lowmem.run.figures import short_names
+from lowmem.run.metrics import as_line, as_lines, recorded, replace_file
 from lowmem.run.trackers import Trackers, charts, eval_charts, planned
 from lowmem.settings import Settings
 from lowmem.terminal import beside, for_terminal, has_room_for_a_bar, output
-from lowmem.units import format_size
-
-if TYPE_CHECKING:  # importing transformers takes four seconds
-    from lowmem.core.batch import Batch
-    from lowmem.core.step import StepResult
+from lowmem.units import counted, format_size
 
 _MOST_LINES = 50  # of steps, unless --log-every says otherwise
 _ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
-_NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Returns the rows of a metrics.jsonl, up to the first incomplete line, which a killed process may leave."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            rows.append({key: math.nan if row[key] is None and key in _NULL_IS_NAN else row[key] for key in row})
-    return rows
-
-
-def rows_until(step: int, path: Path, held_out: dict) -> list[dict]:
-    """Returns the rows of a metrics.jsonl up to `step`, with `held_out` in the row of `step` if there is one."""
-    return [row | held_out if row["step"] == step else row for row in read_metrics(path) if row["step"] <= step]
 
 
 def continuation(row: dict) -> str:
@@ -62,52 +34,35 @@ def _when(step: int) -> str:
     return f"step {step}" if step else "before training"
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
-    replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
-
-
-def step_row(
-    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
-) -> dict:
-    """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
-    go through the model, prompts and padding included."""
-    tokens = batch.trained_tokens
-    return {
-        "step": step,
-        "epoch": epoch,
-        "loss": result.loss,
-        "learning_rate": learning_rate,
-        "grad_norm": result.grad_norm,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "computed_tokens_per_second": result.positions / seconds,
-        "step_ms": seconds * 1000,
-        **peaks,
-    }
-
-
 class RunLog:
     """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
-    even after an error. `rows`: all rows of metrics.jsonl so far, including those before training was resumed."""
+    even after an error. `rows`, `samples`: those of metrics.jsonl and samples.jsonl so far, including those before
+    training was resumed."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
+        self.samples: list[dict] = []
         self._folder, self._settings = folder, settings
         self._said: list[str] = []  # until `start`: a run that is refused leaves no file behind
         self._file = self._text = self._bar = None
         self._trackers = Trackers(folder, settings, self.say)
 
+    def resume(self, state: dict) -> None:
+        """Takes the rows and the samples of the checkpoint with this `state`."""
+        self.rows, self.samples = recorded(state, self._folder)
+        before = state.get("eval_batches", self._settings.eval_batches)
+        if before != self._settings.eval_batches and any("eval_loss" in row for row in self.rows):
+            self.say(f"warning: --eval-batches was {before}, so held-out losses until now are of other texts")
+        if unknown := sum(row["step_ms"] is None for row in self.rows):
+            self.say(f"times and memory of {counted(unknown, 'earlier steps')} are not in {self._folder}/metrics.jsonl")
+
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
         """Opens the files, the progress bar and the trackers. `first_step` of `last_step` steps are done. `plan`:
         content of plan.json. `held_out`: held-out losses evaluated after them, with the keys of a row."""
-        path = self._folder / "metrics.jsonl"
-        self.rows = rows_until(first_step, path, held_out or {})
-        replace_file(path, "".join(map(_line, self.rows)))
-        if first_step == 0:
-            (self._folder / "samples.jsonl").unlink(missing_ok=True)  # of an earlier run
-        self._samples = [row for row in read_metrics(self._folder / "samples.jsonl") if row["step"] <= first_step]
-        self._file, self._text = _Lines(path), _Lines(self._folder / "log.txt")
+        metrics, samples = self._folder / "metrics.jsonl", self._folder / "samples.jsonl"
+        replace_file(metrics, as_lines(self.rows))
+        replace_file(samples, as_lines(self.samples)) if self.samples else samples.unlink(missing_ok=True)
+        self._file, self._text = _Lines(metrics), _Lines(self._folder / "log.txt")
         self._text.write("".join(f"{sentence}\n" for sentence in self._said))
         self._tokens = sum(row["tokens"] for row in self.rows)
         self._last_step = last_step
@@ -136,7 +91,7 @@ class RunLog:
     def step(self, row: dict) -> None:
         """Records a step's row: the keys of `step_row`, and held-out losses if there are any."""
         self.rows.append(row)
-        if (problem := self._file.write(_line(row))) is not None:
+        if (problem := self._file.write(as_line(row))) is not None:
             self.say(f"{problem}; training goes on, and writes the missing rows when there is room")
         self._tokens += row["tokens"]
         first_of_run = not self._step_ms
@@ -161,7 +116,7 @@ class RunLog:
         """Shows and records `text`, the model's continuation of `prompt` after `step` steps. The last sample is shown
         below the first one of this prompt."""
         row = {"step": step, "prompt": prompt, "text": text}
-        others = [kept for kept in self._samples if kept["step"] != step or kept.get("prompt", "") != prompt]
+        others = [kept for kept in self.samples if kept["step"] != step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
         lines = [f"{_when(shown['step'])}, {shown['text']}" for shown in (*first, row)]
         if first and sys.stderr is not None and sys.stderr.isatty():
@@ -170,12 +125,12 @@ class RunLog:
         else:
             for line in lines:
                 self.say(line)
-        self._samples = [*others, row]
+        self.samples = [*others, row]
         try:
-            replace_file(self._folder / "samples.jsonl", "".join(map(_line, self._samples)))
+            replace_file(self._folder / "samples.jsonl", as_lines(self.samples))
         except OSError as error:  # a full disk; the next sample writes all of them again
             self.say(f"warning: samples.jsonl cannot be written: {error.strerror}")
-        self._trackers.show("sample", self._samples)
+        self._trackers.show("sample", self.samples)
 
     def end_bar(self) -> None:
         """Ends the progress bar, which stays on the terminal as it is. Later sentences are printed below it."""
@@ -283,28 +238,3 @@ class _Lines:
         self.closed = True
         with suppress(OSError):
             self._file.close()
-
-
-def _line(row: dict) -> str:
-    return json.dumps(finite(row), allow_nan=False) + "\n"
-
-
-def finite(content: object, shown: Callable[[float], float] = float) -> object:
-    """Returns `content`, nested dicts and lists, with None for NaN and infinity, and `shown(x)` for other floats x."""
-    if isinstance(content, dict):
-        return {key: finite(value, shown) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite(value, shown) for value in content]
-    if isinstance(content, float):
-        return shown(content) if math.isfinite(content) else None
-    return content
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replaces the file `path` by `text`, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

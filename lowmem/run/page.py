@@ -24,7 +24,8 @@ from lowmem.run.figures import (
     summary,
     total_steps,
 )
-from lowmem.run.log import continuation, finite, read_metrics, replace_file
+from lowmem.run.log import continuation
+from lowmem.run.metrics import finite, read_metrics, replace_file
 from lowmem.run_folder import is_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
@@ -107,7 +108,7 @@ def _columns(rows: list[dict]) -> dict[str, list]:
     kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
-    columns["step_seconds"] = [row["step_ms"] / 1000 for row in kept]
+    columns["step_seconds"] = [row["step_ms"] and row["step_ms"] / 1000 for row in kept]
     for name in _PEAKS[1:]:
         columns[name] = [None if row[name] is None else row[name] / GIB for row in kept]
     if smooth := smoothed(rows):

@@ -44,7 +44,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
 
         from lowmem.device import set_environment
         from lowmem.planning.answer import refused
-        from lowmem.run.log import write_json
+        from lowmem.run.metrics import write_json
         from lowmem.run.plots import draw, draw_memory
         from lowmem.run.prepare import ask, in_words
         from lowmem.run.several import plan_for

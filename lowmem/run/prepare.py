@@ -314,6 +314,7 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     session.model, session.resumed = replace(model, done=state["step"]), True
     session.course = course_of(identity, state)
     session.eval_first, session.skipped = state["eval_first"], state["skipped"]
+    log.resume(state)
     said = f"going on from {checkpoint}: {state['step']} of {session.steps} steps are done"
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):

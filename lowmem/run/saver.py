@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
-from lowmem.run.figures import best_evaluation
+from lowmem.run.evaluation import best_kept
 from lowmem.run.folder import checkpoint_of, checkpoints_in
+from lowmem.run.metrics import computed
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
 from lowmem.units import interval_seconds
@@ -69,7 +70,10 @@ class Saver:
         session, settings = self._session, self._session.settings
         state = session.model.state(done) | {"skipped": session.skipped, "eval_first": session.eval_first}
         state |= {"recoveries": session.recovery.measures, "identity": session.identity}
-        state |= {"course": asdict(session.course)}
+        state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches}
         with session.budget.phase("save"):
-            best = best_evaluation(session.log.rows, None).step if settings.keep_best else None
-            save_checkpoint(session.folder, session.step.store, state, keep_last=settings.keep_last, best=best)
+            best = best_kept(session, done).step if settings.keep_best else None
+            save_checkpoint(
+                session.folder, session.step.store, state, keep_last=settings.keep_last, best=best,
+                metrics=computed(session.log.rows),
+            )  # fmt: skip

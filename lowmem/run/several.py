@@ -16,7 +16,7 @@ from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
-from lowmem.run.log import rows_until
+from lowmem.run.metrics import recorded
 
 
 class QuietLog:
@@ -24,10 +24,11 @@ class QuietLog:
 
     def __init__(self, folder: Path):
         self.rows: list[dict] = []
+        self.samples: list[dict] = []
         self._folder = folder
 
-    def start(self, first_step: int, _: int, plan: dict, held_out: dict) -> None:
-        self.rows = rows_until(first_step, self._folder / "metrics.jsonl", held_out)
+    def resume(self, state: dict) -> None:
+        self.rows, self.samples = recorded(state, self._folder)
 
     def step(self, row: dict) -> None:
         self.rows.append(row)
@@ -35,7 +36,7 @@ class QuietLog:
     def say(self, *_) -> None:
         pass
 
-    sample = end_bar = pictures = close = say
+    start = sample = end_bar = pictures = close = say
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
@@ -68,7 +69,7 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
     """Returns the plan for one process if torchrun starts `gpus` processes on each of `machines` machines."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
-            raise InputError(f"{option} {number}: there has to be at least one")
+            raise InputError(f"{option} {number!r}: give a whole number, at least 1")
     return plan_of_ranks(question, meshes(gpus * machines, machines), gpus, make_plan)
 
 

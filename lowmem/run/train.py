@@ -11,7 +11,7 @@ from lowmem.errors import LowmemError, some_of
 from lowmem.run import evaluation
 from lowmem.run.ending import Ending
 from lowmem.run.figures import best_evaluation
-from lowmem.run.log import step_row, write_json
+from lowmem.run.metrics import step_row, write_json
 from lowmem.run.plan_command import show_plan
 from lowmem.run.prepare import Session, page_locked, prepare
 from lowmem.run.preview import show_preview
@@ -82,7 +82,7 @@ def train(session: Session, stop: StopRequest) -> None:
                 log.step(row)
         ended = done == steps
         if "eval_loss" in row:
-            saving |= settings.keep_best and best_evaluation(log.rows, None).step == done
+            saving |= settings.keep_best and evaluation.best_kept(session, done).step == done
             ended |= evaluation.out_of_patience(session)
         if settings.sample_every is not None and done % settings.sample_every == 0 and not ended:
             evaluation.take_samples(session, done)
@@ -109,6 +109,8 @@ def _begin(session: Session, ending: Ending) -> None:
     session.model = page_locked(session.model, log.say)
     plan = session.model.plan.to_dict()
     session.ranks.on_first(lambda: _write_start(session, plan))
+    if log.rows and held_out:
+        log.rows[-1] |= held_out
     log.start(session.model.done, session.steps, plan, held_out)
     if session.model.done == 0:
         evaluation.take_samples(session, 0)
@@ -144,7 +146,7 @@ def _end(session: Session, stop: StopRequest, done: int) -> None:
     """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported; with
     --keep-best, an earlier one is. Says why training ends before its last step."""
     log = session.log
-    earlier = session.settings.keep_best and best_evaluation(log.rows, None).step not in (0, done)
+    earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
         raise LowmemError(f"the loss of the last step is {log.rows[-1]['loss']}: nothing was exported")
     stop.now("the export; all steps are done and saved", _NOTHING)

@@ -13,7 +13,7 @@ import lowmem.run.evaluation
 import lowmem.run.prepare
 from lowmem.core.precision import LossScale
 from lowmem.data.batches import Batches
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from runs import content, last_line, simulated, weights, write_rows
 
 

@@ -157,6 +157,39 @@ def test_resume_never_starts_anew(finished, train, tmp_path):
     assert "not used, and replaced once this run saves: step-00000001" in (out / "log.txt").read_text()
 
 
+def of_another_run(text: str) -> str:
+    rows = [json.loads(line) for line in text.splitlines()]
+    return "".join(json.dumps(row | {"loss": row["loss"] + 1, "eval_loss": 0.5}) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"),
+    [
+        (of_another_run, 2),  # which was told --resume never, and killed before it saved
+        (lambda text: text.splitlines(keepends=True)[0], 1),  # the power failed, and the file was not on the disk
+        (lambda text: "{}\n" + text, 2),
+        (lambda text: "12\n" + text, 2),
+        (lambda text: None, 2),
+    ],
+)
+def test_a_run_goes_on_with_the_rows_of_its_checkpoint(change, unknown, train, tmp_path, capsys):
+    """Seen to fail: rows of another run chose the best checkpoint, and after a damaged line all rows were lost."""
+    options = ["--schedule", "constant", "--eval-every", "1", "--keep-best", "--steps"]
+    assert train(tmp_path / "whole", *options, "3") == 0
+    out = tmp_path / "out"
+    assert train(out, *options, "2") == 0
+    file = out / "metrics.jsonl"
+    changed = change(file.read_text())
+    file.unlink() if changed is None else file.write_text(changed)
+    (out / "samples.jsonl").write_text(json.dumps({"step": 0, "prompt": "", "text": "sample: of whom?"}) + "\n")
+    assert train(out, *options, "3") == 0
+    assert weights(tmp_path / "whole") == weights(out) and loss_rows(tmp_path / "whole") == loss_rows(out)
+    said = f"times and memory of {unknown} earlier step{'s' * (unknown > 1)} are not in {file}"
+    assert said in capsys.readouterr().err
+    assert (out / "samples.jsonl").exists() == (change is not of_another_run)
+    assert stored(out / "report.json")["loss"] == stored(tmp_path / "whole/report.json")["loss"]
+
+
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
@@ -251,12 +284,11 @@ def test_a_run_can_go_on_in_another_folder(finished, train, tmp_path):
     assert train(tmp_path / "first", "--save-every", "2") == 0
     start = tmp_path / "first/checkpoints/step-00000002"
     assert train(tmp_path / "second", "--resume", str(start)) == 0
-    assert weights(tmp_path / "second") == weights(finished)
-    assert loss_rows(tmp_path / "second") == loss_rows(finished)[2:]
+    assert_same_run(finished, tmp_path / "second")
 
 
-def test_a_finished_run_whose_rows_are_elsewhere_is_finished_again(finished, train, tmp_path):
+def test_a_finished_run_that_is_elsewhere_is_finished_again(finished, train, tmp_path):
+    """Seen to fail: the report had no rows, or its first loss was that of its own first step."""
     assert train(tmp_path / "out", "--resume", str(finished)) == 0
-    assert weights(tmp_path / "out") == weights(finished)
-    loss = stored(tmp_path / "out/report.json")["loss"]
-    assert loss["first"] is loss["last"] is None
+    assert weights(tmp_path / "out") == weights(finished) and loss_rows(tmp_path / "out") == loss_rows(finished)
+    assert stored(tmp_path / "out/report.json")["loss"] == stored(finished / "report.json")["loss"]

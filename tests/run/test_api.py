@@ -128,6 +128,9 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
         lowmem.load(replace(TINY, optimizer="sgd"), resume=tmp_path / "mine")
     with pytest.raises(lowmem.InputError, match="refused to go on .*--micro-batch 4 -> 3"):
         lowmem.load(replace(TINY, batch=3, micro_batch=None), resume=tmp_path / "mine")
+    for done in (-1, 2.0, "2"):
+        with pytest.raises(lowmem.InputError, match=f"{done!r} steps: give a whole number, at least 0"):
+            resumed.save(tmp_path / "mine", done)
     with pytest.raises(lowmem.InputError, match="no batch to evaluate on"):
         resumed.evaluate([])
 
@@ -202,6 +205,8 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
     before = {name: tensor.clone() for name, tensor in model.decoder.model.state_dict().items()}
     good = loop_batch(0)
     for batch, rate, said in (
+        (None, 1e-3, "a lowmem.Batch or a dict, and this is a NoneType"),
+        (lowmem.Batch(good["input_ids"][0], good["labels"][0]), 1e-3, "have two dimensions"),
         (good, "x", "learning_rate is 'x'"),
         (good, float("nan"), "learning_rate is nan"),
         ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows, and the plan is for at most 4"),

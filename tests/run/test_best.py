@@ -69,6 +69,27 @@ def test_a_best_that_is_lost_leaves_the_last(train, tmp_path, held_out, capsys):
     assert weights(out) != best
 
 
+def test_the_best_is_one_whose_weights_were_kept(train, tmp_path, held_out, capsys):
+    """Seen to fail: step 3 was not saved, because step 1 was better, whose checkpoint was gone."""
+    held_out(5.0, 3.0, 3.5, 3.3, 3.4)
+    out = tmp_path / "out"
+    options = ["--schedule", "constant", "--eval-every", "1", "--keep-last", "1", "--save-every", "9"]
+    assert train(out, *options, "--steps", "2") == 0
+    assert checkpoints(out) == ["step-00000002"]
+    assert train(out, *options, "--steps", "4", "--keep-best") == 0
+    said = capsys.readouterr().err
+    assert "warning: held-out 3.0000 after step 1 was better, but no checkpoint of it was kept" in said
+    assert "the best checkpoint is exported: held-out 3.3000 after step 3" in said
+    assert checkpoints(out) == ["step-00000003", "step-00000004"]
+
+
+def test_held_out_losses_of_other_batches_are_warned_of(train, tmp_path, capsys):
+    options = ["--schedule", "constant", "--steps"]
+    assert train(tmp_path / "out", *options, "1") == 0
+    assert train(tmp_path / "out", *options, "2", "--eval-batches", "3") == 0
+    assert "--eval-batches was 1, so held-out losses until now are of other texts" in capsys.readouterr().err
+
+
 def test_a_run_ends_when_the_held_out_loss_no_longer_falls(train, tmp_path, held_out, capsys):
     held_out(5.0, 4.0, 4.5, 4.4, 3.0, 3.1, 3.2)
     out = tmp_path / "out"

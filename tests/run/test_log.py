@@ -14,8 +14,9 @@ import torch
 from logs import PLAN, logged, row, started
 from lowmem.core.batch import Batch
 from lowmem.core.step import StepResult
-from lowmem.run.log import RunLog, read_metrics, step_row, write_json
+from lowmem.run.log import RunLog
 from lowmem.run.main import main
+from lowmem.run.metrics import read_metrics, step_row, write_json
 from lowmem.settings import Settings
 from lowmem.units import GIB
 

@@ -14,7 +14,7 @@ import pytest
 
 from lowmem.__main__ import main
 from lowmem.run.figures import format_seconds
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from lowmem.run.page import MOST_POINTS, make_page, run_data
 from runs import python, stored, write_rows
 

@@ -22,8 +22,8 @@ from lowmem.data.tokenizer import load_tokenizer
 from lowmem.models.build import load_config
 from lowmem.models.load import random_weights
 from lowmem.run.cli import parse_arguments
-from lowmem.run.log import read_metrics
 from lowmem.run.main import main
+from lowmem.run.metrics import read_metrics
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 from runs import (

@@ -18,8 +18,8 @@ from lowmem.errors import InputError, PlanError
 from lowmem.planning.planner import make_plan
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.planning.target import Question
-from lowmem.run.log import read_metrics
 from lowmem.run.main import _in_a_sentence
+from lowmem.run.metrics import read_metrics
 from lowmem.run.several import meshes, of_one_rank, plan_of_ranks
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB

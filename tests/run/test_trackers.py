@@ -23,7 +23,7 @@ import pytest
 
 from logs import PLAN, logged, row, started
 from lowmem.run import trackers
-from lowmem.run.log import read_metrics
+from lowmem.run.metrics import read_metrics
 from lowmem.run.plots import draw_loss
 from lowmem.settings import Settings
 from lowmem.units import GIB

@@ -1,0 +1,120 @@
+"""Reads and writes the rows of a training run: metrics.jsonl, and the copy in each checkpoint.
+
+Each checkpoint has the rows until then, because those in the run folder may be another run's, or lack lines after a
+power cut. A resumed run goes on with them. A number that JSON cannot write is null in a file, and NaN when read back.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowmem.run_folder import json_object
+
+if TYPE_CHECKING:  # importing PyTorch takes seconds
+    from lowmem.core.batch import Batch
+    from lowmem.core.step import StepResult
+
+_MEASURED = (
+    *("tokens_per_second", "computed_tokens_per_second", "step_ms"),
+    *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes"),
+)
+_NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
+
+
+def step_row(
+    step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
+) -> dict:
+    """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
+    go through the model, prompts and padding included."""
+    tokens = batch.trained_tokens
+    return {
+        "step": step,
+        "epoch": epoch,
+        "loss": result.loss,
+        "learning_rate": learning_rate,
+        "grad_norm": result.grad_norm,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "computed_tokens_per_second": result.positions / seconds,
+        "step_ms": seconds * 1000,
+        **peaks,
+    }
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Returns the rows of a metrics.jsonl or samples.jsonl. A killed process may leave a line that is no row; this line
+    and all later ones are left out."""
+    return _rows_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
+
+
+def _rows_in(text: str) -> list[dict]:
+    rows = []
+    for line in text.splitlines():
+        row = json_object(line)
+        if "step" not in row:
+            break
+        rows.append({key: math.nan if row[key] is None and key in _NULL_IS_NAN else row[key] for key in row})
+    return rows
+
+
+def computed(rows: list[dict]) -> str:
+    """Returns the content of a checkpoint's metrics.jsonl. Its rows are without times, speeds and memory, because the
+    same command writes the same checkpoint, bit for bit."""
+    return "".join(map(_computed, rows))
+
+
+def _computed(row: dict) -> str:
+    return as_line({key: row[key] for key in row if key not in _MEASURED})
+
+
+def recorded(state: dict, folder: Path) -> tuple[list[dict], list[dict]]:
+    """Returns the rows and the samples of the checkpoint with this `state`. Times, speeds and memory are those in the
+    run folder `folder`, None if the same steps are not there. Samples are those in `folder`, unless the steps there are
+    another run's. An older checkpoint has no rows; then returns those in `folder`."""
+    there, samples = (
+        [row for row in read_metrics(folder / name) if row["step"] <= state["step"]]
+        for name in ("metrics.jsonl", "samples.jsonl")
+    )
+    if state["metrics"] is None:
+        return there, samples
+    known = {_computed(row): row for row in there}
+    own = {as_line(row): row for row in _rows_in(state["metrics"])}
+    rows = [known.get(line, dict.fromkeys(_MEASURED) | row) for line, row in own.items()]
+    return rows, samples if known.keys() <= own.keys() else []
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
+    replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def finite(content: object, shown: Callable[[float], float] = float) -> object:
+    """Returns `content`, nested dicts and lists, with None for NaN and infinity, and `shown(x)` for other floats x."""
+    if isinstance(content, dict):
+        return {key: finite(value, shown) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value, shown) for value in content]
+    if isinstance(content, float):
+        return shown(content) if math.isfinite(content) else None
+    return content
+
+
+def as_line(row: dict) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def as_lines(rows: Iterable[dict]) -> str:
+    return "".join(map(as_line, rows))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replaces the file `path` by `text`, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
