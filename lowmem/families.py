@@ -3,14 +3,16 @@
 Imports no PyTorch, because a model's folder is recognized before PyTorch is imported (models/recognize.py).
 """
 
-ENCODER_DECODERS = ("t5", "mt5")  # that can be trained; UMT5 has a table in each block, LongT5 another attention
+# Those that can be trained. UMT5 (a table of position biases in each block) and LongT5 (another attention) cannot.
+ENCODER_DECODERS = ("t5", "mt5")
 ENCODERS = (  # a config of these is a decoder's only with "is_decoder": true
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "eurobert"),
     *("flaubert", "longformer", "mobilebert", "modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "xlm"),
     *("xlm-roberta", "xlm-roberta-xl"),
 )
 
-# transformers 4's names of the rotary embedding's base frequency and share; in version 5 both are rope_parameters'.
+# transformers 4's names for the rotary embedding's base frequency, and for the share of dimensions that it rotates. In
+# version 5 both are in `rope_parameters`.
 ROPE_NAMES = dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct"))
 # ... and of the base frequencies of full and of sliding attention; None: it has one for both.
 ROPE_NAMES_BY_ATTENTION = {

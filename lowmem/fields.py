@@ -12,7 +12,7 @@ from lowmem.errors import InputError
 from lowmem.paths import read_path_option, read_text_option
 from lowmem.units import MIB, format_size, parse_interval, parse_size
 
-Specs = str | tuple[str, ...]  # names of texts; a single one is a str
+Specs = str | tuple[str, ...]  # the value of an option that may be given several times; given once, it is a str
 
 SAVE_EVERY = "30min"
 MOST_EPOCHS = 10**6

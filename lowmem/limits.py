@@ -44,8 +44,8 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator, at `allocator_bytes` if they are fewer. Raises LowmemError if less than
-        `planned_bytes` (None: the whole cap) is free on the card."""
+        """Caps PyTorch's GPU allocator a little below the GPU limit (OVERSHOOT_BYTES), or at `allocator_bytes` if that
+        is less. Raises LowmemError if less than `planned_bytes` (None: the whole limit) is free on the card."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)

@@ -55,8 +55,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if the file is a Git LFS pointer, or begins like a file of another kind. `binary` says which
-    kind is right. None: text. Bytes: the kind that begins with them, b"" for one without fixed first bytes."""
+    """Raises InputError if the file is a Git LFS pointer, or begins like a file of another kind than it should be.
+    `binary`: None if it should be text. Otherwise the first bytes of the kind that it should be, b"" if they vary."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:

@@ -70,6 +70,8 @@ class Answers:
         return spans
 
     def _found(self, conversation: Conversation, text: str) -> list[Span]:
+        """Returns the spans of all answers to train on. If they cannot all be found, returns only the last one. Raises
+        InputError if that cannot be found either."""
         turns = [self._turn(conversation, text, index) for index in conversation.answers]
         if None not in turns and all(turn[1] <= following[0] for turn, following in itertools.pairwise(turns)):
             return turns
@@ -100,6 +102,8 @@ class Answers:
         return start, end
 
     def _start(self, conversation: Conversation, text: str, index: int) -> int | None:
+        """Returns the character of `text` at which message number `index`, an answer, begins. Returns None if it cannot
+        be found."""
         asked, unasked = (self._rendered(conversation, index, ask) for ask in (True, False))
         if asked and text.startswith(asked[0]):
             return len(asked[0])

@@ -57,9 +57,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the numbers of an epoch's rows, in no particular order. All rows are repeated without end; epoch e
-        takes the places e*n to (e+1)*n, with n = `in_epoch`. A repetition is shuffled first if the epoch takes only
-        some of its rows. `seed` and `part`, the number of the training text, seed that shuffle."""
+        """Returns the numbers of an epoch's rows, in no particular order. They come from an endless sequence, which
+        repeats all rows: epoch e takes items e*n to (e+1)*n of it, with n = `in_epoch`. A repetition of which an epoch
+        takes only a part is shuffled. `seed` and `part`, the number of the training text, seed that shuffle."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -75,8 +75,9 @@ class Rows:
 class Batches:
     """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
     it never ends and is reshuffled every epoch; a batch may span two epochs. Without one (evaluation), rows keep their
-    order, and the last batch of a pass may be smaller. `end_of_text`: the id of padding. `fixed`: every batch is the
-    first one. `document_mask`: attention stops at the ends of packed documents. `pack`: PADDED, SORTED or PACKED."""
+    order, and the last batch of a pass may be smaller. `end_of_text`: the id after each document, also used as padding.
+    `fixed`: every batch is the first one. `document_mask`: attention stops at the ends of packed documents. `pack`:
+    PADDED, SORTED or PACKED."""
 
     remarks: tuple[str, ...] = ()  # for the description of the data
 
@@ -100,8 +101,8 @@ class Batches:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The first only predicts, the
-        last is only predicted."""
+        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The first token is only an
+        input. The last is only a label."""
         tokens, trained = part.read(row)
         trained[0] = False
         if part.documents.packed and self.document_mask:

@@ -22,7 +22,7 @@ _ROLES = {  # other names of roles, in lower case and without a colon at the end
     **dict.fromkeys(("observation", "function_response", "function", "tool_response", "ipython"), "tool"),
     "developer": "system",
 }
-_KEPT_IF_NAMED = ("developer", "ipython")  # Templates with one of these may know both names.
+_KEPT_IF_NAMED = ("developer", "ipython")  # Kept as written if the template names them: it may use the synonym, too.
 _CALLS = ("function_call", "tool_call")  # The text of these roles is function calls in JSON.
 _TRAINED = ("loss", "train", "training", "weight")  # Keys that say whether an answer is trained on.
 _NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # Their values.

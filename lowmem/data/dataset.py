@@ -45,7 +45,7 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, holds a part out for evaluation, and cuts all into batches. The part is
+    """Reads and tokenizes the data, and cuts them into batches for training and evaluation. The held-out texts are
     `settings.eval_data`, or else each source's validation split, or else the share `settings.eval_fraction` of its
     documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, where tokens of an
     earlier start are found; None: temporary files. `decoder_start`: the id before each target, for encoder-decoders."""

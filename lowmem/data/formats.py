@@ -177,8 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the first record with a value that is read, or that has no column that is read; or else the last of
-    _MOST_BLANK records. Also returns an iterator over all."""
+    """Returns the record whose columns decide the format, None if there is no record; and an iterator over all records.
+    That record is the first one with a value in a column that is read, or with no such column at all. If the first
+    _MOST_BLANK records have none, it is the last of them."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

@@ -194,8 +194,8 @@ def _raised_by_model_code(error: Exception) -> bool:
     """Returns True if transformers, code called from there, or backward raised `error`, and not a line of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    # Our modes are below transformers' frames on the stack, too. An operator that refuses its arguments has no frame.
-    # It raises RuntimeError, as no line of ours does, or another error in the two functions that call operators.
+    # A model's code calls operators through our modes. An operator has no frame: if it refuses its arguments, the last
+    # frame is ours. It raises RuntimeError, as no line of ours does, or another error in the two functions named here.
     by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
     ours = last.filename.startswith(_OURS) and not by_operator
     return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)

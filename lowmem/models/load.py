@@ -128,6 +128,9 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
+    """Initializes the modules of `turns` in order, and yields (name, tensor) of each parameter after the last turn that
+    writes it. A parameter has storage from its first turn to its last. `owners`, `written`: results of _untie and
+    _written."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

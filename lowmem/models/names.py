@@ -37,12 +37,12 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 class _Fit:
     """Holds how the names in a checkpoint fit the model's parameters if all are renamed in one way."""
 
-    prefix: str  # that is left off
+    prefix: str  # taken off the names in the files
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
     missing: list[str] = field(default_factory=list)  # parameters that are not in the files
-    wrong: list[str] = field(default_factory=list)  # names in `target` of tensors with another shape
-    unexpected: list[str] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)  # of other tasks, which are left out
+    wrong: list[str] = field(default_factory=list)  # names in `target` whose tensor's shape is not the parameter's
+    unexpected: list[str] = field(default_factory=list)  # names in the files that belong to no parameter
+    heads: list[str] = field(default_factory=list)  # names of heads for other tasks, which are not loaded
     converted: list[str] = field(default_factory=list)  # weights that transformers would merge or split
 
     def problems(self) -> int:

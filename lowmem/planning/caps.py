@@ -7,7 +7,7 @@ from lowmem.units import MIB, format_size
 
 # Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
 # cap (limits.py), and the driver's addresses, which no simulation knows, decide which free block serves a request.
-# Twice as much stays free if the step updates in backward: it cannot be made again once it has begun to.
+# Twice as much stays free if backward updates weights: such a step cannot be repeated after its first update.
 MARGIN_BYTES = 64 * MIB
 MARGINS_IN_A_CAP = 200
 
@@ -38,17 +38,18 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
         if limit is not None
     ]
-    smallest = wants(gpu_cap, ram)
-    return f"{what(question)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
+    smallest = cap_options(gpu_cap, ram)
+    return f"{described(question)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
 
 
-def wants(gpu_cap: int | None, ram: int) -> str:
+def cap_options(gpu_cap: int | None, ram: int) -> str:
     """Returns the options that set these caps, in bytes, such as "--gpu-limit 800MiB with --ram-limit 900MiB"."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return " with ".join(f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None)
 
 
-def what(question: Question) -> str:
+def described(question: Question) -> str:
+    """Returns the subject of a sentence about the question, for example: gpt2 at 64 x 1024 tokens."""
     settings, processes = question.settings, question.mesh.count
     each = "" if processes == 1 else f" in each of {processes} processes"
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens{each}"

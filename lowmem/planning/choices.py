@@ -13,18 +13,19 @@ from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
 FEW_SEQUENCES = 4  # the largest micro-batch with gradients sent or dropped: more would not fit next to the inputs
-FEW_MICRO_BATCHES = 16  # in a group that holds its gradients: more save more inputs than that is worth
-SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second if a whole batch's inputs are saved
+FEW_MICRO_BATCHES = 16  # the most in a whole batch that is one group with held gradients: more save too many inputs
+SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second if the batch is one group
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts that store every kind of number in the same place and treat final gradients alike.
+    """Describes layouts to be searched. In all of them the same kinds of tensors may be in RAM or on a disk, and
+    gradients have the same Fate.
 
-    `base` is a layout with these places and this fate of gradients. The sequences list the values to choose for the
-    other fields, in ascending order. `on_gpu` counts the units with optimizer states on the GPU or, if working weights
-    are in RAM, with weights there. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
-    `disk`: the smallest number of units with states on a disk. 0 stands for none, 1 for as many as RAM has no room for.
+    `base` is a layout of this kind. The sequences list the values to try for its fields `micro_batch`, `group`,
+    `segment_blocks` and `kept`, in ascending order. `on_gpu` lists values of `weights_on_gpu` if working weights are in
+    RAM, else of `states_on_gpu`. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
+    `disk`: the smallest number of units with states on a disk. 0 allows none. 1 allows as many as RAM has no room for.
     """
 
     base: Layout
@@ -66,10 +67,10 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices, to be tried one after the other. First weights and block inputs are on the GPU. Then
-    weights are in RAM, then block inputs, then both. Then the same follows with states on a disk. A list has one entry
-    for each fate of gradients. With several ranks each list comes twice: first no block keeps its gathered weights
-    until backward, then all do."""
+    """Returns the lists of Choices that the settings allow, to be tried one after the other. A list has one entry for
+    each Fate of gradients. In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then
+    block inputs, then both. Then the same lists follow with states on a disk. With several ranks each entry comes
+    twice: first no block keeps its gathered weights until backward, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -93,7 +94,7 @@ def _placed(
     if weights_in_ram:
         kept = tuple(each for each in kept if each <= simulations.blocks)
         choices = replace(choices, on_gpu=range(1, simulations.units - 1))
-    if inputs_in_ram:  # what blocks keep on the GPU would be more than their inputs
+    if inputs_in_ram:  # tensors that blocks keep are on the GPU, and take more than the inputs do
         kept = kept[:1]
     return replace(choices, base=base, kept=kept)
 

@@ -1,8 +1,9 @@
 """Computes memory and time of all layouts in a column from a few simulated steps.
 
-A column is a set of layouts that differ only in two numbers. `kept` is how much blocks keep for backward, `on_gpu` how
-many units are on the GPU. In this file both are indices into the lists of these names in Choices. The bytes of units
-add up exactly. Kept bytes and saved seconds per block are expected to be those of the smallest micro-batch.
+A column is a set of layouts that differ only in two numbers: how much blocks keep for backward, and how many units
+(blocks, mostly) are on the GPU. Here and in search.py `kept` and `on_gpu` are indices into the lists of these names in
+Choices, unless said otherwise. A further unit on the GPU adds its own bytes to the peak. The bytes and seconds of
+another `kept` are estimated from the smallest micro-batch, and only decide which layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,8 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Stands for all layouts with these choices, this micro-batch, group and segment length."""
+    """Names a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
+    `segment` (in blocks)."""
 
     choices: Choices
     micro_batch: int
@@ -35,8 +37,8 @@ class Column:
 class Columns:
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
-        self._recorded: dict[Column, dict[int, int]] = {}  # for each `kept` that was simulated, `on_gpu` of it
-        self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and `kept`
+        self._recorded: dict[Column, dict[int, int]] = {}  # {column: {kept: the `on_gpu` simulated with it}}
+        self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and Layout.kept
 
     def frugal(self, choices: Choices) -> Column:
         """Returns the column of `choices` that needs the least RAM: that with the smallest micro-batch and group. If
@@ -46,15 +48,15 @@ class Columns:
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def last_kept(self, column: Column) -> int:
-        """Returns the largest index `kept` of this column. Only blocks that keep nothing but their input form segments.
-        So with segments of several blocks, at least one block must keep nothing more."""
+        """Returns the largest index `kept` of this column. Segments of several blocks need blocks that keep only their
+        input. So with such segments, the last index is the last one at which some block keeps only its input."""
         kept = column.choices.kept
         return len(kept) - 1 if column.segment == 1 else max(bisect_left(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index `kept` from which each further block adds the same bytes to the peak. Usually this is 0. If
-        the batch is one group that holds its gradients, it is where all blocks keep products. Below that index, what
-        blocks keep uses memory that gradients need later."""
+        """Returns the index `kept` from which each further block adds the same bytes to the peak. This is 0, unless the
+        whole batch is one group and gradients are held. Then it is the index at which all blocks keep their products.
+        At smaller indices, kept tensors use memory that gradients take later, so they may not raise the peak."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return 0

@@ -16,7 +16,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import most_bytes, named_at_peak
 from lowmem.device import RETURNED_FROM_BYTES
 from lowmem.errors import InputError, PlanError
-from lowmem.planning.caps import refusal, wants
+from lowmem.planning.caps import cap_options, refusal
 from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.columns import within
 from lowmem.planning.plan import Plan
@@ -97,10 +97,10 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
         least *= question.ranks_here
         found = list(_ways_out(question)) if ways_out else []
-        smallest = {"options": wants(None, least), "ram_bytes": least, "disk_bytes": 0}
+        smallest = {"options": cap_options(None, least), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
-    if not case.fits_here(plan):  # changes no bit, so free RAM may decide it
+    if not case.fits_here(plan):  # the Fate of gradients changes no bit, so free RAM may choose it
         plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
     free_bytes = question.ram_free_bytes

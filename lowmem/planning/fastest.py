@@ -16,7 +16,7 @@ from lowmem.planning.columns import Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
-_MUCH_SLOWER = 1.03  # times the seconds of a layout that failed in the model of the allocator
+_MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed) if it takes this many times as long.
 
 Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the other
 
@@ -37,9 +37,9 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns an index `kept` with which `found` fails in the model of the allocator, though not with one less. `found`
-    itself fails. Tries one less and two less, then bisects. Then tries some larger ones: a layout may complete although
-    a smaller one fails."""
+    """Returns an index `kept` at which the column of `found` fails in the model of the allocator. It is 0, or the index
+    before it completes. `found` itself fails. Tries the two indices before that of `found`, then bisects. Then tries
+    some indices after the result: a layout may complete although one with a smaller `kept` fails."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.on_gpu), room.gpu)
@@ -58,9 +58,9 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout by allocated bytes. The search ends after the first list of `ways` with a layout that
-    has weights and gradients on the GPU. It goes on if a layout that failed was much faster. It tries a disk only if
-    nothing else fits, or if forward and backward run twice."""
+    """Returns the fastest layout whose allocated bytes fit, None if there is none. Ends after the first list of `ways`
+    at which the fastest layout so far has weights and gradients on the GPU. Goes on if a layout that failed
+    (Search.failed) was much faster. Tries a disk only if nothing else fits, or if forward and backward run twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -118,7 +118,7 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
     for choices in every:
         if choices.base.gathered or (choices.base.fate is Fate.SENT and dropped):
-            continue  # gathering weights and computing gradients twice take less of everything but time
+            continue  # other entries take less memory: they gather weights twice, or compute gradients twice
         ram = None if choices.disk else room.ram
         for segment in choices.segments:
             column = replace(columns.frugal(choices), segment=segment)

@@ -9,7 +9,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
-from lowmem.planning.caps import margins, refusal, room_under, smallest_cap, wants, what
+from lowmem.planning.caps import cap_options, described, margins, refusal, room_under, smallest_cap
 from lowmem.planning.choices import step_case, ways
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
@@ -49,6 +49,8 @@ class _Case:
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
+        """Returns the bytes that a layout may take under the cap of GPU memory and, in RAM, under `ram_limit`.
+        `margins`: safety margins that stay free on the GPU (caps.py); None: as many as the step needs."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins or self.margins)
         if ram_limit is not None:
@@ -93,8 +95,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Simulates the allocator under training's cap, which is a little wider than what the search fills. Returns the
-        memory figures, and a smaller cap if the layout completes only under that, else None."""
+        """Simulates the allocator under the cap that training sets. That cap is a little larger than the room that the
+        search fills. Returns the memory figures. Also returns a smaller cap if the layout completes only under that
+        one, else None."""
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -178,14 +181,14 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     found = WaysOut(settings, simulations, room, ram_bytes).found()
     said = [way.to_dict() for way in found]
     if card_limit is None or gpu_cap <= card_limit:
-        only_ram = smallest.gpu == room.gpu  # is too small
+        only_ram = smallest.gpu == room.gpu  # whether RAM alone is too small
         named = None if only_ram and settings.gpu_limit_bytes is None else gpu_cap
-        first = {"options": wants(named, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
+        first = {"options": cap_options(named, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
         said = [first, *(way for way in said if way["options"] != first["options"])]
         others = [way for way in found if way.changes or not only_ram]  # without the first way once more
         return PlanError(refusal(question, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if question.ram_limit_bytes is None else f" and {format_size(question.ram_limit_bytes)} of RAM"
-    sentence = f"{what(question)} does not fit in the {format_size(card_limit)} of {question.card.name}{ram_cap}."
+    sentence = f"{described(question)} does not fit in the {format_size(card_limit)} of {question.card.name}{ram_cap}."
     larger = f" A larger GPU needs {format_size(gpu_cap)}, with {format_size(ram)} of RAM."
     return PlanError(sentence + in_a_sentence(found) + larger, said)

@@ -48,10 +48,10 @@ class Plan:
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
-    typical_tokens: int | None = None  # of a step with rows as long as the data's, as timed; None: full rows
-    steps: int | None = None  # of the whole training run; None if only the data tells
+    typical_tokens: int | None = None  # of a step with rows like the data's, timed by `step_seconds`; None: full rows
+    steps: int | None = None  # of the whole training run; None if that depends on the data
     ranks: int = 1  # processes that train together
-    sharing: int = 1  # how many of them store a model together; others store it again
+    sharing: int = 1  # how many ranks store one copy of the model together; the others store further copies
     sent_bytes: int = 0  # to other ranks, in a step
     # To go on with if memory runs out in training, the largest first: 5 to 50% less is allocated, no bit changes.
     smaller_layouts: tuple[Layout, ...] = ()

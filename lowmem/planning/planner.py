@@ -15,7 +15,7 @@ from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
 from lowmem.models.compatibility import architecture_blamed, compare_small_copy
-from lowmem.planning.caps import what
+from lowmem.planning.caps import described
 from lowmem.planning.choices import step_case
 from lowmem.planning.columns import within
 from lowmem.planning.cpu_plan import cpu_plan
@@ -45,15 +45,15 @@ def make_plan(question: Question) -> Plan:
     free_bytes, process = question.ram_here_bytes, question.process
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         raise PlanError(
-            f"{what(question)} needs {format_size(plan.ram_bytes)} of RAM in this plan, and "
+            f"{described(question)} needs {format_size(plan.ram_bytes)} of RAM in this plan, and "
             f"{format_size(question.ram_free_bytes)} are free here; free some, or lower --micro-batch or --seq."
         )
     if process is not None and not within(process.peak_bytes, settings.ram_limit_bytes):
         taken = process.peak_bytes * question.ranks_here
         raise PlanError(
-            f"{what(question)}: reading the data has taken {format_size(taken)} of RAM already, which is over the cap "
-            f"of {format_size(question.ram_limit_bytes)}; give --ram-limit {math.ceil(taken / MIB)}MiB or more, "
-            "or less text."
+            f"{described(question)}: reading the data has taken {format_size(taken)} of RAM already, which is over the "
+            f"cap of {format_size(question.ram_limit_bytes)}; give --ram-limit {math.ceil(taken / MIB)}MiB or more, or "
+            "less text."
         )
     if process is not None and process.peak_bytes:
         plan = replace(plan, ram={"prepare": {"process": process.peak_bytes}} | plan.ram)

@@ -36,9 +36,9 @@ class _ReplayedGraph(int):
 class _Place:
     """Describes a tensor that an executed call returned: which storage it views, and how."""
 
-    storage: int | None  # its number in the recording of the call that made the tensor
-    argument: int | None  # or the number of the call's argument whose storage it is
-    size: int
+    storage: int | None  # the storage's number in the recording of the call; None if it is an argument's
+    argument: int | None  # the number of that argument, else None
+    size: int  # bytes of the storage
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -50,15 +50,15 @@ class _Known:
     """Holds an operation that was executed once, so that it can be replayed."""
 
     region: Region  # its allocations
-    results: object  # with a _Place for each tensor; a flat list if they are no tuples and lists
-    structure: TreeSpec | None  # then this restores them
-    tensors: bool  # whether there is a _Place
+    results: object  # as returned, but with a _Place for each tensor; a flat list if `structure` is given
+    structure: TreeSpec | None  # restores results that have other containers than tuples and lists
+    tensors: bool  # whether `results` has a _Place
 
 
 class ReplayedOperations:
     """Replaces the `operations` of a simulated step. Executes each operation once per shape, and notes its allocations
     and its time. From then on repeats these notes. `known` stores the notes; if it is None, every operation is executed
-    every time."""
+    every time. `functions`: returns a context in which PyTorch's functions are the device's (DeviceModel)."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -71,7 +71,7 @@ class ReplayedOperations:
         self._parts: list[list[Part]] = [[] for _ in decoder.units]
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
-        self._ends = self._parts[0] + self._parts[-1]  # what embeddings and head may add to
+        self._ends = self._parts[0] + self._parts[-1]  # to whose gradients embeddings and head may add
         self._rehearsed: set[tuple] = set()
         self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by the address of the extras, which are alive
         self._kinds = list(range(len(decoder.blocks)))

@@ -1,6 +1,6 @@
 """Searches for the fastest layout of a step that fits into given GPU memory and RAM.
 
-    for homes and fates of gradients:      in the order of choices.py
+    for each Choices:                      in the order of choices.py
         for micro_batch:                   from the smallest on, until nothing fits
             for group:                     from the smallest on, as long as a larger one is faster
                 for segment_blocks:        from the shortest on, as long as a longer one is faster
@@ -22,7 +22,7 @@ from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.simulated_step import SimulatedStep
 
 _NEGLIGIBLE = 0.002  # share of a step's time that is not worth simulating
-_TRIES = 5  # of what is expected to fit, before plain bisection
+_TRIES = 5  # guesses at the largest `kept` that fits, before plain bisection
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Search:
                 break
             fastest = found
             if not found.waits:
-                break  # which is all that a larger group helps with
+                break  # a larger group would only shorten waits for copies
         return fastest
 
     def _fastest_segment(self, choices: Choices, micro_batch: int, group: int, best: Found | None) -> Found | None:
@@ -144,7 +144,7 @@ class Search:
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
-            saved = partial(self.columns.copying_seconds, column, found.on_gpu)  # at most, up to some place
+            saved = partial(self.columns.copying_seconds, column, found.on_gpu)  # index -> the most seconds saved
             waiting, to_beat = found.simulated.waiting_seconds, (1 - _NEGLIGIBLE) * faster(best, fastest).seconds
             if found.simulated.computing_seconds + max(waiting - saved(most), least_waiting) >= to_beat:
                 break

@@ -142,7 +142,7 @@ class _SimulatedGatherer(Gatherer):
 
 BESIDE = "gradient_sums"  # the storages that are made beside the compute stream
 STREAMS = {BESIDE: 1}
-NAMES = {  # of what is born in these functions, or in what they call
+NAMES = {  # of storages that are allocated in these functions, or in functions that they call
     _SimulatedGatherer._gather.__code__: "gathered_weights",
     _SimulatedGatherer._arrive.__code__: "gathered_weights",
     Shares._sum_slices.__code__: BESIDE,

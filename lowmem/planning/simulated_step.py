@@ -42,7 +42,7 @@ from lowmem.planning.replay import META, ReplayedOperations
 from lowmem.planning.simulated_ranks import ALONE, Mesh, SimulatedRanks
 from lowmem.planning.simulated_transfers import SimulatedTransfers
 
-_NAMES = {  # of what is born in these functions, or in what they call, outside of the parts that are replayed
+_NAMES = {  # of storages allocated in these functions, or in functions that they call, outside of replayed operations
     Batch.to.__code__: "batch",
     StateWindow.fit.__code__: "staging_ring",
     WeightWindow.fit.__code__: "weight_slots",
@@ -158,7 +158,8 @@ def record_step(
 ) -> SimulatedStep:  # fmt: skip
     """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations between
     calls, to be replayed. These calls must have the same decoder, sequence length, dtype and target. None: executes
-    everything. `whole_first_step`: make the first step as long as the second, and its updates too."""
+    everything. `whole_first_step`: makes the first step as long as the second, and also makes the updates of the
+    second."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -167,7 +168,7 @@ def record_step(
     if case.mesh.count > 1:
         rates = None if target.copies is None else case.mesh.rates(target.copies, target.link)
         ranks = SimulatedRanks(case.mesh, recorder, rates)
-    # not recorded operation by operation, of which there are thousands: what they leave are these tensors
+    # The thousands of operations that make a store are not recorded. The tensors that they leave are noted below.
     store = Store(
         decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched, ranks or Ranks()
     )
@@ -212,7 +213,7 @@ def record_step(
         sent_bytes += 0 if ranks is None else ranks.sent_bytes
         seconds = recorder.clock.host - began
         waiting = sum(each.exposed_seconds for each in waits) - waited
-        if whole_first_step:  # else the updates of the first step are there for those of the second
+        if whole_first_step:  # otherwise the updates of the first step stand for those of the second
             step.flush()
     return SimulatedStep(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
 

@@ -27,7 +27,7 @@ class Simulations:
         self.base, self.target = base, target
         self._make_decoder, self._decoder = make_decoder, make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
-        self.weight_bytes = [  # by unit, of the matrices, which are what may be in RAM, or shared among ranks
+        self.weight_bytes = [  # by unit, of its matrices: only these may be in RAM, or shared among ranks
             base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.mesh.sharing
             for unit in self._decoder.units
         ]
@@ -146,6 +146,6 @@ class Simulations:
             else:
                 high = middle
         cap = -(-high // MIB) * MIB
-        while self.run(layout, cap) is None:  # rounding may have come to a hole
+        while self.run(layout, cap) is None:  # the rounded cap may fail although a smaller one did not
             cap += MIB
         return cap

@@ -25,7 +25,7 @@ class Question:
     config: PretrainedConfig
     precision: str
     card: Card | None  # None: the CPU
-    ram_free_bytes: int | None = None  # another limit if the plan is for this machine
+    ram_free_bytes: int | None = None  # RAM that the process may still take, besides the cap; None: no such limit
     fused_kernels: bool | None = None  # whether they run; None: as expected of the card
     process: Process | None = None  # the RAM of the process that will train; None: of one that is not here
     mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and the caps of one

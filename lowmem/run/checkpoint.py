@@ -199,7 +199,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
                         chunk.copy_(host)
                     drop_pages(chunk)
                 _skip(fill, (entries - before - here) * tensor.itemsize)
-        part.updates += 1  # for windows that hold the weights of before
+        part.updates += 1  # so that no window uses weights that it copied before
     return state | {"metrics": metrics}
 
 

@@ -42,8 +42,8 @@ def due(session: Session, done: int) -> bool:
 
 
 def is_missing(session: Session) -> bool:
-    """Returns True if the evaluation before the first step of `session` is still to be made. A signal or an error may
-    have skipped the one after the step from which training goes on."""
+    """Returns True if an evaluation is to be made before the first step of `session`. A new training run needs one. A
+    resumed one needs one if a signal or an error has skipped the evaluation after the last step that is done."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
@@ -72,8 +72,8 @@ def out_of_patience(session: Session) -> bool:
 
 
 def best_kept(session: Session, done: int) -> Best:
-    """Returns the evaluation with the lowest held-out loss of those with weights: after step `done`, the last one, or
-    with a checkpoint. Step 0 stands for none."""
+    """Returns the evaluation with the lowest held-out loss among steps whose weights still exist: `done`, the last
+    step, and the steps with a checkpoint. If none of these was evaluated, returns step 0."""
 
     def find() -> Best:
         steps = {done, *map(step_of, checkpoints_in(session.folder / "checkpoints"))}

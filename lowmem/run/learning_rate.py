@@ -54,9 +54,10 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns the values of COURSE (steps, schedule, lr) in `saved` if `wanted` has more steps, or no "steps" yet.
-    Otherwise returns an empty dict. Both are identities (identity.py); `wanted` may be a part of one. Raises InputError
-    if neither schedule is constant, because such a run cannot be extended."""
+    """Returns {name: value in `saved`} of the settings COURSE (steps, schedule, lr), in which an extended run may
+    differ, if `wanted` has more steps, or no "steps" yet. Otherwise returns an empty dict. Both are identities
+    (identity.py); `wanted` may be a part of one. Raises InputError if neither schedule is constant, because such a run
+    cannot be extended."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}

@@ -31,9 +31,9 @@ class Saver:
         return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves the state after `done` steps. Then raises Stopped if a signal has come, unless training has `ended`
-        anyway. Raises NotSaved if the checkpoint cannot be written and is needed: for a signal, or because it `must`
-        be."""
+        """Saves the state after `done` steps, unless it is saved already. Then raises Stopped if a signal has come and
+        training has not `ended`. If the checkpoint cannot be written, raises NotSaved if `must`, or if Stopped would
+        follow. Otherwise logs a warning."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:

@@ -89,10 +89,9 @@ def plan_of_ranks(
 ) -> Plan:
     """Returns the plan for one rank of the first of the `possible` meshes that fits under the caps; free RAM does not
     decide. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: makes
-    a Plan from a Question. `micro_batch`: that of the checkpoint to go on from. Resuming gives the same weights, bit
-    for bit, only with the same micro-batch. A new plan might choose another, because it depends on caps and on the RAM
-    that this process holds. If nothing fits, raises PlanError. Its GPU memory
-    is of one rank, its RAM of all on a machine."""
+    a Plan from a Question. `micro_batch`: that of the checkpoint to go on from, None for a new run. A resumed run needs
+    the same micro-batch for the same bits, and a new plan might choose another. Raises PlanError if nothing fits. Its
+    message names the GPU memory of one rank, and the RAM of all ranks on a machine."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make, micro_batch)

@@ -143,8 +143,9 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss has just become infinite or NaN, so that no such model is exported; with
-    --keep-best, an earlier one is. Says why training ends before its last step."""
+    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. With
+    --keep-best, an earlier checkpoint is exported instead, if there is one. Says why training ends before its last
+    step."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
