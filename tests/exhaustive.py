@@ -58,6 +58,7 @@ QUICK_CASES = {
     "faults/test_machine.py::test_a_checkpoint_that_does_not_fit_any_more_ends_neither_training_nor_the_export": 1,
     "faults/test_stops.py::test_an_interrupt_that_ends_the_program_behind_a_pipe_too_loses_nothing": 0,
     "faults/test_stops.py::test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_shown": 3,
+    "faults/test_stops.py::test_a_run_goes_on_with_the_rows_of_its_checkpoint": 2,
     "faults/test_stops.py::test_a_longer_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before": 0,
     "faults/test_stops.py::test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way": 1,
     "faults/test_stops.py::test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_bit": 2,
