@@ -4,6 +4,7 @@
 
     plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
     plan llama-7b         the same of Llama-7B's config for an rtx3090
+    small run             three steps of the demo's small model, the whole process: mostly its start and its end
     step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
                           of the stock transformers model over the same tokens
     sorted, packed        a step of examples (signatures and docstrings, as bytes) with --pack sorted
@@ -37,10 +38,12 @@ VOCABULARY = 50257
 REPEATS = 3
 EXAMPLES, LONGEST_EXAMPLE = 12, 256  # in bytes, which are the tokens
 TEXT_BYTES = 200_000_000
-PLANS = {  # script, card, a model other than the script's
-    "plan large": ("train_gpt2_large.py", "rtx3060", None),
-    "plan xl": ("train_gpt2_xl.py", "rtx3060", None),
-    "plan llama-7b": ("train_gpt2_large.py", "rtx3090", "llama-7b"),
+SMALL = "--demo --device cpu --seq 32 --batch 4 --micro-batch 2 --steps 3 --eval-batches 1"
+PROCESSES = {  # script, options, a model other than the script's
+    "plan large": ("train_gpt2_large.py", "--plan-only --gpu rtx3060", None),
+    "plan xl": ("train_gpt2_xl.py", "--plan-only --gpu rtx3060", None),
+    "plan llama-7b": ("train_gpt2_large.py", "--plan-only --gpu rtx3090", "llama-7b"),
+    "small run": ("train_gpt2_large.py", SMALL, None),
 }
 
 
@@ -59,11 +62,11 @@ Work = Callable[[], object]
 Case = Callable[[Path], tuple[Work, Work, float, str]]  # in a folder: work, plain work, an amount and its unit
 
 
-def planned(case: str, tree: Path) -> dict:
-    """Times a process that plans by the script in `tree`, by the kernel's figures at its end."""
-    script, card, model = PLANS[case]
+def whole_process(case: str, tree: Path) -> dict:
+    """Times a process of a script in `tree`, by the kernel's figures at its end."""
+    script, options, model = PROCESSES[case]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, "--plan-only", "--gpu", card, "--out", os.path.join(folder, "run")]
+        command = [sys.executable, script, *options.split(), "--out", os.path.join(folder, "run")]
         if model is not None:
             from experiments.harness.models import MODELS  # needs transformers, which other cases import in their time
 
@@ -234,7 +237,7 @@ def save(folder: Path) -> tuple[Work, Work, float, str]:
 IN_PROCESS: dict[str, Case] = {
     "step": step, "sorted": ragged("sorted"), "packed": ragged("packed"), "load": load, "draw": draw, "save": save,
 }  # fmt: skip
-CASES = (*PLANS, *IN_PROCESS, "tokenize")
+CASES = (*PROCESSES, *IN_PROCESS, "tokenize")
 
 
 def _made():

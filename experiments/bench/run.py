@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.bench.cases import CASES, IN_PROCESS, PLANS, ROOT, planned, tokenized
+from experiments.bench.cases import CASES, IN_PROCESS, PROCESSES, ROOT, tokenized, whole_process
 from experiments.bench.table import RESULTS, tables
 from experiments.harness import rows as row_file
 from experiments.harness.options import parser_of, under_runs
@@ -64,8 +64,8 @@ def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str,
 
 def in_tree(case: str, tree: Path) -> dict:
     """Runs a case in one process, and returns its figures. RuntimeError if it fails."""
-    if case in PLANS:
-        return planned(case, tree)
+    if case in PROCESSES:
+        return whole_process(case, tree)
     if case not in IN_PROCESS:
         return tokenized(tree)
     result = subprocess.run(

@@ -14,6 +14,7 @@ WHAT = {
     "plan large": "plan GPT-2-Large for an rtx3060",
     "plan xl": "plan GPT-2-XL for an rtx3060",
     "plan llama-7b": "plan Llama-7B for an rtx3090",
+    "small run": "three steps of the demo's small model, from start to export",
     "step": "a step of GPT-2 on the CPU / stock forward and backward",
     "sorted": "a step of examples of many lengths, --pack sorted / padded",
     "packed": "the same, --pack packed / padded",

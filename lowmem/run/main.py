@@ -5,6 +5,7 @@ option, --help and a path that leads nowhere (early.py) are answered at once. Ev
 cause ends with one sentence on stderr; a traceback means a mistake in this code.
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
                 limit_waiting_of_threads()
                 with variables_blamed():
                     from lowmem.run.train import run
+                if not gc.get_freeze_count():
+                    gc.freeze()  # imported modules live until the end: to look through them takes 0.2 s each time
             with interrupt_ends_at_once() if settings.trains_nothing else StopRequest() as stop:
                 run(settings, stop)
     except Exception as error:

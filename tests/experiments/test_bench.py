@@ -83,9 +83,9 @@ def test_examples_of_many_lengths_are_laid_as_asked(pack, rows, tmp_path, monkey
 
 
 def test_a_script_that_cannot_plan_is_an_error(tmp_path):
-    script = cases.PLANS["plan xl"][0]
+    script = cases.PROCESSES["plan xl"][0]
     (tmp_path / script).write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match="train_gpt2_xl.py --plan-only .* ended with exit code 3"):
-        cases.planned("plan xl", tmp_path)
+        cases.whole_process("plan xl", tmp_path)
     (tmp_path / script).write_text("")
-    assert cases.planned("plan xl", tmp_path)["ram_peak_bytes"] > 2**20
+    assert cases.whole_process("plan xl", tmp_path)["ram_peak_bytes"] > 2**20
