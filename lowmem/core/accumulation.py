@@ -26,7 +26,7 @@ class Accumulation:
                 part = store.part_of(name)
                 accumulated(parameter, partial(repeated, _add_product, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
-        self._shared: list[tuple[str, Part, Tensor]] = []  # no parameters: their hooks refer to this object
+        self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, sum of a block's gradients)
         for use in decoder.shared:
             parameter = use.parameter()
             gradient = torch.zeros(parameter.shape, device=parameter.device)

@@ -284,8 +284,8 @@ class Decoder:
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Describes a block's modules without its place in the model. Blocks with equal descriptions allocate
-    alike, and save alike for backward."""
+    """Returns a key made of a block's modules, their settings and their parameters' shapes, without the block's number.
+    Blocks with equal keys allocate the same memory, and save the same tensors for backward."""
     return tuple(
         (
             name,

@@ -13,8 +13,9 @@ PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Returns `run()`, during which the parameters of `model` are on the meta device, matrices in `dtype`. Returns None
-    if the model does not run without data."""
+    """Calls `run` while the parameters of `model` are on the meta device, and returns its result. Parameters with two
+    or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
+    too. Returns None if it raises an error again."""
     for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # whatever a model says that needs data
             return run()
@@ -22,8 +23,8 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 
 
 def structure_of(model: nn.Module) -> list:
-    """Lists what decides which operations `model` runs: its modules, their hooks and other attributes. Leaves out
-    tensors, the training mode, and this project's own hooks."""
+    """Returns the modules of `model`, and their hooks and other attributes, in one list. A model whose list is
+    unchanged (`equal`) runs the same operations. Leaves out tensors, the training mode, and this project's hooks."""
     found: list = []
     for module in model.modules():
         found.append(module)

@@ -53,11 +53,11 @@ def page_lock(tensor: Tensor) -> bool:
         return True
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         mapping.locked_address = tensor.data_ptr()
-        # Linux copies page-locked pages for a forked process at once, which doubles the RAM; older kernels share them,
-        # and the first write would part the CPU from the GPU.
+        # Linux copies page-locked pages for a forked process at once, which doubles the RAM. Older versions share the
+        # pages. Then the first write gives the CPU a copy, and the GPU goes on with the old page.
         mapping.madvise(mmap.MADV_DONTFORK)
         return True
-    with suppress(RuntimeError):  # the next kernel's check reports the refusal, so let this be the next
+    with suppress(RuntimeError):  # PyTorch would raise the refusal's error at the next kernel launch: this is the next
         torch.zeros(1, device="cuda")
     return False
 

@@ -78,8 +78,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Takes the place of `module.forward` in a linear layer. `norm`: the norm before the layer, if this product
-    computes that norm too because nothing else reads its output; else None."""
+    """Takes the place of `module.forward` in a linear layer. `norm`: the norm before the layer if a call computes it
+    too, else None. Nothing else then reads that norm's output."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -104,8 +104,8 @@ class FusedProduct:
 
 
 class _Product(torch.autograd.Function):
-    """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T for a weight [O, I]. All are in 16
-    bit. With a `rule`, takes the norm of x that the rule describes instead of x, which may then have any dtype."""
+    """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. All are
+    in 16 bit. If `rule` is not None, multiplies the norm of x that `rule` describes; x may then have any dtype."""
 
     @staticmethod
     def forward(
@@ -150,8 +150,9 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module` multiplies by its own matrices and has no inner layers: a mixture's router, or all its
-    experts in one. The decay rates of a state-space scan are a matrix, too, but their module has layers."""
+    """Returns True if `module` itself has matrices, its submodules have no parameters, and it is no embedding or
+    convolution. Such a module is the router of a mixture of experts, or has all its experts. A state-space layer has a
+    matrix of decay rates, but also submodules with parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())

@@ -31,12 +31,13 @@ class Layout:
     micro_batch: int  # sequences
     group: int = 1  # micro-batches that pass a segment together
     segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
-    # How much blocks keep for backward, from 0 to 2 x blocks. At 0 each segment keeps its input. Up to `blocks`, that
-    # many blocks, the last ones, keep their matrix products too. Above, the last `kept` - `blocks` keep everything.
+    # How much the model's n blocks save for backward, from 0 to 2 n:
+    #     kept <= n    the last `kept` blocks save input and matrix products; the others, in segments, only inputs
+    #     kept > n     the last `kept` - n blocks save their whole graph; the others save input and matrix products
     kept: int = 0
-    states_on_gpu: int = 0  # how many units, the first ones, have optimizer states there; the others' are streamed
-    states_on_disk: int = 0  # how many of the streamed units have their matrices' states on a disk
-    weights_on_gpu: int | None = None  # how many units, the first ones, have weights there (None: all), and the last
+    states_on_gpu: int = 0  # number of units, from unit 0 on, with optimizer states there; the others' are streamed
+    states_on_disk: int = 0  # number of units, of those with streamed states, whose matrices' states are on a disk
+    weights_on_gpu: int | None = None  # number of units, from unit 0 on, with weights there, and the last; None: all
     boundaries_in_ram: bool = False  # whether inputs of segments wait in RAM for their backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED only if no update waits for the norm
     gathered: int = 0  # how many blocks, the last ones, keep their gathered weights until backward; others gather twice

@@ -24,8 +24,8 @@ from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowme
 from lowmem.core.products import MATRIX_PRODUCTS
 from lowmem.core.recorder import address_of
 
-PROGRAMS = 512  # that share the rows in backward, at most: four for each multiprocessor of the largest cards
-LEAST_ROWS = 4  # of a program in backward, whose sums take as much traffic as a row or two
+PROGRAMS = 512  # most Triton programs of a backward kernel: four for each multiprocessor of the largest cards
+LEAST_ROWS = 4  # fewest rows of such a program: its sums over rows cost as much memory traffic as one or two rows
 _MOST_ERROR = 1e-5  # between a module and its rule, in fp32, for outputs of about 1
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")  # names of the attribute
 _aten = torch.ops.aten
@@ -50,8 +50,8 @@ class Rule:
 
 class Norm:
     """Takes the place of `module.forward` in a norm that `rule` describes. `plain`: the forward for calls with more
-    than one argument. `rounded`: the dtype of the output, None for the input's. `moved`: whether the product that
-    follows computes the norm (layers.FusedProduct), and this returns its input."""
+    than one argument. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next product
+    computes the norm (layers.FusedProduct). A call of this object then returns its argument unchanged."""
 
     def __init__(self, module: nn.Module, rule: Rule, plain: Callable):
         self._module, self.rule, self._plain = module, rule, plain
@@ -164,7 +164,7 @@ def join_to_products(
         layers, others = readers.layers[norm], readers.others[norm]
         block = block_of.get(module)
         if norm in readers.exact or any(block_of.get(reader) is not block for reader in layers + others):
-            continue  # a block returns its residual stream's dtype
+            continue  # an output that leaves the block is part of the residual stream, and keeps its dtype
         if norm in readers.wide and layers + others:
             norm.rounded = dtype
         alone = not others and len(layers) == 1 == readers.products[layers[0]]
@@ -184,14 +184,14 @@ def _readers(
 
 
 class _Readers(LayerMode):
-    """Notes what reads the outputs of `norms`. A copy of an output in `dtype` counts as that output."""
+    """Notes which modules read the outputs of `norms`. A copy of an output in `dtype` counts as that output."""
 
     def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
         super().__init__()
-        self.exact: set[Norm] = set()  # whose output is read in more digits than `dtype` has
-        self.wide: set[Norm] = set()  # whose output has another dtype
-        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that multiply by their weight
-        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that use its output in another way
+        self.exact: set[Norm] = set()  # norms whose output an operation reads without a cast to `dtype`
+        self.wide: set[Norm] = set()  # norms whose output has another dtype than `dtype`
+        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules: multiply it by their weight
+        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules: use it in another way
         self.products: Counter[nn.Module | None] = Counter()  # how many matrix products each module makes
         self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps

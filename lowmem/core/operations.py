@@ -41,8 +41,8 @@ class Operations:
 
     def begin(self) -> None:
         """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
-        call. If a user has changed it since it was made, no layer skips its product from now on. Raises InputError
-        if a parameter was added or frozen since then."""
+        call. If a user has changed the model since it was loaded, backward recomputes all products from now on
+        (products.py). Raises InputError if a parameter was added, or its requires_grad changed, since loading."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -54,9 +54,9 @@ class Operations:
                 decoder.skippable_layers = [None] * len(decoder.blocks)
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
-        """Returns `run()`. The caller must make sure that `run` does nothing that depends on more than `kind`, `shapes`
-        and which parts have gradients. So the planner (planning/replay.py) runs it once, and repeats the allocations it
-        noted. `name` is its name for these allocations."""
+        """Returns `run()`. The allocations of `run` must depend only on `kind`, `shapes`, and on which parts have
+        gradients. So the planner (planning/replay.py) calls `run` once for each `kind` and `shapes`, and then repeats
+        the allocations that it recorded. `name`: the planner's name for these allocations."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:

@@ -32,10 +32,11 @@ WORKING, GRADIENT = "working", "gradient"
 @dataclass(frozen=True)
 class Placement:
     """Says where the weights, states and gradients of one part (a unit's matrices or vectors) are stored. Each field
-    but `on_disk` is a function (entries, dtype) that allocates zeros in its place.
+    but `on_disk` is a function (entries, dtype) that returns a tensor of zeros.
 
-    `device` allocates on the GPU. `gradients`: RAM in which gradients wait for their updates; None if they stay on the
-    GPU. `on_disk`: whether the states are on a disk.
+    `device` allocates on the device. `weights` and `states` allocate where these are stored; each is `device` itself if
+    that is the device. `gradients` allocates RAM in which gradients wait for their updates; None if they stay on the
+    device. `on_disk`: whether the states are on a disk.
     """
 
     device: MakeTensor
@@ -47,12 +48,12 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Holds a range of elements that is updated at once, of one part (a unit's matrices or vectors).
+    """Holds the elements `start` to `stop` - 1 of one part (a unit's matrices or vectors), which are updated at once.
 
-    `state`: {name: tensor} that is copied to the device for the update, and back. It has the weights under the key
-    WORKING if these are in RAM. `fetched_only`: {name: tensor} that is copied to the device only: the gradient, under
-    the key GRADIENT, if it waits in RAM. `on_disk`: names of the tensors on a disk. `streamed`: whether the state is
-    not on the device.
+    `state`: {name: tensor} where the optimizer's state is stored. If the weights are in RAM, it has them too, under the
+    key WORKING. An update copies these tensors to the device and back. `fetched_only`: {name: tensor} that is copied to
+    the device only: the gradient, under the key GRADIENT, if it waits in RAM. `homes`: both in one. `on_disk`: names of
+    the tensors on a disk. `streamed`: whether the optimizer's state is not on the device.
     """
 
     part: "Part"

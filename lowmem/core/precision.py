@@ -27,8 +27,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Splits fp32 weights of any shape into (half in `dtype`, which computes; low half in int16). Returns (master,
-    None) if `dtype` is fp32."""
+    """Splits fp32 weights of any shape into two tensors of that shape: the half in `dtype` that forward and backward
+    use, and the low half in int16. Returns (master, None) if `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)

@@ -50,7 +50,7 @@ class Kept:
     """Holds the recorded output of one operation."""
 
     result: object
-    generator_state: Tensor | None  # after it, if it took random numbers
+    generator_state: Tensor | None  # of the random generator after the operation; None if it drew no numbers
 
 
 class ProductRecorder(TorchDispatchMode):
@@ -171,9 +171,9 @@ class _LastProduct(LayerMode):
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns for each block of `decoder` the layer that makes its last matrix product. Returns None for a block if
-    backward needs that product's values, the layer makes other products, or the block does not run without data.
-    `dtype`: of the matrices."""
+    """Returns for each block of `decoder` the layer whose matrix product a recomputation can leave out: the layer of
+    the block's last product. Returns None for a block that does not run on meta tensors. Also returns None if
+    backward needs that product's values, or the layer makes other products. `dtype`: of the matrices."""
     names: dict[tuple, str | None] = {}  # by kind of block
     layers = []
     for index, block in enumerate(decoder.blocks):

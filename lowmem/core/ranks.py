@@ -46,9 +46,9 @@ class Ranks:
         return [(each, True) for each in micro_batches]
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Takes parts (units' matrices or vectors) to whose gradients this process adds nothing more, and sums their
-        gradients over all processes. Returns the parts of this call and of earlier calls whose sums are ready; `now`:
-        all of them."""
+        """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
+        add to them any more. Returns the parts of this call and of earlier calls whose sums are ready. With `now`,
+        finishes all sums, and returns all these parts."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:

@@ -75,7 +75,7 @@ def forward(
         return output.detach(), SavedSegment(boundary, output=output)
     last = decoder.skippable_layers[segment.blocks[-1]]
     with ProductRecorder() as recorder, nullcontext() if last is None else recorder.without(last):
-        # Attention returns more with a graph, which is dropped.
+        # With autograd on, attention also returns the tensors that its backward needs. `detach` drops the graph.
         output = _run(decoder, segment.blocks, boundary, extras, dropout).detach()
     return output, SavedSegment(hidden, products=recorder.kept)
 

@@ -40,7 +40,8 @@ _active: "Recorder | None" = None
 
 
 def repeated(function: Callable[..., None], *arguments) -> None:
-    """Calls `function`. A recording notes this as one call and repeats it, not the operations inside it."""
+    """Calls `function(*arguments)`. An active Recorder notes this as one call: a repeat then calls `function` itself,
+    instead of repeating the operations inside it."""
     if _active is None:
         function(*arguments)
     else:
@@ -95,8 +96,8 @@ class Recorder(TorchDispatchMode):
     a tensor first. `constants`: modules whose parameters and buffers may be used, too.
 
     Autograd adds a second gradient of a tensor in place if nothing else holds the first, but never under a dispatch
-    mode (accumulate in input_buffer.cpp). So this class does it. `alone`: result of `_holders` for a gradient that
-    nothing else holds.
+    mode (accumulate in input_buffer.cpp). So this class makes such an addition in place. `alone`: result of `_holders`
+    for a gradient that nothing else holds; None: no addition is made in place.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
         self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
         self._values: list = []
         self._calls: list[_Call] = []
-        # Places of tensors, by storage and geometry: of those that are always there, and of results.
+        # Indices of tensors in `_values`, by storage and geometry: of arguments and constants, and of calls' results.
         self._given: dict[int, dict[tuple, int]] = {}
         self._born: dict[int, tuple[weakref.ref, dict[tuple, int]]] = {}
         self._unwritten: set[int] = set()  # storages into which no operation has written

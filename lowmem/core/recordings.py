@@ -3,9 +3,9 @@
 Repeating calls no module and builds no graph. It calls the same operations in the same order, and frees each result
 where the recorded run freed it. So bits and memory are those of the recorded run.
 
-Some code finds its tensors anew in each run: it adds to an accumulator, or sets a seed. `repeated` (recorder.py) marks
-such calls, which are repeated whole. A segment is not repeated if Python code reads tensors' values there, or a user
-has a hook.
+Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. `repeated`
+(recorder.py) marks a call of such a function: a repeat calls the function itself. A segment is not repeated if Python
+code reads tensors' values in it, or if it has a user's hook.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from torch.nn.modules import module as of_modules
 from lowmem.core.dry_run import PLAIN, equal, is_ours
 from lowmem.core.recorder import Recorder, Recording, address_of, geometry_of, holders_if_alone
 
-RUNS_BEFORE = 1  # run of a segment before it is recorded: a short training is over before a recording pays
-MOST_SHAPES = 4  # of arguments, per segment and direction
+RUNS_BEFORE = 1  # runs of a segment before it is recorded: in a short training, recording costs more than it saves
+MOST_SHAPES = 4  # shapes of arguments whose recordings are kept, per segment and direction
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))

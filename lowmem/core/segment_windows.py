@@ -1,8 +1,9 @@
 """Copies weights and boundaries (saved inputs) of segments from RAM to the GPU, and boundaries and gradients to RAM
 (window.py; docs/step.md).
 
-A step of G groups moves the weights that are in RAM 2 G times. Updated weights travel with their optimizer state. A
-group's boundaries are 19 GiB for GPT-2-XL at 64 x 1,024; computing a segment hides the copy of its boundary.
+A step of G groups copies each weight that is in RAM to the GPU 2 G times. Besides, updates copy weights together with
+their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with 64 rows of 1,024 tokens; computing
+a segment hides the copy of its boundary.
 """
 
 import math
@@ -83,7 +84,8 @@ class WeightWindow:
             self._bind(None)
         slot.inside = None  # until all of it is on its way
         pairs, mark = [(flat, part.working) for part, flat in self._flat(blocks, slot)], self._window.transfers.mark
-        # Kernels launched so far may use what the slot holds; copies out may be of these weights.
+        # The copy waits for kernels launched so far, which may use the slot's old weights. It also waits for copies of
+        # updated weights to RAM.
         self._window.fetch(slot, pairs, mark(Lane.COMPUTE), mark(Lane.STATES_OUT))
         slot.inside = content
         return slot
@@ -185,7 +187,7 @@ class BoundaryWindow:
             here.boundary, here.in_ram = slot.tensors["boundary"], False
         if index + 1 < len(saved):
             following = saved[index + 1]
-        else:  # the first one has run already, unless it is the only one
+        else:  # micro-batch 0 has run this segment and removed it from its list, unless it is the only micro-batch
             following = saved[0] if index else saved[0][:-1]
         if following and following[-1].in_ram:
             self._fetch(following[-1])
@@ -193,7 +195,7 @@ class BoundaryWindow:
     def _fetch(self, saved: SavedSegment) -> None:
         if id(saved) in self._coming:
             return
-        self._window.release()  # the copy below waits for COMPUTE, and so finds it in RAM
+        self._window.release()  # the copy below waits for COMPUTE, which then waits for the copies to RAM
         home = saved.boundary
         slot = self._window.slot({"boundary": torch.empty(home.shape, dtype=home.dtype, device=self._store.device)})
         self._window.fetch(slot, [(slot.tensors["boundary"], home)])

@@ -17,7 +17,7 @@ from lowmem.core.optimizers import BLOCK
 from lowmem.core.parameters import Part, Store
 from lowmem.core.ranks import Ranks, Thing
 
-SLICE = 2**22  # elements of each share that are exchanged at a time; every rank holds two copies per rank of as many
+SLICE = 2**22  # elements of each share that are exchanged at a time; a rank's two buffers have ranks x SLICE each
 
 
 class Among(StrEnum):
@@ -28,8 +28,9 @@ class Among(StrEnum):
 
 
 class Gatherer:
-    """Gathers one unit's matrices, `part`, from all ranks that store a share of them. A subclass says how. `_gather()`
-    starts, and returns an object for which `_arrive(coming)` waits; `_free()` frees the gathered weights."""
+    """Gathers one unit's matrices, `part`, from all ranks that store a share of them. Subclasses define three methods.
+    `_gather()` starts the all-gather and returns a handle. `_arrive(handle)` makes later kernels wait until the weights
+    have arrived. `_free()` frees the gathered weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -113,7 +114,7 @@ class GatheredWeights:
 
     def _called(self, block: int) -> None:
         if not all(unit.is_here for unit in self._of([block])):
-            for other in self._blocks:  # also those that would stay until backward, which does not come
+            for other in self._blocks:  # also the blocks `staying`: an evaluation has no backward to keep them for
                 if other not in (block, block + 1):
                     self.let_go(other)
             following = range(block + 1, block + 2) if block + 1 in self._blocks and block in self._blocks else None
@@ -123,20 +124,21 @@ class GatheredWeights:
 class Shares(Ranks):
     """Represents rank `rank` of `count`. All of them store a model together until `share_among` divides them.
 
-    A subclass sends:
+    Subclasses define these methods:
         gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
-        exchange(came, sent, among)   sends row r of `sent` [ranks x n] to rank r, whose row comes as row r of `came`
-        gather(came, own, among)      gathers `own` [n] of the ranks `among` in `came` [ranks x n]
-        beside()                      a context: kernels launched inside run beside later kernels of the compute stream
-        mark(), wait(event)           an event: all kernels of `beside` so far are done; the compute stream waits for it
+        exchange(came, sent, among)   all-to-all: row r of `sent` [ranks x n] goes to rank r, row r of `came` is from it
+        gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r of `among`
+        beside()                      a context: its kernels run on another stream, after all kernels launched so far
+        mark()                        returns an event: all kernels launched in `beside` so far are done
+        wait(event)                   makes the compute stream wait for `event`
     """
 
     def __init__(self, count: int, rank: int):
         self.count, self.rank = count, rank
         self.share_among(count)
         self._weights: GatheredWeights | None = None
-        self._vectors: list[Part] = []  # whose gradients wait for their sum
-        self._leaving: list[tuple[Part, Tensor, object]] = []  # whose sums are being made
+        self._vectors: list[Part] = []  # vectors whose gradients are still to be summed
+        self._leaving: list[tuple[Part, Tensor, object]] = []  # sums under way, as `_sum_matrices` returns them
 
     def share_among(self, sharing: int) -> None:
         self.sharing, self.place = sharing, self.rank % sharing
@@ -161,7 +163,8 @@ class Shares(Ranks):
         return micro_batches[self.rank :: self.count]
 
     def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
-        # All ranks gather as often; who has no micro-batch in the last round computes one that does not count.
+        # All ranks must run equally many micro-batches, because they gather weights together. A rank without one in the
+        # last round computes micro-batch 0, and its loss does not count.
         missing = -len(micro_batches) % self.count
         padded = [*((each, True) for each in micro_batches), *[(micro_batches[0], False)] * missing]
         return padded[self.rank :: self.count]
@@ -235,7 +238,8 @@ class Shares(Ranks):
             part.gradient = total
 
     def norm(self, norms: Sequence[tuple[Part, Tensor]]) -> float:
-        # Every rank has all vectors; the first one counts them. The first machine counts the matrices.
+        # Each gradient must count once. All ranks have all vectors, so rank 0 counts them. The ranks that store the
+        # first copy of the model count their shares of the matrices.
         of_first = self.rank < self.sharing
         counted = [each for each in norms if (of_first if each[0].is_matrices else self.rank == 0)]
         own = super().norm(counted) if counted else 0.0

@@ -89,7 +89,7 @@ class TrainingStep:
         self.most: tuple[int, int] | None = None  # rows of a batch, and tokens of a row, that the plan allows
         self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
-        self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # a block's number for the windows
+        self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
         self._set_layout(store.layout)
         concurrent = decoder.fused_kernels and store.optimizer.any_stream  # our kernels allocate nothing
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
@@ -150,8 +150,8 @@ class TrainingStep:
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
-        """Runs all groups of micro-batches forward and backward. Returns the sum of the losses of all tokens, without
-        `work.scale`, and the norm of all gradients, with it."""
+        """Runs all groups of micro-batches forward and backward. Returns the sum of all tokens' losses and the norm of
+        all gradients. `work.scale` multiplies the gradients and so the norm, but not this sum."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -262,8 +262,9 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Makes every update that waits, and drops what an unfinished step has left. Must be called before anything but
-        a training step reads a weight or a state. Raises UpdateInterrupted if a step ended amid its updates."""
+        """Makes all waiting updates, and frees the gradients of a step that has failed. Must be called before any code
+        but a training step reads weights or optimizer states. Raises UpdateInterrupted if a step has failed after it
+        updated some units."""
         self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
         if any(part.gradient is not None for part in self.store.parts):
@@ -303,8 +304,8 @@ class TrainingStep:
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
-        """Continues with `layout`, which has no more states on the device than now. Moves the others' states into RAM;
-        all other numbers stay where they are stored. Returns False if CUDA refuses to page-lock the RAM."""
+        """Uses `layout` from now on. Optimizer states may move from the device into RAM, and not back. Returns False if
+        CUDA refuses to page-lock that RAM. Raises ValueError if the `fixed_homes` of `layout` differ from now."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu

@@ -20,17 +20,17 @@ from lowmem.core.optimizers import State
 from lowmem.core.parameters import Piece
 from lowmem.core.transfers import Lane, Pairs, Transfers
 
-AHEAD = 2  # pieces that are fetched before they are needed
-READ_AHEAD = 8  # pieces that the kernel is asked to read from a disk
+AHEAD = 2  # pieces whose states are copied to the device before their updates
+READ_AHEAD = 8  # pieces whose states the operating system is asked to read from a disk in advance
 
 
 @dataclass(eq=False)
 class Slot:
     """Holds a buffer on the device: `tensors`, by name, through which numbers stored elsewhere pass.
 
-    `inside`: the newest content, in the form that its window needs. `arrived`, `left`: events of the newest copies into
-    the slot and out of it. `buffers`: host memory between the slot and a disk. `owed`: pairs (tensor on a disk, host
-    buffer) that must still be copied.
+    `inside`: the newest content. Its type depends on the window: StateWindow stores views of `tensors`, WeightWindow a
+    key. `arrived`, `left`: events of the newest copies into the slot and out of it. `buffers`: host memory that copies
+    between the slot and a disk pass through. `owed`: pairs (tensor on a disk, host buffer) still to be written to disk.
     """
 
     tensors: State

@@ -9,9 +9,10 @@ from lowmem.core.recompute import Dropout
 
 @dataclass(frozen=True)
 class Work:
-    """Holds one rank's micro-batches of a step, with a seed for each one's dropout masks. `scale` multiplies the sum of
-    all tokens' losses before backward. `groups`: slices of `micro_batches`, each for those that pass a segment of
-    blocks together. `positions`: number of positions in the micro-batches of all ranks, with padding."""
+    """Holds one rank's micro-batches of a step. `dropouts[i]` seeds the dropout masks of `micro_batches[i]`. `scale`
+    multiplies the sum of all tokens' losses before backward. `groups`: slices of `micro_batches`. All micro-batches of
+    one slice run through a segment of blocks before the next segment runs. `positions`: number of positions in the
+    micro-batches of all ranks, with padding."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]
@@ -20,4 +21,5 @@ class Work:
     positions: int = 0
 
     def group(self, places: slice) -> "Work":
+        """Returns the Work of one group alone. `places`: the group's slice of `micro_batches`."""
         return Work(self.micro_batches[places], self.dropouts[places], self.scale)

@@ -33,8 +33,9 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class _Arena:
-    """Divides the addresses of one pool on one stream into ranges. `used`, `free` and `unmapped` are {address: bytes}
-    of those in use, free, and without memory. Free ranges that touch are merged, unmapped ones too."""
+    """Divides the addresses of one pool (small or large requests) on one stream into ranges. `used`, `free` and
+    `unmapped`: {address: bytes} of ranges in use, of free ranges, and of ranges of an expandable segment without mapped
+    pages. Free ranges that touch are merged, unmapped ones too."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -65,7 +66,8 @@ class _Arena:
         return place
 
     def use(self, place: int, size: int) -> int:
-        """Takes `size` bytes from a free range, or all of it. `place`: its place in `by_size`. Returns the address."""
+        """Takes `size` bytes from the free range with index `place` in `by_size`. Takes the whole range if at most
+        `largest_waste` bytes would be left. Returns the address."""
         available, address = self.by_size.pop(place)
         del self.free[address]
         rest, end = available - size, address + available

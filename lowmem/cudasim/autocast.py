@@ -28,6 +28,7 @@ IN_FP32 = (
     "rsqrt reciprocal exp expm1 log log1p log2 log10 logsumexp sum prod cumsum cumprod softplus l1_loss "
     "smooth_l1_loss kl_div cosine_similarity acos asin cosh sinh tan erfinv dist"
 ).split()
+# CUDA's autocast casts these arguments to the widest dtype among them. Here several floating dtypes are refused.
 WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
 REFUSED = (
     "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "

@@ -4,7 +4,11 @@ work.
 Four numbers describe how a region (a sequence of operations) changes both clocks:
 
     h' = max(h + host, g + wait)
-    g' = max(h + lead, g + gpu)    lead: seconds from the region's start on the host until an idle GPU is done
+    g' = max(h + lead, g + gpu)
+
+    host, gpu    seconds of work of the host and of the GPU
+    lead         seconds from the region's start on the host until an idle GPU is done; -inf without kernels
+    wait         seconds from g until the host is done, if the host waits for the GPU in the region; else -inf
 
 So a region is recorded once and replayed in constant time (docs/cuda-memory.md).
 """

@@ -18,12 +18,13 @@ class DeviceModel:
     """Holds the properties in which devices differ. The functions take an operation as (func, args, kwargs, result)."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
-    hidden_bytes: Callable = lambda *_: ()  # temporaries' sizes, allocated after the results
-    workspace_bytes: tuple[int, ...] = ()  # of a thread's first matrix product, in forward; backward takes the first
-    allocated: Callable = lambda func, args, kwargs, results: results  # those on the device, in order
-    seconds: Callable = lambda *_: 0.0  # of an operation on the device
-    host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch it, in forward and in backward
-    more_host_seconds: dict = field(default_factory=dict)  # more, by operator
+    hidden_bytes: Callable = lambda *_: ()  # returns the sizes of an operation's temporaries
+    # At its first matrix product, the forward thread allocates all of these, the backward thread the first one only.
+    workspace_bytes: tuple[int, ...] = ()
+    allocated: Callable = lambda func, args, kwargs, results: results  # returns the results on the device, in order
+    seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
+    host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
+    more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}
 
 
 TORCH_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])

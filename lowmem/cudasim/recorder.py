@@ -205,7 +205,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Lets code inside the block record regions that are not on the tape. The code must free what it allocates."""
+        """Records the code inside the block on another tape, which is then dropped. `replay` can put regions recorded
+        there on this tape. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

@@ -36,12 +36,12 @@ ATTENTION_SHARES = {
     ("efficient", False): (0.6, 0.4),
     ("efficient", True): (0.25, 0.15),
 }
-HALF_SPEED_TOKENS = {False: 250, True: 700}  # by Hopper: rows of this length have half of flash's share
+HALF_SPEED_TOKENS = {False: 250, True: 700}  # {on Hopper: tokens}: such rows reach half of the share of "flash"
 _ATTENTION_TILE = 128  # tokens
-# Elements per clock of a multiprocessor, of kernels for which that may be slower than memory. Measured on an H200, in a
-# step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). Those without vector instructions:
-# arguments of two dtypes (measured), or strides that differ from the result's (fitted to an A100 and an H200,
-# tests/published).
+# Elements that a multiprocessor processes per clock, in kernels that may be slower than memory. Measured on an H200, in
+# a step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). MIXED and STRIDED are for kernels
+# without vector instructions. These have arguments of two dtypes (measured), or strides that differ from the result's
+# (fitted to an A100 and an H200, tests/published).
 _ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
 _SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
 MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.6

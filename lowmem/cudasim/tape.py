@@ -55,7 +55,7 @@ class Tape:
                 summary = _summary(chunk, sizes, rounding)
             elif (summary := summaries.get(id(chunk.operations))) is None:
                 summary = summaries[id(chunk.operations)] = (*_summary(chunk, sizes, rounding), chunk.operations)
-            change, highest, left, ended, *_ = summary  # the operations are stored, so that their id stays theirs
+            change, highest, left, ended, *_ = summary  # *_: the list of operations, kept so that no other gets its id
             peak = max(peak, now + highest)
             now += change
             for storage, size in left:

@@ -94,7 +94,7 @@ class SeveralRanks(Shares):
             error = caught
         dist.all_gather_object(errors, error)
         for first in filter(None, errors):
-            first.said_by = 0  # run/main.py
+            first.said_by = 0  # only rank 0 prints the error (run/main.py)
             raise first
         return result
 

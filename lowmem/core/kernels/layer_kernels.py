@@ -164,9 +164,9 @@ def _gated_backward(gradient_at, gate_at, up_at, of_gate_at, of_up_at, n, linear
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
-    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] into `new_q` and `new_k`, whose memory is [B, T, H or G, E]. `cos`
-    and `sin` [B or 1, T, R] are the angles of the first R numbers of each head; the others are copied. `backward`: q, k
-    and the results are gradients. Each last dimension is contiguous."""
+    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E], for H heads of queries and G of keys. Writes `new_q` and `new_k`,
+    whose memory is [B, T, H or G, E]. `cos` and `sin` [B or 1, T, R] are of the angles for the first R numbers of each
+    head; the others are copied. `backward`: q, k and the results are gradients. Each last dimension is contiguous."""
     batch, q_heads, tokens, width = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:
