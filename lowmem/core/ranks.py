@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
 class Ranks:
@@ -36,11 +36,11 @@ class Ranks:
         """Returns a WeightWindow's counterpart that gathers weights from all processes before blocks run. None: this
         process has all weights."""
 
-    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
+    def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         """Returns the micro-batches of a step that this process computes."""
         return micro_batches
 
-    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+    def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
         """Returns (micro-batch, whether its loss counts) for each micro-batch of an evaluation that this process
         computes. All processes compute the same number: they gather weights together."""
         return [(each, True) for each in micro_batches]
@@ -65,12 +65,12 @@ class Ranks:
         share of it that this process stores."""
         return shares[start:stop]
 
-    def on_first(self, work: Callable[[], Thing]) -> Thing:
+    def on_first(self, work: Callable[[], Item]) -> Item:
         """Calls `work` in process 0 alone, where it may read every process's shares (`range_of`). Returns the result of
         `work`, or raises its error, in all processes."""
         return work()
 
-    def on_all(self, work: Callable[[], Thing]) -> Thing:
+    def on_all(self, work: Callable[[], Item]) -> Item:
         """Calls `work`, which sends nothing to other processes, in all of them. If it raises an error in some of them,
         raises that of the first one in all."""
         return work()

@@ -52,11 +52,11 @@ class WeightWindow:
         self._window.fit(WEIGHT_SLOTS, sizes, self._device)
 
     @property
-    def any(self) -> bool:
+    def fetches(self) -> bool:
         """Returns True if there are blocks whose weights are in RAM."""
         return bool(self._parts)
 
-    def any_of(self, blocks: range) -> bool:
+    def fetches_any_of(self, blocks: range) -> bool:
         """Returns True if the weights of some of `blocks` are in RAM."""
         return bool(self._parts_of(blocks))
 
@@ -64,12 +64,12 @@ class WeightWindow:
         """Makes the weights of `blocks` available on the device, for kernels launched from now on. Queues copies of the
         weights of the `following` blocks. No update of these blocks may be waiting (deferred_updates.py)."""
         slot = None
-        if self.any_of(blocks):
+        if self.fetches_any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
             if self._bound is None or self._bound[0] != blocks or self._bound[1] is not slot:
                 self._bind((blocks, slot))
             self._window.use(slot)
-        if following is not None and self.any_of(following):
+        if following is not None and self.fetches_any_of(following):
             self._fetch(following, other_than=slot)
 
     def _fetch(self, blocks: range, other_than: Slot | None) -> Slot:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowmem.core.decoder import Decoder
 from lowmem.core.optimizers import BLOCK
 from lowmem.core.parameters import Part, Store
-from lowmem.core.ranks import Ranks, Thing
+from lowmem.core.ranks import Item, Ranks
 
 SLICE = 2**22  # elements of each share that are exchanged at a time; a rank's two buffers have ranks x SLICE each
 
@@ -68,7 +68,7 @@ class GatheredWeights:
     ranks. `units`: {block: Gatherer}; key -1 has the embeddings, key n the last unit of a model of n blocks. The
     weights of these two and of the blocks `staying` are kept until `let_go`."""
 
-    any = True
+    fetches = True
 
     def __init__(self, units: dict[int, Gatherer], blocks: range, staying: range):
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
@@ -86,7 +86,7 @@ class GatheredWeights:
     def fit(self, segments: Iterable[range]) -> None:
         """Does nothing: memory is allocated when weights are gathered."""
 
-    def any_of(self, blocks: range) -> bool:
+    def fetches_any_of(self, blocks: range) -> bool:
         return True
 
     def bring(self, blocks: range, following: range | None = None) -> None:
@@ -159,10 +159,10 @@ class Shares(Ranks):
         self._weights = GatheredWeights(units, blocks, staying)
         return self._weights
 
-    def own(self, micro_batches: Sequence[Thing]) -> Sequence[Thing]:
+    def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         return micro_batches[self.rank :: self.count]
 
-    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+    def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
         # All ranks must run equally many micro-batches, because they gather weights together. A rank without one in the
         # last round computes micro-batch 0, and its loss does not count.
         missing = -len(micro_batches) % self.count

@@ -157,7 +157,7 @@ class TrainingStep:
         for places in work.groups:
             group = work.group(places)
             run = partial(self._group, group, gradients)
-            copies = self._updates.waiting or self._weights.any or self.layout.boundaries_in_ram
+            copies = self._updates.waiting or self._weights.fetches or self.layout.boundaries_in_ram
             if gradients.fate is Fate.HELD and not copies:
                 key = "group", *(each.input_ids.shape for each in group.micro_batches), *self.segments
                 of_group = self.operations.composed(run, *key, name="group")
@@ -199,7 +199,7 @@ class TrainingStep:
             self.boundaries.begin(hidden, self.segments)
         for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True):
             self._updates.run_until(segment.blocks.stop + 1)  # unit 0 is the embedding, so block i is unit i + 1
-            if following is not None and self._weights.any_of(following.blocks):
+            if following is not None and self._weights.fetches_any_of(following.blocks):
                 self._updates.run_until(following.blocks.stop + 1)  # before its weights are on their way
             self._weights.bring(segment.blocks, following and following.blocks)
             for index in range(len(hidden)):

@@ -28,7 +28,7 @@ _16_BIT = (torch.float16, torch.bfloat16)
 # Products of matrices, with the place of the first factor among the arguments.
 MATRIX_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
 # All that goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
-PRODUCTS = {
+CUBLAS_OPERATORS = {
     getattr(packet, overload)
     for packet in (*MATRIX_PRODUCTS, _aten.mv, _aten.addmv, _aten.addmv_, _aten.dot)
     for overload in {"default", "out"} & set(packet.overloads())

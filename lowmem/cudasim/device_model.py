@@ -35,7 +35,7 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
     """Registers a custom operator that multiplies its arguments number `first_factor` and `first_factor` + 1 through
     cuBLAS. Each call takes `host_seconds` more on the host than other operators."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
-    cuda_ops.PRODUCTS.add(packet.default)
+    cuda_ops.CUBLAS_OPERATORS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
     _more_host_seconds[packet.default] = host_seconds
 

@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, args: tuple, result, outcome: Outcome) -> None:
         thread = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-        if func in cuda_ops.PRODUCTS:
+        if func in cuda_ops.CUBLAS_OPERATORS:
             self._take_workspace(thread)
         self._settle()
         copied_first = func in sizes_of.COPIED_FIRST

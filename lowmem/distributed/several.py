@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.parameters import Part, Store
-from lowmem.core.ranks import Thing
+from lowmem.core.ranks import Item
 from lowmem.core.shares import Among, GatheredWeights, Shares, in_order
 from lowmem.distributed.gathered import FsdpGatherer
 
@@ -86,7 +86,7 @@ class SeveralRanks(Shares):
         dist.all_gather(came, torch.tensor([number]))
         return max(map(int, came))
 
-    def on_all(self, work: Callable[[], Thing]) -> Thing:
+    def on_all(self, work: Callable[[], Item]) -> Item:
         result, error, errors = None, None, [None] * self.count
         try:
             result = work()
@@ -98,7 +98,7 @@ class SeveralRanks(Shares):
             raise first
         return result
 
-    def on_first(self, work: Callable[[], Thing]) -> Thing:
+    def on_first(self, work: Callable[[], Item]) -> Item:
         outcome = [None, None]
         if self.rank == 0:
             try:

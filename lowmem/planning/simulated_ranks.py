@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.parameters import Part
-from lowmem.core.ranks import Ranks, Thing
+from lowmem.core.ranks import Item, Ranks
 from lowmem.core.shares import Among, Gatherer, Shares
 from lowmem.cudasim.recorder import Recorder
 
@@ -71,7 +71,7 @@ class SimulatedRanks(Shares):
 
     own, total = Ranks.own, Ranks.total
 
-    def rounds(self, micro_batches: Sequence[Thing]) -> list[tuple[Thing, bool]]:
+    def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
         # An evaluation gathers each block when it runs. Its memory is that of two blocks, one here and one coming.
         self._weights.bring(range(-1, 0))
         self._weights.bring(range(1), range(1, 2))

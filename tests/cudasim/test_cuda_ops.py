@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem.cudasim.cuda_ops import PRODUCTS, CudaFunctions, allocated, attention_kernel, workspace_bytes
+from lowmem.cudasim.cuda_ops import CUBLAS_OPERATORS, CudaFunctions, allocated, attention_kernel, workspace_bytes
 from lowmem.cudasim.temporaries import hidden_bytes
 from lowmem.units import MIB
 
@@ -244,8 +244,8 @@ def test_every_product_of_a_block_and_of_the_loss_counts_as_one():
         torch.baddbmm(a[None], b[None], b[None])
         a.addmm_(b, b)
     products = [func for func, *_ in seen.calls if "mm" in func.overloadpacket.__name__]
-    assert len(products) == 6 and all(func in PRODUCTS for func in products)
-    assert aten.add.Tensor not in PRODUCTS
+    assert len(products) == 6 and all(func in CUBLAS_OPERATORS for func in products)
+    assert aten.add.Tensor not in CUBLAS_OPERATORS
 
 
 @pytest.mark.parametrize(("dropout_p", "on_the_device"), [(0.0, 4), (0.1, 2)])

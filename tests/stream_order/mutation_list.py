@@ -62,7 +62,7 @@ HOST_WAITS = "            self._transfers.wait(Lane.HOST, slot.left)  # the host
 SYNCHRONIZE = "        self._transfers.synchronize()\n"
 # Of segment_windows.py
 WEIGHTS_AFTER = "mark(Lane.COMPUTE), mark(Lane.STATES_OUT))"
-USE_WEIGHTS = "            self._window.use(slot)\n        if following is not None and self.any_of"
+USE_WEIGHTS = "            self._window.use(slot)\n        if following is not None and self.fetches_any_of"
 USE_BOUNDARY = "            self._window.use(slot)\n            here.boundary"
 SEND_GRADIENT = "            self._window.send_away(part.gradient, part.gradient_home)\n"
 RELEASE_GRADIENTS = "        self._window.release(0, Lane.STATES_IN)\n"
