@@ -44,10 +44,17 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
         )
     yield from _lost(reader, path, model)
     readme = f"# {path.stem}\n\nThe weights of the GGUF file {path.name}, converted to fp32.\n"
-    parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     yield from export_model(
-        folder, config, parameters, tokenizer=tokenizer, readme=readme, generation_config=model.generation_config
-    )
+        folder, config, _finite(model, path), tokenizer=tokenizer, readme=readme,
+        generation_config=model.generation_config,
+    )  # fmt: skip
+
+
+def _finite(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        if not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise InputError(f"{path}: {name} has values that are NaN or infinite; download the file again")
+        yield name, parameter.detach()
 
 
 _ADVICE = "give the folder or hub name of the model that the file was made from"

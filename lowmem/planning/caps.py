@@ -38,14 +38,14 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
         if limit is not None
     ]
-    smallest = cap_options(gpu_cap, ram)
+    smallest = " with ".join(cap_options(gpu_cap, ram))
     return f"{described(question)} does not fit in {' and '.join(caps)}; the smallest that would do is {smallest}."
 
 
-def cap_options(gpu_cap: int | None, ram: int) -> str:
-    """Returns the options that set these caps, in bytes, such as "--gpu-limit 800MiB with --ram-limit 900MiB"."""
+def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
+    """Returns the options that set these caps, in bytes, such as ["--gpu-limit 800MiB", "--ram-limit 900MiB"]."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
-    return " with ".join(f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None)
+    return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 
 
 def described(question: Question) -> str:

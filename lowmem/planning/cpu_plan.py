@@ -97,7 +97,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
         least = min(case.plan(layout).ram_bytes for layout in layouts) + PROCESS_VARIES_BYTES
         least *= question.ranks_here
         found = list(_ways_out(question)) if ways_out else []
-        smallest = {"options": cap_options(None, least), "ram_bytes": least, "disk_bytes": 0}
+        smallest = {"options": " ".join(cap_options(None, least)), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
     if not case.fits_here(plan):  # the Fate of gradients changes no bit, so free RAM may choose it

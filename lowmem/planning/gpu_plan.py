@@ -183,7 +183,8 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     if card_limit is None or gpu_cap <= card_limit:
         only_ram = smallest.gpu == room.gpu  # whether RAM alone is too small
         named = None if only_ram and settings.gpu_limit_bytes is None else gpu_cap
-        first = {"options": cap_options(named, ram), "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
+        options = " ".join(cap_options(named, ram))
+        first = {"options": options, "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
         said = [first, *(way for way in said if way["options"] != first["options"])]
         others = [way for way in found if way.changes or not only_ram]  # without the first way once more
         return PlanError(refusal(question, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)

@@ -181,6 +181,17 @@ def test_weights_that_the_model_has_no_place_for_are_not_dropped(tmp_path, file,
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_are_not_finite_are_refused_by_the_files_name(tmp_path, file, model, bpe_tokenizer, monkeypatch):
+    """Seen to fail: the sentence named the converted copy, which no user has seen."""
+    named = dict(model.named_parameters()) | {"model.norm.weight": torch.full((HIDDEN,), torch.nan)}
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "named_parameters", named.items)
+        write_gguf(file, model, bpe_tokenizer)
+    with pytest.raises(InputError, match="tiny.gguf: model.norm.weight has values that are NaN or infinite"):
+        list(convert(file, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("more", [
     {"more": ["rope_freqs.weight"]}, {"more": ["rope_factors_long.weight", "rope_factors_short.weight"]},
     {"scaling": gguf.RopeScalingType.LINEAR}, {"scaling": gguf.RopeScalingType.NONE},
