@@ -63,11 +63,7 @@ def _rows_in(text: str) -> list[dict]:
 def computed(rows: list[dict]) -> str:
     """Returns the content of a checkpoint's metrics.jsonl. Its rows are without times, speeds and memory, because the
     same command writes the same checkpoint, bit for bit."""
-    return "".join(map(_computed, rows))
-
-
-def _computed(row: dict) -> str:
-    return as_line({key: row[key] for key in row if key not in _MEASURED})
+    return as_lines({key: row[key] for key in row if key not in _MEASURED} for row in rows)
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], list[dict]]:
@@ -80,10 +76,15 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], list[dict]]:
     )
     if state["metrics"] is None:
         return there, samples
-    known = {_computed(row): row for row in there}
-    own = {as_line(row): row for row in _rows_in(state["metrics"])}
-    rows = [known.get(line, dict.fromkeys(_MEASURED) | row) for line, row in own.items()]
-    return rows, samples if known.keys() <= own.keys() else []
+    saved, known = _rows_in(state["metrics"]), {_step_made(row): row for row in there}
+    rows = [row | {key: known.get(_step_made(row), {}).get(key) for key in _MEASURED} for row in saved]
+    return rows, samples if known.keys() <= set(map(_step_made, saved)) else []
+
+
+def _step_made(row: dict) -> str:
+    """Returns what tells the step of `row` from one of another run. Held-out losses do not count: one that a stop had
+    skipped may have been added later."""
+    return as_line({key: row.get(key) for key in ("step", "loss", "learning_rate", "grad_norm")})
 
 
 def write_json(path: Path, content: dict) -> None:
