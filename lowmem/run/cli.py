@@ -195,6 +195,8 @@ def _listed(of: str, problems: list[str]) -> str:
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
     """Returns the field of Settings that a settings file's `key` names, and its `value` as Settings stores it."""
+    if _dashed(key) == "config":
+        raise InputError(f"{key}: a settings file cannot name another one.")
     if _dashed(key) not in NAMES:
         raise InputError(_explain_unknown(key))
     field, parse = NAMES[_dashed(key)]
