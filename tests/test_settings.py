@@ -447,7 +447,8 @@ def test_typed_wins_over_the_file_and_the_file_over_defaults_and_demo(tmp_path):
 
 @pytest.mark.parametrize(("content", "says"), [
     ({"stepz": 5}, "--steps"), ({"seq_lenght": 5}, "seq"), ({"batch_size": 5}, "--micro-batch"),
-    ({"config": "other.json"}, "config: a settings file cannot name another one"), ({"": 1}, "Unknown option"), ({"steps": 5, "max_steps": 6}, "max_steps"),
+    ({"config": "other.json"}, "config: a settings file cannot name another one"),
+    ({"": 1}, "Unknown option"), ({"steps": 5, "max_steps": 6}, "max_steps"),
     ({"steps": "five"}, "steps: 'five'"), ({"steps": [5]}, "steps: a list is no value of --steps"),
     ({"steps": {"most": 5}}, "steps: a mapping is no value of --steps"), ({"steps": 5.5}, "steps"),
     ({"model": ["gpt2"]}, "--model"), ({"data": []}, "--data: [] is not text"),
