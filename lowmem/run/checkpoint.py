@@ -37,6 +37,8 @@ from lowmem.units import format_size
 _STATE, _METRICS = "state.json", "metrics.jsonl"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _UNREADABLE = "unreadable-"
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room on the disk or in the quota")
+_ADVICE |= {errno.EFBIG: "raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
@@ -88,8 +90,7 @@ def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | N
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some room on the disk or in the quota" if full else "make the folder writable"
+        advice = _ADVICE.get(error.errno, "make the folder writable")
         reason = f"step {state['step']} could not be saved in {root}: {error.strerror or error}"
         raise NotSaved(reason, advice) from error
     with suppress(OSError):  # the new checkpoint is safe; the next save tries again to remove old ones

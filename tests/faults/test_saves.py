@@ -358,6 +358,18 @@ def test_all_is_on_the_disk_before_the_rename_and_nothing_is_removed_before_it(t
     assert renamed < parent < stages.events.index(("rename", f"{root}/step-00000001")) < min(removed)
 
 
+@pytest.mark.parametrize(("number", "advice"), [
+    (errno.EDQUOT, "free some room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "make the folder writable"),
+])  # fmt: skip
+def test_who_cannot_save_is_told_what_helps(tmp_path, monkeypatch, number, advice):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint_module, "write_manifest", fail)
+    with pytest.raises(LowmemError, match=f"{os.strerror(number)}. Earlier checkpoints are still there: {advice}"):
+        save(tmp_path, smallest_store(fill=1), 1)
+
+
 def test_a_full_disk_is_found_before_a_byte_is_written(tmp_path, monkeypatch):
     store = make_store(fill=1)
     save(tmp_path, store, 1)
