@@ -366,7 +366,7 @@ def test_who_cannot_save_is_told_what_helps(tmp_path, monkeypatch, number, advic
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(checkpoint_module, "write_manifest", fail)
-    with pytest.raises(LowmemError, match=f"{os.strerror(number)}. Earlier checkpoints are still there: {advice}"):
+    with pytest.raises(LowmemError, match=f"{os.strerror(number)}. Earlier checkpoints are still there: .*{advice}"):
         save(tmp_path, smallest_store(fill=1), 1)
 
 
