@@ -119,6 +119,12 @@ def collect_garbage() -> None:
         gc.collect()
 
 
+def is_frozen() -> bool:
+    """Returns True if Python's cycle collector skips the imported modules (gc.freeze). Python 3.12 itself freezes some
+    hundred objects when it starts."""
+    return gc.get_freeze_count() > 10_000
+
+
 def take_workspaces(device: torch.device) -> None:
     """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
     thread allocates its workspace at its first product and keeps it (cuda_ops.py). Allocated first, the workspaces are

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -77,7 +77,11 @@ def _replacing(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
         flush_path(folder.parent)
     except OSError as error:
-        why = error.strerror or error
+        with suppress(OSError):
+            if previous.exists() and not folder.exists():
+                previous.rename(folder)
+        other = error.filename is not None and folder.parent not in Path(str(error.filename)).parents
+        why = error if other else error.strerror or error
         raise LowmemError(f"{folder} cannot be written ({why}); an older export is untouched") from error
     finally:
         remove(partial)

@@ -51,10 +51,11 @@ class NotSaved(LowmemError):
 
 
 def save_checkpoint(
-    folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None, metrics: str | None = None
+    folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None,
+    metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes `store` (weights and optimizer states), `state` (JSON; "step": optimizer steps done) and `metrics`
-    (the rows so far, as text; None: no file) as folder/checkpoints/step-..., and returns that path.
+    """Writes `store` (weights and optimizer states), `state` (JSON; "step": optimizer steps done) and the
+    result of `metrics` (the rows so far, as text; None: no file) as folder/checkpoints/step-..., and returns that path.
 
     Call TrainingStep.flush before, so that no update is waiting. All ranks must call this; rank 0 writes. Keeps the
     newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
@@ -66,19 +67,22 @@ def save_checkpoint(
     return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
 
 
-def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | None, metrics: str | None) -> Path:
+def _save(
+    folder: Path, store: Store, state: dict, keep_last: int, best: int | None, metrics: Callable[[], str] | None
+) -> Path:
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
-        _check_room(root, store)
+        rows = None if metrics is None else metrics().encode()
+        _check_room(root, store, len(rows or b""))
         temporary.mkdir()
         entries = {_file_name(part): write(temporary / _file_name(part), _file_content(part)) for part in store.parts}
         entries[_STATE] = write(temporary / _STATE, [to_json(state)])
-        if metrics is not None:
-            entries[_METRICS] = write(temporary / _METRICS, [metrics.encode()])
+        if rows is not None:
+            entries[_METRICS] = write(temporary / _METRICS, [rows])
         write_manifest(temporary, entries)
         flush_path(temporary)
         if final.exists():  # a rename cannot replace a folder; after a kill in between, `sweep` restores the old one
@@ -102,9 +106,9 @@ def _save(folder: Path, store: Store, state: dict, keep_last: int, best: int | N
     return final
 
 
-def _check_room(root: Path, store: Store) -> None:
+def _check_room(root: Path, store: Store, more_bytes: int) -> None:
     tensors = [tensor for part in store.parts for tensor in _tensors(part).values()]
-    needed_bytes = sum(entries * tensor.itemsize for tensor, entries in tensors) + MARGIN_BYTES
+    needed_bytes = sum(entries * tensor.itemsize for tensor, entries in tensors) + more_bytes + MARGIN_BYTES
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise OSError(errno.ENOSPC, f"{format_size(needed_bytes)} needed, {format_size(free_bytes)} free on the disk")

@@ -1,6 +1,7 @@
 """Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
 
 import math
+import os
 from contextlib import suppress
 
 import torch
@@ -13,7 +14,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.fields import each
 from lowmem.models.build import decoder_start, most_positions
 from lowmem.run.figures import Best, best_evaluation
-from lowmem.run.folder import checkpoints_in, step_of
+from lowmem.run.folder import checkpoint_of
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
 
@@ -48,7 +49,7 @@ def is_missing(session: Session) -> bool:
     if done == 0 or not session.resumed:
         return not session.resumed
     rows = session.log.rows
-    return bool(rows) and "eval_loss" not in rows[-1] and due(session, done)
+    return bool(rows) and rows[-1]["step"] == done and "eval_loss" not in rows[-1] and due(session, done)
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
@@ -76,8 +77,8 @@ def best_kept(session: Session, done: int) -> Best:
     step, and the steps with a checkpoint. If none of these was evaluated, returns step 0."""
 
     def find() -> Best:
-        steps = {done, *map(step_of, checkpoints_in(session.folder / "checkpoints"))}
-        return best_evaluation([row for row in session.log.rows if row["step"] in steps], None)
+        kept = {done, *(step for step in session.saved if os.path.exists(checkpoint_of(session.folder, step)))}
+        return best_evaluation([row for row in session.log.rows if row["step"] in kept], None)
 
     return session.ranks.on_first(find)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lowmem.run.figures import short_names
-from lowmem.run.metrics import as_line, as_lines, recorded, replace_file
+from lowmem.run.metrics import as_line, as_lines, read_metrics, recorded, replace_file
 from lowmem.run.trackers import Trackers, charts, eval_charts, planned
 from lowmem.settings import Settings
 from lowmem.terminal import beside, for_terminal, has_room_for_a_bar, output
@@ -49,7 +49,9 @@ class RunLog:
 
     def resume(self, state: dict) -> None:
         """Takes the rows and the samples of the checkpoint with this `state`."""
-        self.rows, self.samples = recorded(state, self._folder)
+        self.rows, same_run = recorded(state, self._folder)
+        samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
+        self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
         before = state.get("eval_batches", self._settings.eval_batches)
         if before != self._settings.eval_batches and any("eval_loss" in row for row in self.rows):
             self.say(f"warning: --eval-batches was {before}, so held-out losses until now are of other texts")

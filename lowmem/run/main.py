@@ -34,8 +34,9 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
                 settings = check_run(settings, say if launched_rank() == 0 else lambda _: None)
                 limit_waiting_of_threads()
                 with variables_blamed():
+                    from lowmem.device import is_frozen
                     from lowmem.run.train import run
-                if not gc.get_freeze_count():
+                if not is_frozen():
                     gc.freeze()  # imported modules live until the end: to look through them takes 0.2 s each time
             with interrupt_ends_at_once() if settings.trains_nothing else StopRequest() as stop:
                 run(settings, stop)

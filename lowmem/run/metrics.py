@@ -66,25 +66,22 @@ def computed(rows: list[dict]) -> str:
     return as_lines({key: row[key] for key in row if key not in _MEASURED} for row in rows)
 
 
-def recorded(state: dict, folder: Path) -> tuple[list[dict], list[dict]]:
-    """Returns the rows and the samples of the checkpoint with this `state`. Times, speeds and memory are those in the
-    run folder `folder`, None if the same steps are not there. Samples are those in `folder`, unless the steps there are
-    another run's. An older checkpoint has no rows; then returns those in `folder`."""
-    there, samples = (
-        [row for row in read_metrics(folder / name) if row["step"] <= state["step"]]
-        for name in ("metrics.jsonl", "samples.jsonl")
-    )
+def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
+    """Returns the rows of the checkpoint with this `state`, and whether the files in the run folder `folder` are of the
+    same run. Times, speeds and memory are those in `folder`, None if the same steps are not there. An older checkpoint
+    has no rows; then returns those in `folder`."""
+    there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:
-        return there, samples
+        return there, True
     saved, known = _rows_in(state["metrics"]), {_step_made(row): row for row in there}
     rows = [row | {key: known.get(_step_made(row), {}).get(key) for key in _MEASURED} for row in saved]
-    return rows, samples if known.keys() <= set(map(_step_made, saved)) else []
+    return rows, known.keys() <= set(map(_step_made, saved))
 
 
-def _step_made(row: dict) -> str:
+def _step_made(row: dict) -> tuple[str, ...]:
     """Returns what tells the step of `row` from one of another run. Held-out losses do not count: one that a stop had
     skipped may have been added later."""
-    return as_line({key: row.get(key) for key in ("step", "loss", "learning_rate", "grad_norm")})
+    return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -9,7 +9,7 @@ prepare     all of these, run folder, data, checkpoints  ->  Session
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import getpid
 from pathlib import Path
@@ -80,6 +80,7 @@ class Session:
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
     resumed: bool = False
+    saved: set[int] = field(default_factory=set)  # steps of this run's checkpoints in its folder, also removed ones
 
     @property
     def settings(self) -> Settings:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
 from lowmem.run.evaluation import best_kept
-from lowmem.run.folder import checkpoint_of, checkpoints_in
+from lowmem.run.folder import checkpoint_of, checkpoints_in, step_of
 from lowmem.run.metrics import computed
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
@@ -21,6 +21,8 @@ class Saver:
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
         self._saved = session.model.done if session.resumed else None  # the step of the newest checkpoint
+        if session.resumed and session.settings.resume == "auto":  # else those in the folder may be another run's
+            session.saved.update(map(step_of, checkpoints_in(session.folder / "checkpoints")))
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
@@ -75,5 +77,6 @@ class Saver:
             best = best_kept(session, done).step if settings.keep_best else None
             save_checkpoint(
                 session.folder, session.step.store, state, keep_last=settings.keep_last, best=best,
-                metrics=computed(session.log.rows),
+                metrics=lambda: computed(session.log.rows),
             )  # fmt: skip
+        session.saved.add(done)

@@ -24,11 +24,10 @@ class QuietLog:
 
     def __init__(self, folder: Path):
         self.rows: list[dict] = []
-        self.samples: list[dict] = []
         self._folder = folder
 
     def resume(self, state: dict) -> None:
-        self.rows, self.samples = recorded(state, self._folder)
+        self.rows, _ = recorded(state, self._folder)
 
     def step(self, row: dict) -> None:
         self.rows.append(row)

@@ -125,15 +125,16 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out values that are not finite,
-    and most steps of a long run, but no evaluation. `rows`: of metrics.jsonl. `constants`: values of every step."""
+    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values,
+    those that are not finite, and most steps of a long run, but no evaluation. `rows`: of metrics.jsonl. `constants`:
+    values of every step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
         lines["eval/loss"] = [(0, rows[0]["eval_first"])]
     for row in (row for index, row in enumerate(rows) if index % every == 0 or "eval_loss" in row):
         for name, value in (charts(row, 0) | constants).items():
-            if math.isfinite(value):
+            if value is not None and math.isfinite(value):
                 lines.setdefault(name, []).append((row["step"], value))
     found = {}
     for title, patterns in (item for section in _TOGETHER.values() for item in section.items()):

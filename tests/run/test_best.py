@@ -83,6 +83,20 @@ def test_the_best_is_one_whose_weights_were_kept(train, tmp_path, held_out, caps
     assert checkpoints(out) == ["step-00000003", "step-00000004"]
 
 
+def test_the_best_is_none_of_another_run(train, tmp_path, held_out, capsys):
+    """Seen to fail: step 1 was taken for kept, because the folder had another run's checkpoint of that number."""
+    held_out(5.0, 3.0, 3.5, 5.0, 4.0, 3.6)
+    options = ["--schedule", "constant", "--eval-every", "1", "--keep-best"]
+    assert train(tmp_path / "first", *options[:-1], "--steps", "2", "--keep-last", "1") == 0
+    out = tmp_path / "out"
+    assert train(out, *options, "--steps", "1", "--lr", "1e-4") == 0
+    go_on = [*options, "--steps", "3", "--keep-last", "2", "--resume", str(tmp_path / "first")]
+    assert train(out, *go_on) == 0
+    said = capsys.readouterr().err
+    assert "warning: held-out 3.0000 after step 1 was better, but no checkpoint of it was kept" in said
+    assert stored(out / "report.json")["loss"]["exported_step"] == 3
+
+
 def test_held_out_losses_of_other_batches_are_warned_of(train, tmp_path, capsys):
     options = ["--schedule", "constant", "--steps"]
     assert train(tmp_path / "out", *options, "1") == 0

@@ -229,7 +229,7 @@ def test_where_a_run_is_and_how_to_upload_it_is_said(tmp_path, capsys, guest):
 def test_values_that_belong_together_are_in_one_chart(tmp_path, guest):
     rows = [row(step) for step in range(1, 1300)]
     rows[0] |= {"eval_first": 6.0, "grad_norm": math.nan, "loss": math.nan}
-    rows[6] |= {"eval_losses": {"a": 1.0, "b": 3.0}, "eval_loss": 2.0}
+    rows[6] |= {"eval_losses": {"a": 1.0, "b": 3.0}, "eval_loss": 2.0, "step_ms": None}  # a time that was lost
     on_gpu = PLAN["predicted"] | {"gpu_allocated_peak_bytes": 9 * GIB, "gpu_reserved_peak_bytes": 10 * GIB}
     shown = trackers.lines_together(rows, trackers.planned(PLAN | {"predicted": on_gpu}))
     losses = shown["training and held-out loss"]
