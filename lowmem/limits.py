@@ -24,8 +24,8 @@ from lowmem.errors import CapExceeded, LowmemError
 from lowmem.units import MIB, format_size
 
 CONTEXT_BYTES = 512 * MIB  # about what CUDA takes of a card outside its allocator
-_KERNELS_BYTES = 256 * MIB  # of these, assumed: kernels that CUDA loads only during training
-OVERSHOOT_BYTES = 18 * MIB  # that growing segments may map beyond the allocator's own cap (cudasim/allocator.py)
+_KERNELS_BYTES = 256 * MIB  # the part of CONTEXT_BYTES for kernels that CUDA loads during training; assumed
+OVERSHOOT_BYTES = 18 * MIB  # Growing segments may map as much beyond the allocator's own cap (cudasim/allocator.py).
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

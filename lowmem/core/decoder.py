@@ -290,7 +290,7 @@ def kind_of(block: nn.Module) -> tuple:
         (
             name,
             type(module),
-            getattr(vars(module).get("forward"), "kind", None),  # of the layers of core/layers.py
+            getattr(vars(module).get("forward"), "kind", None),  # set by core/layers.py
             tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
             tuple(
                 (key, value)

@@ -37,8 +37,8 @@ class Data:
     fingerprint: str  # a hash of all tokens, the vocabulary, and how rows are cut
     description: str  # lines for the log
     keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
-    close: Callable[[], None]  # removes them if they were not kept
-    chat: bool = False  # all texts that are trained on are conversations
+    close: Callable[[], None]  # deletes the stored tokens, unless `keep` was called
+    chat: bool = False  # whether all training texts are conversations
 
 
 def load_data(

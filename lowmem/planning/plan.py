@@ -44,7 +44,7 @@ class Plan:
     timeline: list[tuple[float, int, int]] = field(repr=False)
     fused_kernels: bool = False  # whether they are expected to run
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces
-    faster_with_ram: tuple[int, float] | None = None  # (RAM, seconds of a step) of a faster plan that needs more RAM
+    faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
