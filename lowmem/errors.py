@@ -52,3 +52,4 @@ class Stopped(LowmemError):
     """Says that a signal ended the training run. A valid checkpoint was saved before."""
 
     exit_code = 75
+    said_by = 0  # of all ranks, which raise it together

@@ -1,5 +1,6 @@
 """Prints sentences, wrapped to the width of the terminal. If the terminal has gone away, that is not an error."""
 
+import errno
 import os
 import shutil
 import sys
@@ -9,18 +10,26 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TextIO
 
+from lowmem.errors import LowmemError
+
 
 @contextmanager
-def output() -> Iterator[None]:
+def output(*, needed: bool = False) -> Iterator[None]:
     """Ignores a failure of output in the block. If the terminal or the program behind a pipe has gone away, all later
-    output is dropped, and training goes on."""
+    output is dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure,
+    such as a full disk, raises LowmemError."""
     try:
         yield
-    except OSError:
+        if needed and sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        lost = needed and error.errno not in (errno.EPIPE, errno.EIO)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
+        for stream in (1,) if lost else (1, 2):  # Python flushes stdout again at its end
             os.dup2(nowhere, stream)
         os.close(nowhere)
+        if lost:
+            raise LowmemError(f"the answer could not be written: {error.strerror}") from None
 
 
 def say(sentence: str) -> None:

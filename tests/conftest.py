@@ -3,7 +3,6 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
-import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from experiments.harness import vocabulary
+from lowmem.device import freeze_objects
 from tests.exhaustive import QUICK_CASES
 
 TESTS = Path(__file__).resolve().parent
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # tests collect garbage often, and would look through all imported modules each time
+    freeze_objects()  # tests collect garbage often, and would look through all imported modules each time
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from lowmem.errors import InputError
+from lowmem.errors import InputError, LowmemError, first_line
 
+_NUMBERS = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"
 _TIMEOUT = timedelta(hours=2)  # rank 0 plans, tokenizes or exports while the others wait
 
 
@@ -32,10 +33,13 @@ def joined(device: str) -> Iterator:
     starts."""
     from lowmem.core.ranks import Ranks
 
-    count = _variable("WORLD_SIZE", 1)
-    if count == 1:
+    if os.environ.get("WORLD_SIZE", "") in ("", "1"):
         yield Ranks()
         return
+    if wrong := [name for name in _NUMBERS if not os.environ.get(name, "").isdecimal()]:
+        given = os.environ.get(wrong[0])
+        said = "not set" if given is None else f"{given!r}, not a number"
+        raise InputError(f"WORLD_SIZE is set, as by torchrun, and {wrong[0]} is {said}: start with torchrun, or unset it")
     import torch
     import torch.distributed as dist
 
@@ -51,11 +55,16 @@ def joined(device: str) -> Iterator:
         torch.cuda.set_device(_variable("LOCAL_RANK", 0))
     # gloo sends tensors in RAM, such as a loss and the shares that rank 0 saves. Builds for Windows have no NCCL.
     nccl = on_gpu and dist.is_nccl_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_TIMEOUT)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ['MASTER_PORT']}"
+        raise LowmemError(f"the ranks do not find one another at {address} ({first_line(error)})") from None
     ranks = SeveralRanks("cuda" if on_gpu else "cpu", _variable("LOCAL_RANK", 0), local_ranks())
     yield ranks
     dist.destroy_process_group()  # not after an error: others may wait in a collective
 
 
 def _variable(name: str, otherwise: int) -> int:
-    return int(os.environ.get(name, otherwise))
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else otherwise  # `joined` refuses others

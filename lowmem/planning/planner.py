@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
-from lowmem.device import is_frozen
+from lowmem.device import freeze_objects, unfreeze_objects
 from lowmem.errors import PlanError
 from lowmem.limits import ram_now_bytes
 from lowmem.models.build import make_decoder
@@ -66,16 +66,14 @@ def make_plan(question: Question) -> Plan:
 def _rare_collections() -> Iterator[None]:
     """Makes Python's cycle collector run rarely inside the block, and skip the objects that exist at its start, or
     those that the caller has frozen. Otherwise the collector would take a sixth of the time of planning."""
-    before, frozen = gc.get_threshold(), is_frozen()
-    if not frozen:
-        gc.freeze()
+    before, freezes = gc.get_threshold(), freeze_objects()
     gc.set_threshold(*_COLLECTIONS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if not frozen:
-            gc.unfreeze()
+        if freezes:
+            unfreeze_objects()
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:

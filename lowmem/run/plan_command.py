@@ -56,10 +56,10 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
         plan = plan_for(question, gpus, machines)
     except PlanError as error:
         if as_json:
-            with output():
+            with output(needed=True):
                 print(json.dumps(refused(question.settings, error), indent=2), flush=True)
         raise
-    with output():
+    with output(needed=True):
         text = json.dumps(plan.to_dict(), indent=2) if as_json else for_terminal(in_words(plan), sys.stdout)
         print(text, flush=True)
     if not write:

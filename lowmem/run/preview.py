@@ -29,7 +29,7 @@ def show_preview(settings: Settings) -> None:
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
     with tokenizer_blamed(settings.model):
         data = load_data(settings, tokenizer, config.vocab_size, None, decoder_start(config))
-    with closing(data), output():
+    with closing(data), output(needed=True):
         if is_byte_level(tokenizer):
             print(BYTE_LEVEL)
         for number, part in enumerate(data.train.parts):

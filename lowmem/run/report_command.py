@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
                 if folder not in runs:
                     say(f"lowmem report: {folder} is no run folder, and is left out")
             folders = runs
-        path = folders[0] if len(folders) == 1 else Path()
+        path = folders[0] if runs and len(folders) == 1 else Path()
         if options.out is not None:
             path = Path(options.out).expanduser()
             if not path.parent.is_dir():
@@ -41,10 +41,11 @@ def main(arguments: list[str]) -> int:
             with interrupt_ends_at_once():
                 write_page(folders, path)
         except OSError as error:
-            raise InputError(f"{error.filename or path}: {error.strerror}") from None
+            temporary = error.filename is None or str(error.filename).endswith(".partial")
+            raise InputError(f"{path if temporary else error.filename}: {error.strerror}") from None
+        with output(needed=True):
+            print(path)
     except LowmemError as error:
         say(f"lowmem report: {error}")
         return error.exit_code
-    with output():
-        print(path, flush=True)
     return 0
