@@ -6,7 +6,7 @@ transformers.
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - said before anything that an older Python does not understand
+if sys.version_info < (3, 11):  # noqa: UP036 - checked before imports that fail in an older Python
     sys.exit(
         f"lowmem needs Python 3.11 or newer, and this is Python {sys.version_info[0]}.{sys.version_info[1]} "
         f"({sys.executable}): run make setup, which looks for one, and then .venv/bin/python"
@@ -15,7 +15,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - said before anything that an old
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what editors and type checkers read; at run time it is __getattr__'s
+if TYPE_CHECKING:  # for editors and type checkers; at run time __getattr__ imports these names
     from lowmem.core.batch import Batch
     from lowmem.core.layout import Layout
     from lowmem.core.step import TrainingStep

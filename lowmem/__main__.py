@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 
 from lowmem.settings import Settings
-from lowmem.terminal import say
+from lowmem.terminal import output, say
 
-_PROGRAMS = {  # by command: module, function and its first argument
+_PROGRAMS = {  # {command: (module of lowmem/run, function, its first argument if it has one)}
     "train": ("main", "main", Settings()),
     "plan": ("plan_command", "main"),
     "demo": ("demo", "demo"),
@@ -21,15 +21,16 @@ _PROGRAMS = {  # by command: module, function and its first argument
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command named by the first of `arguments` with the rest as its options. None: the process's own command
-    line. Returns the exit code."""
+    """Runs the command that `arguments` begin with, such as ["plan", "--gpu", "t4"], with the rest as its options.
+    `arguments`: None for the process's command line. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:
         module, function, *first = _PROGRAMS[command]
         return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options)
     if command in ("-h", "--help"):
-        print(__doc__)
+        with output(needed=True):
+            print(__doc__)
         return 0
     said = f"{command!r} is no command" if command else "no command is given"
     say(f"lowmem: {said}; the commands are train, plan, demo and report (lowmem --help).")
@@ -37,5 +38,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "lowmem"  # what errors and --help call the program
+    sys.argv[0] = "lowmem"  # the program's name in errors and in --help
     sys.exit(main())

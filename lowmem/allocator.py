@@ -17,8 +17,8 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Performs the recorded operations, the lines of `tape`, on `allocator`. Skips blank lines. Raises InputError,
-    which names `tape_name` and the line, for an impossible operation."""
+    """Performs the operations in `tape` on `allocator`. Each line is a JSON list, as described above; blank lines are
+    skipped. Raises InputError for any other line; the message has `tape_name` and the line's number."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

@@ -1,8 +1,8 @@
-"""Handles fields of a config.json that do not change the model's function, or with which transformers cannot load it.
+"""Handles two kinds of fields of a config.json: training overrides some, and others prevent loading.
 
-Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. Training sets
-these fields to the values that it needs, and prints a remark. The exported config.json has the user's values again.
-Fields with which transformers cannot load a model here are left out of it.
+Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. These fields do
+not change the model's function. Training sets them to the values that it needs, and prints a remark. The exported
+config.json has the user's values again. Fields with which transformers cannot load a model are left out of the export.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowmem.errors import InputError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Two attributes of a config hold the user's values, by field.
+# Two attributes of a config hold the user's values, {field: value}.
 OWN = "own_switches"  # training overrides these; the export has them again
 LEFT_OUT = "left_out_switches"  # these are not exported
 _NEEDED = {  # {field: values that training can have}
@@ -35,8 +35,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns the `fields` of a config.json without those that training overrides or transformers cannot load. The
-    result stores these under the keys OWN (overridden) and LEFT_OUT (not loadable)."""
+    """Returns the `fields` of a config.json without the fields that training overrides or that prevent loading. The
+    result has the removed fields under the keys OWN (overridden) and LEFT_OUT (they prevent loading)."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -52,7 +52,7 @@ def without_switches(fields: dict) -> dict:
 
 
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
-    """Returns True if transformers cannot load a model here because of the field `name`, one of `fields`."""
+    """Returns True if transformers cannot load a model with this `value` of the field `name`. `fields`: all fields."""
     if name in ("dtype", "torch_dtype"):
         return not isinstance(value, dict) and value not in _DTYPES  # a dict has one for each part
     if name == "bos_token_id":
@@ -65,8 +65,8 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets `pad_token_id` to None if it is outside the vocabulary: training masks padding by position, never by id.
-    Raises InputError, which begins with `where`, if None is not allowed there."""
+    """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training needs no id, because it
+    masks padding by position. Raises InputError, whose message begins with `where`, if the config forbids None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -83,7 +83,7 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns a config's `fields` with the user's values of the fields that training overrides (those under OWN)."""
+    """Returns a config's `fields` with the user's values (those under OWN). Leaves out the keys OWN and LEFT_OUT."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -92,7 +92,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns up to two sentences: which fields training overrides, and which are left out of the export."""
+    """Returns up to two sentences: on the fields that training overrides, and on those left out of the export."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

@@ -11,16 +11,16 @@ import torch
 from lowmem.errors import InputError, first_line
 from lowmem.units import MIB
 
-RETURNED_FROM_BYTES = 6 * MIB  # from here on memory of the CPU goes back to the system when it is freed
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-CUBLAS_WORKSPACES = ":4096:8"  # eight of 4 MiB
+RETURNED_FROM_BYTES = 6 * MIB  # CPU memory blocks of at least this size go back to the system when freed
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+CUBLAS_WORKSPACES = ":4096:8"  # eight buffers of 4 MiB
 _NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")  # on Linux; in WSL
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
 
 
 def set_environment() -> None:
-    """Sets environment variables for CUDA, unless the user has set them. Must be called before CUDA starts. Expandable
-    segments keep reserved memory within 0.2% of allocated memory. The cuBLAS workspace makes products reproducible."""
+    """Sets CUDA's environment variables and glibc's allocator, unless the user has. Call before CUDA starts. Expandable
+    segments keep reserved memory within 0.2% of allocated memory. A fixed workspace makes products reproducible."""
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
@@ -29,12 +29,12 @@ def set_environment() -> None:
 
 
 def return_freed_memory() -> None:
-    """Makes glibc return large freed tensors to the system, unless the user has set glibc's allocator. By default glibc
-    keeps freed blocks of up to 32 MiB; GPT-2-Medium took 0.4 GiB more. New pages cost a fifth of the time of a step of
-    128 tokens, and nothing measurable with 1,024."""
+    """Makes glibc return the memory of large freed tensors to the system, unless the user has set glibc's allocator. By
+    default glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium took 0.4 GiB more. Getting new pages takes a fifth of
+    the time of a step of 128 tokens, and no measurable time with 1,024."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
-    with suppress(OSError, AttributeError, TypeError):  # no C library that knows it
+    with suppress(OSError, AttributeError, TypeError):  # a C library without mallopt
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_MMAP_THRESHOLD, RETURNED_FROM_BYTES)
         set_option(_M_TRIM_THRESHOLD, 64 * MIB)
@@ -50,9 +50,9 @@ def release_freed_memory() -> None:
 
 
 def expandable_segments() -> bool:
-    """Returns True if CUDA's caching allocator uses expandable segments. The environment decides; without a setting
-    there, `set_environment` switches them on. Raises InputError for a setting that cudasim/allocator.py does not
-    model."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments, according to the environment variables. If
+    none is set, returns True, because `set_environment` switches them on. Raises InputError for a setting that
+    cudasim/allocator.py does not model."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -72,8 +72,8 @@ def expandable_segments() -> bool:
 
 
 def select_device(wanted: str) -> torch.device:
-    """Returns the device for `auto`, `cuda` or `cpu`. Raises InputError if PyTorch finds no CUDA device, or has no code
-    for the card."""
+    """Returns the device for `wanted`: "cuda", "cpu" or "auto" (a GPU if PyTorch finds one). Raises InputError if
+    "cuda" is wanted and there is none, or if PyTorch has no code for the card."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -141,8 +141,8 @@ _frozen = False  # asking Python (gc.get_freeze_count) takes 0.1 s
 
 def take_workspaces(device: torch.device) -> None:
     """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
-    thread allocates its workspace at its first product and keeps it (cuda_ops.py). Allocated first, the workspaces are
-    next to each other, as in the plan."""
+    thread allocates its workspace at its first product and keeps it (cuda_ops.py). If this comes first, the workspaces
+    are next to each other, as the plan assumes. Does nothing on the CPU."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         product = matrix @ matrix
@@ -150,10 +150,10 @@ def take_workspaces(device: torch.device) -> None:
 
 
 def finish_failed_backward(device: torch.device) -> None:
-    """Waits until PyTorch's backward thread has released a backward pass that failed. Until the thread next holds
-    Python's lock, it keeps the error and the tensors that the error refers to. Two empty backward passes, which
-    allocate nothing, wait for the thread. After the first, the error is released. After the second, the failed pass's
-    open tasks are dropped."""
+    """Makes PyTorch's backward thread release the memory of a backward pass that failed. The thread keeps the error,
+    and the tensors that the error refers to, until it next holds Python's lock. So this runs two empty backward passes,
+    which allocate nothing, and waits for them. The first releases the error. The second drops the open tasks of the
+    failed pass. Does nothing on the CPU."""
     if device.type != "cuda":
         return
     with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
@@ -170,8 +170,8 @@ def forget_allocations(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Makes PyTorch choose CUDA kernels that give the same bits each time: sums in a fixed order, no cuDNN attention.
-    Does nothing on the CPU, whose kernels are deterministic by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time, without cuDNN attention, TF32 and sums in
+    reduced precision. Does nothing on the CPU, whose kernels are deterministic by default."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

@@ -3,7 +3,7 @@ and no traceback."""
 
 from collections.abc import Iterable
 
-NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what is raised and has not failed
+NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that do not mean a failure
 
 
 def first_line(error: BaseException) -> str:
@@ -20,7 +20,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 class LowmemError(Exception):
-    """Says that something expected went wrong. The message explains it in one or two sentences."""
+    """Base class of the errors that a user or a machine can cause. The message explains one in one or two sentences."""
 
     exit_code = 1
 
@@ -32,8 +32,8 @@ class InputError(LowmemError):
 
 
 class PlanError(LowmemError):
-    """Says that no plan fits, or that the disk has no room. If caps are too small, the message names the smallest
-    that would do, and other ways out. `ways_out`: the same for programs, as in plan.json."""
+    """Says that no plan fits, or that the disk has no room. If caps are too small, the message names the smallest caps
+    that suffice, and other solutions. `ways_out`: the same solutions as dicts, as in plan.json."""
 
     exit_code = 3
 

@@ -16,7 +16,7 @@ Specs = str | tuple[str, ...]  # the value of an option that may be given severa
 
 SAVE_EVERY = "30min"
 MOST_EPOCHS = 10**6
-_RANGES = (  # fields, the values that they may have, and the words of a refusal
+_RANGES = (  # (names of fields, a test of the value, the text of the refusal)
     (
         "batch steps micro_batch group segment_blocks target_tokens keep_last eval_every eval_batches log_every "
         "patience sample_every max_samples preview", lambda value: value >= 1, "is too small: it must be at least 1",
@@ -39,7 +39,7 @@ def option_name(name: str) -> str:
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns the names as a tuple, also if `specs` is a single name or None."""
+    """Returns `specs` as a tuple of texts, also if it is a single text or None."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
@@ -50,7 +50,7 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def may_be_several(hint: Any) -> bool:
-    """Returns True if a field with the annotation `hint` takes one text or several (the type Specs)."""
+    """Returns True if a field takes one text or several (the type Specs). `hint` is the field's annotation."""
     return tuple[str, ...] in get_args(hint)
 
 
@@ -96,7 +96,7 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 
 
 def _read(name: str, text: str) -> str:
-    """Returns `text` as the field `name` stores it: unchanged or, for a path, with `~` replaced (paths.py). Raises
+    """Returns `text` as the field `name` stores it: unchanged, except that `~` in a path is replaced (paths.py). Raises
     InputError for a bad text or path."""
     if name not in _MAY_BE_BLANK and ("\0" in text or not text.strip()):
         raise InputError(f"{option_name(name)} must not be empty.")

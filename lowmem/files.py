@@ -1,7 +1,7 @@
 """Writes files so that they survive a power cut, and checks them when they are read.
 
-A power cut loses bytes, and names in folders, that are only in the page cache. Years later a disk may return a changed
-bit. So a folder of files is written as
+A power cut loses file contents and names that are only in the page cache. Years later a disk may return a changed bit.
+So a folder of files is written as
 
     entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
     write_manifest(folder, entries)                            last: a folder without a manifest is unfinished
@@ -9,8 +9,8 @@ bit. So a folder of files is written as
 
 and read through `Manifest.checked`, which hashes the bytes while it reads them.
 
-The kernel is told to start writing after each chunk. Then the same bytes and the fsync take a third of the time
-(measured by tests/faults/saving.py), and a save of 17 GiB pushes nothing else out of the page cache.
+After each chunk, the kernel is told to start writing. So writing and fsync take a third of the time (measured by
+tests/faults/saving.py). A save of 17 GiB then pushes no other data out of the page cache.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ Fill = Callable[[memoryview], None]
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 16 * MIB
 _HASH = "xxh3_128"
-_HASHES = {_HASH: xxh3_128, "blake2b": partial(hashlib.blake2b, digest_size=16)}  # the second: of earlier checkpoints
+_HASHES = {_HASH: xxh3_128, "blake2b": partial(hashlib.blake2b, digest_size=16)}  # blake2b: in older checkpoints
 _DTYPES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"
 }  # fmt: skip
@@ -49,8 +49,8 @@ class Damaged(InputError):
 
 
 class HashedFile:
-    """Writes a new file and hashes its bytes meanwhile. `forget`: send each chunk to the disk at once and drop it from
-    the page cache."""
+    """Writes a new file and computes the hash of its bytes. `forget`: start writing each chunk to the disk at once, and
+    drop written pages from the page cache."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -68,7 +68,7 @@ class HashedFile:
         with self._file:
             os.fsync(self._file.fileno())
             if self._forget:
-                start_writeback(self._file.fileno())  # everything is written now, and can be forgotten
+                start_writeback(self._file.fileno())  # all pages are on the disk now, so the cache can drop them
         return {"bytes": self._size_bytes, "hash": self._digest.hexdigest()}
 
     def close(self) -> None:
@@ -151,8 +151,8 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """Returns the error for a file that could not be read: Damaged if the file is missing, LowmemError for other
-    failures, as of a disk or a network."""
+    """Returns the error for a file that could not be read. It is Damaged if the file is missing, and LowmemError for
+    other failures, such as a disk's or a network's."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
@@ -182,8 +182,8 @@ class Manifest:
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
-        """Yields a function that fills a buffer with the next bytes of file `name`. The caller must read the whole file
-        in the block. At its end, raises Damaged if the bytes are not those that were written."""
+        """Yields a function that fills a buffer with the next bytes of the file `name`. The caller must read the whole
+        file in the block. At the block's end, raises Damaged if these bytes are not those that were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:
@@ -215,7 +215,7 @@ class Manifest:
 
     def read(self, name: str) -> bytes:
         """Returns all bytes of a small file, and checks them like `checked`."""
-        with self.checked(name) as fill:  # which has compared the size in the manifest with the file's
+        with self.checked(name) as fill:  # it has compared the file's size with the manifest's
             content = bytearray(self.entries[name]["bytes"])
             fill(memoryview(content))
         return bytes(content)

@@ -1,6 +1,6 @@
 """Asks whether the Hugging Face hub answers, and finds models in its local cache.
 
-The hub's own client retries for 23 to 45 seconds. So callers look into the cache first, then ask once with a limit.
+The hub's own client retries for 23 to 45 seconds. So callers check the cache first, then ask once with a time limit.
 """
 
 import functools
@@ -27,7 +27,7 @@ def names_of(model: str) -> tuple[str, ...]:
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Returns the reason why the hub does not answer within TIMEOUT_SECONDS; None if it does. Asks it only once."""
+    """Returns the reason why the hub does not answer within TIMEOUT_SECONDS; None if it does. Asks once per process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -43,15 +43,15 @@ def why_unreachable() -> str | None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns the folder with the files of `model`: that path if it is a folder, else one in the hub's cache, or
-    None."""
+    """Returns the folder that has the files of `model`: the path `model` itself, or a folder of the hub's cache.
+    Returns None if there is neither."""
     if Path(model).is_dir():
         return Path(model)
     return next(filter(None, map(cached_folder, names_of(model))), None)
 
 
 def cached_folder(name: str) -> Path | None:
-    """Returns the folder of the hub's cache with files of the model of this name, None if there is none."""
+    """Returns the folder of the hub's cache with files of the model `name`; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):

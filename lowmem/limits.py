@@ -7,8 +7,7 @@ RAM is measured as the peak of the process's resident set, which the kernel reco
 buffers, because they are anonymous mappings that are registered with CUDA later (core/homes.py). Memory from
 cudaHostAlloc (torch's pin_memory) belongs to the driver and is not used here. The peak does not count other processes
 (wandb's), swapped memory, or the page cache. Each phase of a training run resets the peak, so that the report has one
-peak per phase. Linux adds up the counts of processors only now and then: with 2 processors a peak was seen to fall by
-0.3 MiB.
+peak per phase. Linux adds up the processors' counts only now and then: on 2 processors, a peak once fell by 0.3 MiB.
 """
 
 import resource
@@ -23,29 +22,30 @@ import torch
 from lowmem.errors import CapExceeded, LowmemError
 from lowmem.units import MIB, format_size
 
-CONTEXT_BYTES = 512 * MIB  # about what CUDA takes of a card outside its allocator
+CONTEXT_BYTES = 512 * MIB  # about the GPU memory that CUDA takes outside PyTorch's allocator
 _KERNELS_BYTES = 256 * MIB  # the part of CONTEXT_BYTES for kernels that CUDA loads during training; assumed
-OVERSHOOT_BYTES = 18 * MIB  # Growing segments may map as much beyond the allocator's own cap (cudasim/allocator.py).
+OVERSHOOT_BYTES = 18 * MIB  # expandable segments may exceed the allocator's cap by this (cudasim/allocator.py)
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Budget:
-    """Holds the memory caps of one training run on one device; None is no cap. Applies them and measures the peaks."""
+    """Holds the memory caps of one training run on one device (None: no cap), applies them, and measures the peaks."""
 
     def __init__(self, device: torch.device, gpu_limit_bytes: int | None, ram_limit_bytes: int | None):
         if device.type == "cuda" and device.index is None:  # torch's cap needs an index
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.ram_phases: dict[str, int] = {}  # the peak of each phase so far; empty if the system does not measure it
+        self.ram_phases: dict[str, int] = {}  # {phase: peak so far}; empty if the system cannot reset peaks
         self._phase, self._ram_peak_bytes = "prepare", 0
         self.gpu_limit_bytes = gpu_limit_bytes if device.type == "cuda" else None
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
         """Caps PyTorch's GPU allocator a little below the GPU limit (OVERSHOOT_BYTES), or at `allocator_bytes` if that
-        is less. Raises LowmemError if less than `planned_bytes` (None: the whole limit) is free on the card."""
+        is less. Raises LowmemError if the card has less free memory than `planned_bytes`, or, if that is None, than the
+        GPU limit."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
@@ -63,8 +63,8 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def enter(self, phase: str) -> str:
-        """Begins a new phase of the training run, for the peaks in `ram_phases`. Returns the name of the phase before:
-        "prepare" at first."""
+        """Ends the current phase of the training run, stores its peak in `ram_phases`, and begins `phase`. Returns the
+        name of the phase that ended. The first phase is "prepare"."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -82,8 +82,8 @@ class Budget:
             self.enter(before)
 
     def peaks(self) -> dict[str, int | None]:
-        """Returns the largest memory use since the training run began, in bytes, by its names in metrics.jsonl. A
-        figure is None if the device does not have it."""
+        """Returns the largest memory use since the training run began, {name in metrics.jsonl: bytes}. Without a GPU,
+        the GPU's values are None."""
         cuda = self.device.type == "cuda"
         return {
             "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
@@ -92,8 +92,8 @@ class Budget:
         }
 
     def check(self, where: str) -> None:
-        """Raises CapExceeded if a measured peak is above its cap. `where`, for the message, names the place in the
-        training run."""
+        """Raises CapExceeded if a measured peak is above its cap. `where`: the current place in the training run, for
+        the message."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),
@@ -108,7 +108,7 @@ def ram_peak_bytes() -> int:
     """Returns the peak of this process's resident set so far, page-locked memory included."""
     with suppress(OSError):
         for line in (_PROC / "self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):  # starts with the program; ru_maxrss is inherited from its parent
+            if line.startswith("VmHWM:"):  # begins with the program; ru_maxrss may be its parent's
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

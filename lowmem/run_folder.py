@@ -1,4 +1,4 @@
-"""Lists the files in the folder of a training run, checks whether they can be written, and tells them from data.
+"""Lists the files in a training run's folder, checks whether they can be written, and distinguishes them from data.
 
 With `--data .` and `--out runs/x`, the data must not include the files of that training run. So these are left out when
 a folder of data is read:
@@ -25,13 +25,13 @@ FILES = (
     *("loss.png", "memory.png", "report.html"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
-_REPLACED = ("data", "model")  # a new one replaces the old one by a rename
-_OF_A_DISK = {"lost+found"}  # in an otherwise empty folder
+_REPLACED = ("data", "model")  # a new folder replaces the old one by a rename
+_OF_A_DISK = {"lost+found"}  # in the empty root folder of a disk
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Splits `files` into those that are data, and the files and folders that training runs have written. All `files`
-    are below `root`; `out` is the folder of this training run."""
+    """Splits `files` into data and output of training runs. Returns the files that are data, and the files and folders
+    that training runs have written. All `files` are below `root`. `out`: the folder of this training run."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -41,7 +41,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
     known: dict[Path, Path | None] = {}
 
     def source(path: Path) -> Path | None:
-        """Returns the training run's file or folder that is or contains `path`; None if `path` is data."""
+        """Returns the file or folder of a training run that is or contains `path`. Returns None if `path` is data."""
         if path in (root, path.parent):
             return None
         if path not in known:
@@ -120,8 +120,8 @@ def why_not_writable(out: Path) -> str | None:
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """Returns the error for a folder `out` that cannot be written. `reason`: the operating system's words, or the
-    answer of `why_not_writable`."""
+    """Returns the error for a folder `out` that cannot be written. `reason`: the operating system's error text, or the
+    result of `why_not_writable`."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 

@@ -1,12 +1,12 @@
 """Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
 Names end with their unit of measurement (``gpu_limit_bytes``). Each field is also a command-line option
-(run/options.py): its type says what may be typed, its metadata what ``--help`` shows and what depends on it. Scripts
-fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves them as
-``settings.json``.
+(run/options.py). Its type defines the values that can be typed. Its metadata have the text for ``--help``, and marks
+(Mark). Scripts fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves them
+as ``settings.json``.
 
-``None`` means that the planner chooses (``micro_batch``, ``group``, ``segment_blocks``), that the environment does
-(``wandb``, ``report_to``), that other settings do (``out``), or no limit (``clip_norm``, a memory cap).
+``None`` leaves the choice to the planner (``micro_batch``, ``group``, ``segment_blocks``), to the environment
+(``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and the memory caps, it means no limit.
 """
 
 import math
@@ -19,17 +19,17 @@ from lowmem.errors import InputError
 from lowmem.fields import SAVE_EVERY, Specs, checked, option_name
 from lowmem.units import GIB, format_size
 
-TRACKERS = ("tensorboard", "wandb")  # what a run can report to
-_ALONE = ("none", "all")  # words that are not combined with them
-DEFAULT_EPOCHS = 1.0  # the length of a run that was given neither steps nor epochs
-MOST_TOKENS = 2**26  # of a step: four times Llama 3's largest; more make planning slow
-AUTO = "auto, the planner chooses"  # for options whose "auto" is None
+TRACKERS = ("tensorboard", "wandb")  # programs that a run can report to
+_ALONE = ("none", "all")  # values of --report-to that cannot be combined with trackers
+DEFAULT_EPOCHS = 1.0  # the length of a run if neither steps nor epochs are given
+MOST_TOKENS = 2**26  # per step: four times Llama 3's largest batch; more tokens make planning slow
+AUTO = "auto, the planner chooses"  # shown for options that store "auto" as None
 
 
 class Mark(Flag):
-    """Says what depends on a setting. Settings carry these flags in their metadata."""
+    """Flags in a setting's metadata. A flag names something that depends on the setting."""
 
-    RUN = auto()  # the bits of a run: a run that is resumed must have the same
+    RUN = auto()  # the bits of a run; a resumed run must have the same value
     TOKENS = auto()  # the tokens of a data set
 
 
@@ -38,8 +38,8 @@ RUN, TOKENS = Mark
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
     """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, unless the field's type
-    says it. `shown`: the default in words, if `default` is None. `marks`: what depends on the
-    setting: the bits of a run (RUN), the tokens of a data set (TOKENS)."""
+    says it. `shown`: the default in words, if `default` is None. `marks`: RUN if the bits of a run depend on the
+    setting, TOKENS if the tokens of a data set do."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
@@ -274,7 +274,7 @@ class Settings:
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the optimizer steps of the whole training run: `steps`, or else `epochs` (default 1) times
+        """Returns the number of optimizer steps of the whole training run: `steps`, or else `epochs` (default 1) times
         `steps_per_epoch`, rounded up. Raises InputError if the warm-up is longer."""
         if self.steps is not None:
             return self.steps
@@ -286,7 +286,7 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings with this mark. `settings` may be another object with these attributes."""
+    """Returns {name: value} of the settings with this mark. `settings` may be any object with these attributes."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 
@@ -302,7 +302,7 @@ def in_words(name: str, value: Any) -> str:
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))
-_CONFLICTS = (  # settings that cannot be combined, and what a refusal says after the first of them
+_CONFLICTS = (  # ({field: value} that cannot be combined, the refusal's text after the first field)
     ({"weights": "streamed", "states": "resident"}, "updates weights with their states: leave out --states resident"),
     ({"weights": "streamed", "recompute": "off"}, "recomputes blocks in backward: leave out --recompute off"),
     ({"boundaries": "streamed", "recompute": "off"}, "is for blocks that are recomputed: leave out --recompute off"),
@@ -312,7 +312,7 @@ _CONFLICTS = (  # settings that cannot be combined, and what a refusal says afte
     ({"network_rate_bytes": None}, "must be a size, the bytes that come to a machine in a second, as in 1GiB"),
 )
 
-# --demo's defaults instead of a script's: a small model from random weights, minutes on two CPU cores.
+# Defaults with --demo, in place of a script's: a small model from random weights, for minutes on two CPU cores.
 DEMO = {
     **{"model": "gpt2-demo", "init": "random"},
     **{"seq": 256, "batch": 16, "micro_batch": 8, "steps": 150, "lr": 1e-3, "eval_every": 50, "eval_batches": 4},

@@ -15,8 +15,8 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores a failure of output in the block. If the terminal or the program behind a pipe has gone away, all later
-    output is dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure,
+    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, all later output is
+    dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure,
     such as a full disk, raises LowmemError."""
     try:
         yield
@@ -39,7 +39,7 @@ def say(sentence: str) -> None:
 
 
 def escape_what_stdout_lacks() -> None:
-    """Makes stdout write characters that its encoding lacks as escapes, as stderr does, from now on."""
+    """Makes stdout, like stderr, print escapes for characters that its encoding cannot represent."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -61,7 +61,7 @@ def for_terminal(text: str, stream: TextIO | None) -> str:
 
 
 def filled(text: str, width: int, indent: str = "  ") -> str:
-    """Returns `text`, its lines wrapped between words at `width` columns. `indent` starts the lines that this adds."""
+    """Returns `text`, its lines wrapped between words at `width` columns. Continuation lines begin with `indent`."""
     return "\n".join(
         textwrap.fill(
             line,

@@ -19,9 +19,9 @@ from lowmem.errors import InputError
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET, ZIP = b"PAR1", b"PK\x03\x04"  # how these files begin; torch.save writes a zip archive
-_START_BYTES = 512  # that tell what a file is; the head of a tar archive
-_TEXTS = (".json", ".txt", ".jinja")  # of a model's folder
-_KINDS = {  # by the first bytes of a file: its kind, and advice
+_START_BYTES = 512  # enough to recognize a file's kind: the header of a tar archive
+_TEXTS = (".json", ".txt", ".jinja")  # text files of a model's folder
+_KINDS = {  # {first bytes of a file: (its kind, advice)}
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
     b"\xfd7zXZ\0": ("compressed with xz", "unpack it with unxz"),
@@ -55,8 +55,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if the file is a Git LFS pointer, or begins like a file of another kind than it should be.
-    `binary`: None if it should be text. Otherwise the first bytes of the kind that it should be, b"" if they vary."""
+    """Raises InputError if the file is a Git LFS pointer, or if its first bytes show that it is of an unexpected kind.
+    `binary`: None if text is expected; else the first bytes of the expected kind, b"" if they vary."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -68,8 +68,8 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """Yields the file's lines, each with its end. A line of more than `most_bytes` comes in several parts; -1 for no
-    limit. Raises InputError for a file of another kind, and for text that is not UTF-8."""
+    """Yields the file's lines, each with its line end. A line of more than `most_bytes` comes in several parts; -1 for
+    no limit. Raises InputError for a file that is not text, and for text that is not UTF-8."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -122,8 +122,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns `folder`, or a temporary folder of links if its text files have byte-order marks or `instead` is given.
-    There text files have no mark, and `instead`, {name: content}, replaces or adds files."""
+    """Returns a folder like `folder`, whose text files have no byte-order marks. `instead`, {name: content}, replaces
+    or adds files. That is `folder` itself if nothing changes, else a temporary folder with links to unchanged files."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -151,7 +151,7 @@ class _GivenTwice(Exception):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict of `pairs`. Python's json would silently take the last of two equal keys."""
+    """Returns a dict of `pairs`. Raises _GivenTwice for two equal keys; Python's json would silently take the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise _GivenTwice

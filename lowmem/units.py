@@ -8,14 +8,14 @@ _FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
 _FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_UNITS = "s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?"  # of which the first letter counts
+_UNITS = "s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?"  # only the first letter counts
 _INTERVAL = re.compile(rf"\s*([0-9]{{1,12}}(?:\.[0-9]+)?)\s*((?:{_UNITS})?)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str) -> int:
     """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``. Raises ValueError for anything
-    else. ``GB`` and ``MB`` count as powers of ten: half of the users mean powers of two, and for a cap the smaller is
+    else. ``GB`` and ``MB`` are powers of ten. Half of the users mean powers of two, but for a cap the smaller value is
     safe."""
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -32,7 +32,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Returns the number in an interval of steps, such as ``500``. Returns a time, such as ``30min``, ``2h`` or
+    """Returns an interval such as ``500``, a number of steps, as int. Returns a time, such as ``30min``, ``2h`` or
     ``90s``, as text. Raises ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):

@@ -1,5 +1,5 @@
 """Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and the step for your own
-training loop. Planning, loading, the update, checkpoints and the export are those of the scripts. Your own loop lacks
+training loop. Planning, loading, updates, checkpoints and exports are the same as in the scripts. Your own loop lacks
 schedules, pictures, the report, signals, and recovery when GPU memory runs out."""
 
 import json
@@ -38,7 +38,7 @@ from lowmem.settings import Settings
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=4)  # of a caller of one of the functions below
+    warnings.warn(sentence, stacklevel=4)  # the warning names the line that called a function below
 
 
 def _check_kind(settings: Settings) -> None:
@@ -81,10 +81,10 @@ def train(settings: Settings) -> dict:
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
     one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
-    not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a folder that
-    `LoadedModel.save` or a run of the scripts has written to. Loads its newest undamaged checkpoint, and sets the
-    model's `done` to its step; without a checkpoint loads the first weights and warns (UserWarning). Also warns if
-    fused kernels or page-locked memory are missing, which makes steps slower. Raises the same errors as `train`."""
+    not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint,
+    or a folder with some from `LoadedModel.save` or a run of the scripts. Loads the newest undamaged one, and sets the
+    model's `done` to its step. Without one, loads the initial weights and warns (UserWarning). Also warns if fused
+    kernels or page-locked memory are missing, which makes steps slower. Raises the same errors as `train`."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -137,7 +137,7 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     dtype cannot hold a weight. Warns (UserWarning) of a weight that is not finite, and of a file that could not be
     written."""
     folder = Path(folder).expanduser()
-    about = folder / "README.md"  # of each export
+    about = folder / "README.md"  # every export has one
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, and an export is a folder: give a new one")
     if (

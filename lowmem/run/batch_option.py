@@ -19,7 +19,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
     """Returns `chosen`, {option: value}, with `batch` and `micro_batch` in place of other trainers' options
     (PER_DEVICE, AT_ONCE, ACCUMULATION). `spelled`: {option: its name as the user typed it}. `say` gets a sentence if
-    the batch was computed. Raises InputError if the batch stays unknown, or if two options contradict each other."""
+    the batch was computed. Raises InputError if the batch is still unknown, or if two options contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

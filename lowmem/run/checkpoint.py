@@ -1,7 +1,7 @@
 """Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
 
     checkpoints/step-00000123/
-      block-0-matrices.safetensors   a file per part, a unit's matrices or vectors: flat `working`, `m`, `v`, ...
+      block-0-matrices.safetensors   one file for a unit's matrices, one for its vectors: flat `working`, `m`, ...
       state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
       metrics.jsonl                  a row per step until then, without times and memory
       manifest.json                  size and hash of each file; written last
@@ -42,8 +42,8 @@ _ADVICE |= {errno.EFBIG: "raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args`: a sentence with the step and the system's error, and advice
-    to the user."""
+    """Says that a checkpoint could not be written. `args`: (a sentence with the step and the system's error, advice to
+    the user)."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -54,10 +54,10 @@ def save_checkpoint(
     folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None,
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes `store` (weights and optimizer states), `state` (JSON; "step": optimizer steps done) and the
-    result of `metrics` (the rows so far, as text; None: no file) as folder/checkpoints/step-..., and returns that path.
+    """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. It has the weights and optimizer states
+    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns its rows as text; None: no rows.
 
-    Call TrainingStep.flush before, so that no update is waiting. All ranks must call this; rank 0 writes. Keeps the
+    Call TrainingStep.flush before, so that no update is pending. All ranks must call this; rank 0 writes. Keeps the
     newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
     steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier checkpoints intact,
     if the disk or a quota is full or the folder cannot be written.
@@ -116,7 +116,7 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
     """Returns the part's weights ("working") and optimizer states, {name: (tensor, entries)}. The tensor is the share
-    that this rank stores. `entries` counts those of the whole flat tensor."""
+    that this rank stores. `entries` is the number of entries of the whole flat tensor."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -127,7 +127,7 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the first bytes of a part's .safetensors file. The metadata say where each parameter is in the flat
+    """Returns the first bytes of a part's .safetensors file. Its metadata give the place of each parameter in the flat
     tensors: [start, *shape]."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
@@ -156,7 +156,7 @@ def load_newest(
 ) -> tuple[Path, dict] | None:
     """Loads the first undamaged one of `checkpoints` (newest first) into `store`. Returns its path and the content of
     its state.json. `identity`: that of this training run (identity.py). `say` gets a sentence about each damaged one.
-    If all are damaged, raises Damaged if `required`; otherwise renames them, zeroes `store` and returns None."""
+    If all are damaged, raises Damaged if `required`. Otherwise renames them, zeroes `store` and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -173,8 +173,8 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json, with "metrics"
-    as in save_checkpoint. With several ranks, each reads all files and keeps its own share of the tensors.
+    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json, with the text of
+    metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps its share of the tensors.
 
     Raises InputError, before `store` is changed, if a run with this `identity` (identity.py) cannot go on from the
     checkpoint. Does the same if a file or tensor is missing, or is of another model, optimizer or precision. Raises
@@ -209,7 +209,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
 
 
 def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
-    """Reads `size_bytes` that are another rank's, because the file's hash covers them. `fill` reads into a buffer."""
+    """Reads and drops `size_bytes` of another rank, because the hash covers them. `fill` is from Manifest.checked."""
     while size_bytes > 0:
         fill(memoryview(bytearray(min(size_bytes, CHUNK_BYTES))))
         size_bytes -= CHUNK_BYTES

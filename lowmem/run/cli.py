@@ -34,14 +34,14 @@ TRAIN = {
 
 _NEGATIVE = re.compile(r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan)$", re.IGNORECASE)
 _HINTS = {item.name: item.type for item in fields(Settings)}
-_REPLACED = {  # options of a lower layer that an option of a higher layer replaces, because they set the same thing
+_REPLACED = {  # {option: options of lower layers that it replaces, because they set the same thing}
     **{"steps": ("epochs",), "epochs": ("steps",)},
     **{"batch": (PER_DEVICE, ACCUMULATION), PER_DEVICE: ("batch",), ACCUMULATION: ("batch",)},
 }
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses options as ArgumentParser does, but raises InputError where that would print usage and exit."""
+    """Parses options like ArgumentParser, but raises InputError instead of printing the usage and exiting."""
 
     def error(self, message: str):
         message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
@@ -63,8 +63,8 @@ class Help(argparse.HelpFormatter):
 
 class _Record(argparse.Action):
     """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). A repeated option
-    replaces the earlier value, or adds to a list. Raises InputError if two names of one option have different
-    values."""
+    replaces the earlier value, or is added to it if the field takes several (SEVERAL). Raises InputError if two names
+    of one option have different values."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -110,8 +110,8 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
-    """Returns {field of Settings: value} chosen by the command line and its --config file, and the program's other
-    options."""
+    """Returns {field of Settings: value} as the command line and its --config file set them, and a namespace with the
+    program's other options."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
@@ -133,13 +133,13 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
     if chosen.get("demo", defaults.demo):
         base = _over(base, DEMO)
     if "batch" in chosen:
-        base |= {"micro_batch": None, "group": None}  # they were chosen for another batch
+        base |= {"micro_batch": None, "group": None}  # the defaults were chosen for another batch
     return Settings(**_over(base, chosen))
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """Returns the options of `lower` and `upper` together; `upper` wins. It also removes options from `lower` that set
-    the same thing: `steps` removes `epochs` (_REPLACED)."""
+    """Returns the options of both layers; `upper` wins over `lower`. An option in `upper` also removes those in `lower`
+    that set the same thing (_REPLACED): `steps` removes `epochs`."""
     replaced = {name for field, value in upper.items() if value is not None for name in _REPLACED.get(field, ())}
     return {field: value for field, value in lower.items() if field not in replaced} | upper
 
@@ -187,14 +187,14 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
 
 
 def _listed(of: str, problems: list[str]) -> str:
-    """Returns the only problem, or a text with a line for each. `of` names the group they are in: "the options"."""
+    """Joins `problems` into one text: a single one alone, several as a list. `of` names their group: "the options"."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} of {of} cannot be used:", *problems))
 
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
-    """Returns the field of Settings that a settings file's `key` names, and its `value` as Settings stores it."""
+    """Returns the field of Settings that `key` in a settings file names, and `value` as Settings stores it."""
     if _dashed(key) == "config":
         raise InputError(f"{key}: a settings file cannot name another one.")
     if _dashed(key) not in NAMES:
@@ -246,7 +246,7 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """Returns argparse's keywords for the option `name`. A switch or a flag needs no value."""
+    """Returns the keyword arguments of add_argument for the option `name`. A switch or a flag needs no value."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

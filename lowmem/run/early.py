@@ -27,8 +27,8 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run. Returns them with the run folder in `out`, and with `model` replaced as by
-    with_recognized_model. `say` gets a sentence about each change. Raises InputError if training cannot work."""
+    """Checks the settings of a training run. Returns them with the run folder in `out`, and with the `model` that
+    with_recognized_model gives. `say` gets a sentence about each change. Raises InputError if training cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -55,8 +55,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks only what a plan depends on: the machine, the card, the model. Returns the settings with `model` replaced
-    as by with_recognized_model."""
+    """Checks only the machine, the card and the model, on which a plan depends. Returns the settings with the `model`
+    that with_recognized_model gives. Raises InputError if one of the three cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:

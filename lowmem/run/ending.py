@@ -38,7 +38,7 @@ class Ending:
     def __init__(self, session: Session):
         self.failed: list[str] = []
         self._exported = False  # whether the weights are in model/
-        self._all_ranks_here = session.ranks.count > 1  # in code that all of several ranks execute
+        self._all_ranks_here = session.ranks.count > 1  # True in code that all ranks execute, if there are several
         self._session = session
 
     def was_finished(self) -> bool:
@@ -64,8 +64,8 @@ class Ending:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Catches an error in the block and logs it, so that the rest of the end still happens. `name` names the block
-        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. With several ranks, passes
-        on an error of one rank alone, because the others would wait for it."""
+        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. In code that several ranks
+        execute, does not catch an error of one rank either, because the other ranks would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -115,7 +115,7 @@ class Ending:
 
     def _take_best(self, done: int) -> int | None:
         """Returns the step whose weights are exported: `done`, the last one, or, with --keep-best, the one with the
-        lowest held-out loss, whose checkpoint it loads. Returns None if the weights are then incomplete."""
+        lowest held-out loss, after loading its checkpoint. Returns None if none could be loaded."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done

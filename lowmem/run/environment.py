@@ -1,7 +1,7 @@
 """Protects training from environment variables that other packages read. A bad value must not cause a bare traceback.
 
-PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) fails its
-import. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
+PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) makes its
+import fail. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
 """
 
 import getpass
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from lowmem.errors import InputError, first_line
 
-_FALSE_ALARMS = {  # {logger: how its message begins}; each says something that is not so here
+_FALSE_ALARMS = {  # {logger: the beginning of a message that is not true here}
     "transformers.tokenization_utils_base": "Token indices sequence length is longer than the specified maximum",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "bitsandbytes.cextension": "The installed version of bitsandbytes was compiled without GPU support",
@@ -26,9 +26,9 @@ _FALSE_ALARMS = {  # {logger: how its message begins}; each says something that 
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Makes sure that no warning in the block is raised as an error. If a filter of Python's warnings would do so, uses
-    Python's default filters instead. Also drops misleading log messages of other packages (_FALSE_ALARMS), from then
-    on."""
+    """Makes sure that no warning in the block is raised as an error. If a filter turns warnings into errors, Python's
+    default filters apply in the block instead. Also drops some misleading log messages of other packages
+    (_FALSE_ALARMS), even after the block."""
     for name in _FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
@@ -45,8 +45,8 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """Turns an exception that a package's import raises in the block into an InputError, which names the environment
-    variables that the exception quotes. Passes on ImportError. Raises InputError for PYTHONOPTIMIZE=2."""
+    """Turns an error of a package's import in the block into an InputError. The message names the environment variables
+    whose values the error quotes. Passes on ImportError. Raises InputError for PYTHONOPTIMIZE=2."""
     _name_the_user()
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
@@ -71,11 +71,11 @@ def variables_blamed() -> Iterator[None]:
 
 
 def limit_waiting_of_threads() -> None:
-    """Sets GOMP_SPINCOUNT: how long OpenMP's threads keep a processor busy while they wait for one another. On a busy
-    machine, they then sleep at once.
+    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. On a busy machine,
+    waiting threads then sleep at once.
 
-    Does nothing if the user has set it (or OMP_WAIT_POLICY), or if PyTorch is already imported, because OpenMP reads it
-    only once. The values come from `python -m experiments.bench.threads`.
+    Does nothing if the user has set that variable or OMP_WAIT_POLICY, or if PyTorch is already imported, because OpenMP
+    reads it only once. The values come from `python -m experiments.bench.threads`.
     """
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return
@@ -88,7 +88,7 @@ def limit_waiting_of_threads() -> None:
 
 
 def _other_running_threads() -> int:
-    """Returns how many threads of the machine run or could run now, besides this one. 0 if the system does not tell."""
+    """Returns the number of other threads on the machine that run or could run now; 0 if the system does not tell."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("procs_running")) - 1
@@ -97,8 +97,8 @@ def _other_running_threads() -> int:
 
 
 def _name_the_user() -> None:
-    """Sets USER if the user has only a number and no name, as in a container. PyTorch before 2.13 asks for the name on
-    import."""
+    """Sets the variable USER if the user has only a number and no name, as in a container. PyTorch before 2.13 asks for
+    the name on import."""
     try:
         getpass.getuser()
     except (KeyError, OSError):

@@ -37,14 +37,14 @@ def evaluated(session: Session) -> dict:
 
 
 def due(session: Session, done: int) -> bool:
-    """Returns True if the held-out loss is to be evaluated after step `done`, from 1."""
+    """Returns True if the held-out loss is to be evaluated after step `done`, counted from 1."""
     every = session.settings.eval_every or session.steps
     return bool(session.data.evaluations) and (done == session.steps or done % every == 0)
 
 
 def is_missing(session: Session) -> bool:
     """Returns True if an evaluation is to be made before the first step of `session`. A new training run needs one. A
-    resumed one needs one if a signal or an error has skipped the evaluation after the last step that is done."""
+    resumed run needs one if a signal or an error has skipped the evaluation after its last step."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
@@ -84,8 +84,8 @@ def best_kept(session: Session, done: int) -> Best:
 
 
 def take_samples(session: Session, done: int, last: bool = False) -> None:
-    """Logs the model's continuation of each --sample-prompt after `done` steps. `last`: training has ended, so the log
-    shows the first sample of each prompt again."""
+    """Logs the model's continuation of each --sample-prompt after `done` steps. `last`: True if training has ended;
+    then the log also shows the first sample of each prompt again."""
     prompts = each(session.settings.sample_prompt)
     if not prompts:
         return
@@ -107,10 +107,10 @@ def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
     alone: bool = True,
 ) -> str:  # fmt: skip
-    """Returns "sample: ", then `prompt` and at most SAMPLE_TOKENS tokens of the model's continuation; or "no sample: "
-    and the reason. With `chat`, the continuation is the answer to the user's `prompt`. `temperature`: 0 takes the
-    likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not change. If this process is not
-    `alone`, RuntimeErrors are raised (torch.OutOfMemoryError is one), because the other ranks wait for it."""
+    """Returns "sample: " and the model's continuation of `prompt`, at most SAMPLE_TOKENS tokens, or "no sample: " and
+    the reason. A decoder's sample begins with `prompt`. With `chat`, the continuation is the answer to it.
+    `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not
+    change. If not `alone`, raises RuntimeErrors (torch.OutOfMemoryError is one), because other ranks wait for it."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:

@@ -1,7 +1,7 @@
-"""Makes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
+"""Computes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
 
-Everything here is made of the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json
-and report.json. No package is imported, so `python -m lowmem report` starts at once.
+All are computed from the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json and
+report.json. Imports no packages, so that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lowmem.units import format_seconds, format_size
 
-MEDIAN_OVER = 25  # steps whose median is a smoothed loss; a run of four times as many steps gets one
+MEDIAN_OVER = 25  # steps in the median of a smoothed loss; only runs of four times as many have one
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, f
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: of metrics.jsonl.
-    `eval_first`: the loss before the first step. Without any evaluation, step 0 has the loss NaN."""
+    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: rows of
+    metrics.jsonl. `eval_first`: loss before the first step. Without evaluations, returns step 0 with the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
@@ -45,7 +45,7 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
     """Returns the value of the key `loss` in report.json. `exported_step`: the step whose weights are in model/, None
-    for the last. `diverged` is True if the held-out loss of these weights is higher than before training."""
+    for the last. `diverged` is True if their held-out loss is NaN or higher than before training."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -67,8 +67,8 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, versions: dict[str, str], sequences_per_step: int,
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """Returns the content of report.json, without the summary. A step's time is the median without the first step,
-    which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
+    """Returns the content of report.json, without the summary. Its time of a step is the median of all steps but the
+    first, which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
     # An earlier process of this run may have had the higher peak.
@@ -146,8 +146,8 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns a tuple for GPU memory, if there is a GPU, and one for RAM: "GPU" or "RAM", predicted bytes by name,
-    measured peak, cap. `plan`: content of plan.json. `measured`: peaks by their names in report.json."""
+    """Returns tuples ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap): one for GPU memory if there is a
+    GPU, and one for RAM. `plan`: content of plan.json. `measured`: {name in report.json: peak}."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -16,16 +16,16 @@ from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.run_folder import no_folder_to_resume, not_writable
 from lowmem.units import MIB, format_size
 
-MARGIN_BYTES = MIB  # headers, state.json, the manifest, and what a file system adds
-TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes: unfinished or being removed; replaced by a save of the same step
+MARGIN_BYTES = MIB  # for headers, state.json, the manifest, and the file system's own data
+TEMPORARY, ASIDE = ".tmp-", ".old-"  # prefixes: unfinished or being removed; moved aside by a save of the same step
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Creates `folder` and keeps other training runs out of it until the end of the block or of the process. If the
-    block writes nothing, removes the folders that were created. Raises InputError if another training run holds the
-    folder or it cannot be written."""
+    block writes nothing, removes the folders that were created. Raises InputError if another training run has locked
+    the folder, or if it cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -50,7 +50,7 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
     """Raises PlanError if the disk of the run folder `folder` has no room for the checkpoints and the exported model.
-    `disk`: bytes by name (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Files of an
+    `disk`: {name: bytes} (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Files of an
     earlier training run count as free room, because they are replaced. Optimizer states in `states_folder` count if it
     is on the same disk. On another disk, creating their file reserves the room."""
     each = disk["one_being_written"]
@@ -110,7 +110,7 @@ def sweep(root: Path) -> None:
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
     """Returns the checkpoints to resume from, newest first; an empty list means step 0. `resume`: "never", "auto"
-    (those of `folder`), or the path of a checkpoint or run folder, which must have one (InputError). `say` gets a
+    (those of `folder`), or the path of a checkpoint or of a run folder with some (else InputError). `say` gets a
     sentence about checkpoints of `folder` that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():

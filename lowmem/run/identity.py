@@ -1,8 +1,8 @@
 """Defines the identity of a training run: everything that its weights depend on, bit for bit. A checkpoint can only be
 resumed with the same identity.
 
-The identity is saved in `state.json`: the settings marked `RUN`, the values that were chosen for other settings (steps,
-device, precision, micro-batch), the hash of the data, and the fields of the model's config.
+The identity is saved in `state.json`. It has the settings marked `RUN`, values that were chosen for other settings
+(steps, device, precision, micro-batch), the hash of the data, and the fields of the model's config.
 """
 
 import json
@@ -18,7 +18,7 @@ from lowmem.planning.plan import Plan
 from lowmem.run.learning_rate import longer
 from lowmem.settings import FIELD_NAMES, RUN, Settings, marked
 
-_NOT_COMPUTED = {  # fields of a config.json that say nothing about the computation
+_NOT_COMPUTED = {  # fields of a config.json that do not change the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
     *("transformers_version", "use_cache", *SWITCHES),
 }

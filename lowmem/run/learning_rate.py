@@ -1,8 +1,8 @@
 """Computes the learning rate of each optimizer step, also if training is extended to more steps.
 
-Training may be extended beyond its last step if its learning rate has a natural continuation. A constant rate stays, or
-falls to 0 from the step at which training resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395). A cosine
-or a line that was made for fewer steps would have to rise again. So extending it is refused, and the message names
+Training may be extended beyond its last step if its schedule was constant, or is constant from then on. A constant rate
+stays, or falls to 0 from the step at which training resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395).
+A cosine or linear schedule for fewer steps would have to rise again. So extending it is refused, and the message names
 alternatives.
 """
 
@@ -17,9 +17,9 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Describes the learning rate over a training run. It rises in a line to `peak` and stays until `decay_from`. Then
-    it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays ("constant"). The last three fields count
-    optimizer updates."""
+    """Describes the learning rate over a training run. It rises linearly to `peak` and stays there until `decay_from`.
+    Then it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays ("constant"). The last three fields
+    count optimizer updates."""
 
     peak: float
     schedule: str
@@ -54,10 +54,10 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns {name: value in `saved`} of the settings COURSE (steps, schedule, lr), in which an extended run may
-    differ, if `wanted` has more steps, or no "steps" yet. Otherwise returns an empty dict. Both are identities
-    (identity.py); `wanted` may be a part of one. Raises InputError if neither schedule is constant, because such a run
-    cannot be extended."""
+    """Checks whether a run with the identity `saved` may be extended to `wanted`, an identity or a part of one
+    (identity.py). If so, returns the values in `saved` that may change: {name: value} of steps, schedule and lr
+    (COURSE). Does the same if `wanted` has no "steps" yet. Returns {} if `wanted` has no more steps than `saved`, or if
+    `saved` lacks one of these values. Raises InputError if `wanted` has more steps and neither schedule is constant."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}
@@ -71,7 +71,7 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Says how the learning rate goes on in a run extended to more steps. `saved`: its checkpoint's state."""
+    """Says how the learning rate goes on in a run extended to more steps. `saved`: the state of its checkpoint."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(
@@ -82,5 +82,5 @@ def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
 
 
 def warmup_updates(warmup: float, updates: int) -> int:
-    """Returns `warmup` as a number of updates; below 1 it is a share of all `updates`."""
+    """Returns the number of warm-up updates. `warmup`: this number or, if below 1, a share of all `updates`."""
     return math.ceil(warmup * updates) if warmup < 1 else int(warmup)

@@ -24,10 +24,10 @@ _OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Holds a model that is ready to train, on the device. `step` trains every parameter; its updates may wait for the
-    next step, or for `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat tensors
-    (`step.store`). `tokenizer`: the model's, or a byte-level one for a random model that has none. `done`: number of
-    steps in the checkpoint that the model was loaded from, 0 without one."""
+    """Holds a model that is ready to train, on the device. `step` trains every parameter; some updates stay pending
+    until the next step or `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat
+    tensors (`step.store`). `tokenizer`: the model's, or a byte-level one for a random model that has none. `done`:
+    number of steps in the checkpoint that the model was loaded from, 0 without one."""
 
     settings: Settings
     config: PretrainedConfig
@@ -69,7 +69,7 @@ class LoadedModel:
     def state(self, done: int) -> dict:
         """Returns the step's counters for the state.json of a checkpoint. `done`: number of steps made."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
-        ranks = self.step.store.ranks  # if there is a choice of who shares a model, the bits depend on it
+        ranks = self.step.store.ranks  # with several machines, the bits depend on how many share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
 
     def read(
@@ -85,6 +85,6 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns everything that the result of a step depends on, except what your own loop chooses."""
+        """Returns the training run's identity (identity.py), without the settings that your own loop chooses."""
         identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

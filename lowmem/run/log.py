@@ -1,7 +1,7 @@
 """Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
 
 metrics.jsonl is the record (metrics.py). A step's row is written when the step is done, so a killed run keeps every
-finished row. If the disk takes no line, training goes on, and the line is written with the next one.
+finished row. If the disk is full, training goes on, and a line that could not be written is written with the next one.
 """
 
 import statistics
@@ -21,12 +21,12 @@ from lowmem.settings import Settings
 from lowmem.terminal import beside, for_terminal, has_room_for_a_bar, output
 from lowmem.units import counted, format_size
 
-_MOST_LINES = 50  # of steps, unless --log-every says otherwise
-_ETA_OVER = 101  # steps; their median ignores steps that were slow once, such as those that compiled
+_MOST_LINES = 50  # about steps, unless --log-every is given
+_ETA_OVER = 101  # steps in the median, which ignores single slow steps, such as those that compiled
 
 
 def continuation(row: dict) -> str:
-    """Returns the text that the model wrote, without the prompt. `row`: of samples.jsonl."""
+    """Returns the text that the model wrote, without the prompt. `row`: a row of samples.jsonl."""
     return row["text"].removeprefix("sample: ").removeprefix(row.get("prompt", ""))
 
 
@@ -36,19 +36,19 @@ def _when(step: int) -> str:
 
 class RunLog:
     """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
-    even after an error. `rows`, `samples`: those of metrics.jsonl and samples.jsonl so far, including those before
-    training was resumed."""
+    even after an error. `rows`, `samples`: the rows of metrics.jsonl and samples.jsonl so far. They include those from
+    before training was resumed."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
         self.samples: list[dict] = []
         self._folder, self._settings = folder, settings
-        self._said: list[str] = []  # until `start`: a run that is refused leaves no file behind
+        self._said: list[str] = []  # sentences before `start`, because a refused run must leave no file
         self._file = self._text = self._bar = None
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Takes the rows and the samples of the checkpoint with this `state`."""
+        """Takes over the rows and samples until the checkpoint with this `state` (from load_checkpoint)."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -60,7 +60,7 @@ class RunLog:
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
         """Opens the files, the progress bar and the trackers. `first_step` of `last_step` steps are done. `plan`:
-        content of plan.json. `held_out`: held-out losses evaluated after them, with the keys of a row."""
+        content of plan.json. `held_out`: held-out losses after `first_step`, as in a row of metrics.jsonl."""
         metrics, samples = self._folder / "metrics.jsonl", self._folder / "samples.jsonl"
         replace_file(metrics, as_lines(self.rows))
         replace_file(samples, as_lines(self.samples)) if self.samples else samples.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Records a step's row: the keys of `step_row`, and held-out losses if there are any."""
+        """Records a step's `row`: a result of step_row (metrics.py), with held-out losses if there are any."""
         self.rows.append(row)
         if (problem := self._file.write(as_line(row))) is not None:
             self.say(f"{problem}; training goes on, and writes the missing rows when there is room")
@@ -115,8 +115,8 @@ class RunLog:
             self._trackers.together(self.rows, self._planned)
 
     def sample(self, step: int, text: str, last: bool, prompt: str = "") -> None:
-        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. The last sample is shown
-        below the first one of this prompt."""
+        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. If `last`, also shows the
+        first sample of this prompt again."""
         row = {"step": step, "prompt": prompt, "text": text}
         others = [kept for kept in self.samples if kept["step"] != step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
@@ -141,7 +141,7 @@ class RunLog:
                 self._bar.close()
 
     def pictures(self, paths: list[Path]) -> None:
-        """Gives the pictures of the training run to the trackers."""
+        """Shows the training run's pictures, the files `paths`, in the trackers."""
         self._trackers.show("pictures", paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
@@ -178,13 +178,13 @@ class RunLog:
 
 
 def _round_interval(steps: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that divides `steps` into at most _MOST_LINES."""
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... at which `steps` steps make at most _MOST_LINES lines."""
     intervals = (first * 10**power for power in count() for first in (1, 2, 5))
     return next(every for every in intervals if steps <= _MOST_LINES * every)
 
 
 def _rate_and_norm(row: dict, between: str) -> str:
-    """Formats learning rate and gradient norm, in three digits: `lr 9.87e-4 norm 0.512`."""
+    """Formats learning rate and gradient norm, in three digits, separated by `between`: `lr 9.87e-4 norm 0.512`."""
     mantissa, exponent = f"{row['learning_rate']:.2e}".split("e")
     return f"lr {float(mantissa):g}e{int(exponent)}{between}norm {row['grad_norm']:.3g}"
 
@@ -201,14 +201,14 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Formats tokens per second. Adds the computed tokens if prompts and padding, which have no labels, are more than
-    1%."""
+    """Formats the tokens per second that are `trained` on. Adds all `computed` tokens per second if more than 1% of
+    these have no label (prompts and padding)."""
     of_computed = f" trained of {_number(computed)}" if computed - trained > 0.01 * computed else ""
     return f"{_number(trained)}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:
-    """Flattens nested dicts: {"plan": {"choice": {"group": 1}}} becomes {"plan/choice/group": 1}."""
+    """Flattens nested dicts: for `name` "plan", {"choice": {"group": 1}} becomes {"plan/choice/group": 1}."""
     flat = {}
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}
@@ -216,7 +216,7 @@ def _flat(name: str, content: dict) -> dict:
 
 
 class _Lines:
-    """Appends lines to a file without a buffer. Lines that the disk does not take are written together with the next
+    """Appends lines to a file without a buffer. Lines that could not be written are written together with the next
     ones."""
 
     def __init__(self, path: Path):
@@ -235,7 +235,7 @@ class _Lines:
         return None
 
     def close(self) -> None:
-        """Tries once more to write waiting lines, and closes the file."""
+        """Tries once more to write the lines that could not be written, and closes the file."""
         self.write("")
         self.closed = True
         with suppress(OSError):

@@ -44,9 +44,9 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
             raise
         rank = launched_rank()
         tells = getattr(error, "said_by", first_rank_here()) == rank
-        if not tells:  # torchrun stops all ranks as soon as one has ended: the one that tells must be the first
+        if not tells:  # torchrun stops all ranks when one ends, so the rank that prints must end first
             time.sleep(SECONDS_TO_TELL)
-        if tells or not hasattr(error, "said_by"):  # who still runs has an error of its own
+        if tells or not hasattr(error, "said_by"):  # a rank that still runs has another error
             say(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{said}")
         return said.exit_code
     return 0

@@ -1,7 +1,7 @@
 """Reads and writes the rows of a training run: metrics.jsonl, and the copy in each checkpoint.
 
 Each checkpoint has the rows until then, because those in the run folder may be another run's, or lack lines after a
-power cut. A resumed run goes on with them. A number that JSON cannot write is null in a file, and NaN when read back.
+power cut. A resumed run continues the checkpoint's rows. NaN and infinity are null in a file, and NaN when read back.
 """
 
 import json
@@ -27,8 +27,8 @@ _NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
-    """Returns one row of metrics.jsonl, without held-out losses. `tokens` counts labels; computed tokens are all that
-    go through the model, prompts and padding included."""
+    """Returns one row of metrics.jsonl, without held-out losses. Its `tokens` are those with a label. Computed tokens
+    are all that go through the model, prompts and padding included."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -61,15 +61,15 @@ def _rows_in(text: str) -> list[dict]:
 
 
 def computed(rows: list[dict]) -> str:
-    """Returns the content of a checkpoint's metrics.jsonl. Its rows are without times, speeds and memory, because the
+    """Returns the content of a checkpoint's metrics.jsonl. Its rows are without times, speeds and memory, so that the
     same command writes the same checkpoint, bit for bit."""
     return as_lines({key: row[key] for key in row if key not in _MEASURED} for row in rows)
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
     """Returns the rows of the checkpoint with this `state`, and whether the files in the run folder `folder` are of the
-    same run. Times, speeds and memory are those in `folder`, None if the same steps are not there. An older checkpoint
-    has no rows; then returns those in `folder`."""
+    same run. Times, speeds and memory come from `folder`; they are None for steps that are not there. A checkpoint of
+    an older version has no rows. Then returns the rows in `folder`, and True."""
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:
         return there, True
@@ -79,8 +79,8 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 
 def _step_made(row: dict) -> tuple[str, ...]:
-    """Returns what tells the step of `row` from one of another run. Held-out losses do not count: one that a stop had
-    skipped may have been added later."""
+    """Returns values of `row` that differ between the steps of different runs. Held-out losses are not among them,
+    because one that a stop had skipped may have been added later."""
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 

@@ -1,7 +1,7 @@
 """Names the run folder after the model and the data, if --out is not given.
 
-Of runs/NAME, runs/NAME-2, ... the first folder is taken that holds no run, or a run that these settings can go on with.
-So the same command resumes its own run, and another command starts a new one.
+It is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with. So the same
+command resumes its own run, and another command starts a new one.
 """
 
 import glob
@@ -22,9 +22,9 @@ from lowmem.run_folder import read_run_json
 from lowmem.settings import DEFAULT_EPOCHS, RUN, TOKENS, Settings, marked
 
 _ROOT = "runs"
-_UNNAMED = ("", "model", "config.json")  # last parts of a model's path that say nothing of it
+_UNNAMED = ("", "model", "config.json")  # last parts of a path that do not identify the model
 _MOST_CHARACTERS = 60  # of a model's or a text's name
-_MOST_NAMED = 3  # texts, or differences in a sentence
+_MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
@@ -81,7 +81,7 @@ def _length(values: dict) -> tuple[str, float]:
 
 
 def _is_longer(saved: dict, wanted: dict) -> bool:
-    """Returns True if the run that was `saved` can be extended to the length of `wanted` (learning_rate.py)."""
+    """Returns True if a run with the settings `saved` can be extended to the length of `wanted` (learning_rate.py)."""
     (unit, before), (other, now) = _length(saved), _length(wanted)
     try:
         return unit == other and bool(longer(saved | {"steps": before}, wanted | {"steps": now}))
@@ -110,5 +110,5 @@ def _text_name(spec: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Returns `name` with other characters than letters, digits, "_", "." and "-" replaced."""
+    """Returns `name`, shortened, with "-" for all characters except letters, digits, "_", "." and "-"."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:_MOST_CHARACTERS] or "unnamed"

@@ -1,10 +1,10 @@
-"""Lists the names of all options, and how their values are read. Every field of Settings is an option, read by its
-type.
+"""Lists the names of all options, and how their values are parsed. Every field of Settings is an option; its type
+decides how.
 
 Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
 they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
-on another batch than intended costs more than an error. batch_option.py multiplies names that make a batch together.
-For other unknown names, the message suggests the nearest name.
+on another batch than intended costs more than an error. If several names together define the batch, batch_option.py
+computes it. For other unknown names, the message suggests the nearest name.
 
 Names have dashes here; the command line also takes them with underscores (cli.py).
 """
@@ -62,7 +62,7 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Returns the one of `names` that the user typed, itself or by another trainer's word (a key of `synonyms`)."""
+    """Returns the one of `names` that `typed` is or means. `synonyms`: {another trainer's word: one of `names`}."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -70,14 +70,14 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Returns `value` if a flag is on (``--bf16``: "bf16", for --precision), and NOTHING if `typed` is off."""
+    """Returns `value` if `typed` switches a flag on (``--bf16``: "bf16", for --precision); NOTHING if it means off."""
     return value if switch(typed) else NOTHING
 
 
 # Titles of the groups in --help, by the first field of each.
 TITLES = {"model": "model", "data": "data", "batch": "training", "gpu_limit_bytes": "memory", "out": "run folder"}
 
-ALIASES = {  # by field, separated by spaces
+ALIASES = {  # {field: other names of its option, separated by spaces}
     "model": "model-name-or-path model-name pretrained-model-name-or-path base-model",
     "data": "dataset-name dataset dataset-path data-path train-file train-data",
     "eval_data": "validation-file eval-file eval-dataset validation-data val-data",
@@ -125,7 +125,7 @@ ALIASES = {  # by field, separated by spaces
     "wandb": "wandb-mode",
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-SYNONYMS = {  # of values, in lower case with underscores, by field
+SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
     "schedule": {"constant_with_warmup": "constant"},
     "precision": _DTYPES | {"no": "fp32"},  # of accelerate's mixed_precision
     "export_dtype": _DTYPES,
@@ -183,7 +183,7 @@ SPECIAL_ALIASES: dict[str, tuple[str, Parse]] = {
     ),
 }
 
-_REASONS = {  # names that would mislead, and what to use instead
+_REASONS = {  # {names that would mislead: the reason, or what to use instead}
     "batch-size train-batch-size": "trainers disagree on its meaning; use --batch for the sequences per optimizer step "
     "and --micro-batch for those that go through the model at once",
     "eval-batch-size per-device-eval-batch-size": "an evaluation takes as many sequences at once as training; "
@@ -239,7 +239,7 @@ _REASONS = {  # names that would mislead, and what to use instead
 }
 REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
 
-# Every name of every option, with dashes: its field, and how its value is read.
+# Every name of every option: {name with dashes: (field, parser of the value)}.
 NAMES = SPECIAL_ALIASES | {
     name: (field, parse)
     for field, (_, parse) in OPTIONS.items()

@@ -30,13 +30,13 @@ from lowmem.run_folder import is_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
-MOST_POINTS = 2000  # of a curve; a longer run has every second, third, ... step in its page
+MOST_POINTS = 2000  # of a curve; of a longer run, the page has every second, third, ... step
 _PLACEHOLDER = "null /* the data of the runs */"
 _PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes")
 
 
 def write_page(folders: Sequence[Path], path: Path) -> None:
-    """Writes a page about the training runs in `folders` to `path`. Raises InputError if a folder is no run."""
+    """Writes a page about the training runs in `folders` to `path`. Raises InputError if a folder has no run."""
     for folder in folders:
         if not is_run(folder):
             raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
@@ -104,7 +104,7 @@ def _remarks(report: dict) -> list[str]:
 
 
 def _columns(rows: list[dict]) -> dict[str, list]:
-    """Returns {curve: its values}. A long run is thinned out; its smoothed loss is made of all steps."""
+    """Returns {curve: its values}. Leaves out steps of a long run (MOST_POINTS), but smooths all steps' losses."""
     kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]

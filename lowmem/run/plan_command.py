@@ -1,5 +1,5 @@
-"""Runs `python -m lowmem.plan` and --plan-only: predicts what training a model takes, without a GPU and without its
-weights."""
+"""Runs `python -m lowmem.plan` and --plan-only: predicts the memory and time that training a model takes. Needs neither
+a GPU nor the model's weights."""
 
 import json
 import sys
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan, as text or `as_json`. `gpus`: torchrun's processes on each of `machines` machines; the plan is
-    for one of them. If `write`, also writes plan.json and memory.png into a run folder that holds no training run."""
+    """Prints the plan, as text or `as_json`. It is for one of torchrun's processes: `gpus` on each of `machines`
+    machines. If `write`, also writes plan.json and memory.png into a run folder that holds no training run."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

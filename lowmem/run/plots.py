@@ -17,7 +17,7 @@ from lowmem.errors import first_line
 from lowmem.run.figures import MEDIAN_OVER, evaluations, memory_kinds, smoothed
 from lowmem.units import GIB, format_size
 
-_MARKED_UP_TO = 20  # rows; fewer are drawn as dots too, because one row makes no line
+_MARKED_UP_TO = 20  # rows; fewer are also drawn as dots, because a single row makes no line
 
 
 def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
@@ -38,8 +38,8 @@ def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None
 
 
 def _import_matplotlib() -> None:
-    """Imports matplotlib without the variable MPLBACKEND. Notebooks set it for programs that they start, and the import
-    fails if matplotlib does not know that backend."""
+    """Imports matplotlib without the variable MPLBACKEND. Notebooks set this variable for the programs that they start,
+    and the import fails if matplotlib does not know the backend."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)
@@ -54,8 +54,8 @@ def _import_matplotlib() -> None:
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:
-    """Draws training loss per step and held-out losses, as a PNG. `rows`: of metrics.jsonl. `eval_first`: held-out loss
-    before the first step. A loss that is not finite breaks the line and is marked on the axis."""
+    """Draws training loss per step and held-out losses, as a PNG. `rows`: rows of metrics.jsonl. `eval_first`: held-out
+    loss before the first step. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     smooth = smoothed(rows)
     broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
@@ -108,7 +108,7 @@ def draw_memory(
 
 
 def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
-    """Draws the bars of peaks. `kinds` has tuples: "GPU" or "RAM", predicted bytes by name, measured peak, cap."""
+    """Draws the bars of peaks. `kinds`: tuples ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap)."""
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     annotate = partial(axes.annotate, textcoords="offset points")
@@ -178,7 +178,7 @@ def _draw_timeline(
 
 
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
-    """Returns a figure (sizes in inches) and axes for each of `rows`, which are their heights."""
+    """Returns a figure of `width` x `height` inches, and the axes of its panels. `rows`: heights of panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -193,7 +193,7 @@ def _colours(count: int) -> list:
     measured values."""
     import matplotlib
 
-    pairs = matplotlib.colormaps["tab20"].colors  # a strong and a pale one of each of ten hues, the eighth grey
+    pairs = matplotlib.colormaps["tab20"].colors  # ten hues, each strong and pale; the eighth is grey
     hues = pairs[:14] + pairs[16:]
     if count <= len(hues):
         return list((hues[::2] + hues[1::2])[:count])

@@ -60,14 +60,14 @@ from lowmem.settings import Settings
 from lowmem.units import counted, interval_seconds
 
 Say = Callable[[str], None]  # takes a sentence for the user
-_FEW_STEPS = 10  # A run with fewer, by its epochs, gets a warning.
-Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of every parameter, or of runs of it
+_FEW_STEPS = 10  # a run whose epochs have fewer gets a warning
+Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of each parameter, whole or in pieces
 
 
 @dataclass
 class Session:
-    """Holds everything that the training loop needs for the next step. `model.done` counts the steps before the loop
-    begins."""
+    """Holds everything that the training loop needs for the next step. `model.done`: number of steps that were done
+    before the loop began."""
 
     model: LoadedModel
     data: Data
@@ -80,7 +80,7 @@ class Session:
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
     resumed: bool = False
-    saved: set[int] = field(default_factory=set)  # steps of this run's checkpoints in its folder, also removed ones
+    saved: set[int] = field(default_factory=set)  # steps with a checkpoint of this run in its folder, also removed ones
 
     @property
     def settings(self) -> Settings:
@@ -96,7 +96,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Returns the optimizer steps of the whole training run."""
+        """Returns the number of optimizer steps of the whole training run."""
         return self.identity["steps"]
 
     @property
@@ -149,8 +149,8 @@ def in_words(plan: Plan) -> str:
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
-    """Returns a TrainingStep with the layout of `plan`. Allocates its store (flat weights and optimizer states) and
-    makes the decoder's parameters views of the weights, which have no values yet."""
+    """Returns a TrainingStep with the layout of `plan`. Allocates its store (flat weights and optimizer states), and
+    makes the decoder's parameters views of the store's weights, which have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     dtype = WORKING_DTYPES[plan.precision]
@@ -167,9 +167,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, ranks: Ranks,
     say: Say, weights: bool = True,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Returns the model with the layout of `plan`, and an iterator over its first weights for `write_weights`. Until
-    then the model has no values. If `weights` is False, returns None instead of the iterator. Raises InputError, before
-    anything is allocated, if the weights' files do not fit the model."""
+    """Returns the model with the layout of `plan`, and an iterator over its initial weights for `write_weights`. Until
+    `write_weights`, the model has no values. If `weights` is False, returns None instead of the iterator. Raises
+    InputError, before anything is allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
     devices.make_deterministic(device)
     decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
@@ -179,8 +179,8 @@ def build(
 
 
 def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Say) -> Weights:
-    """Returns the first weights of a training run, pretrained or random. `say` gets remarks on a model's files. Raises
-    InputError if the files do not fit the model."""
+    """Returns the initial weights of a training run, pretrained or random. `say` gets remarks on a model's files.
+    Raises InputError if the files do not fit the model."""
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)
@@ -191,16 +191,16 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
     store.write(weights)
     if store.ranks.count > 1:
         vectors = b"".join(part.working.view(torch.uint8).cpu().numpy() for part in store.parts if not part.is_matrices)
-        if not store.ranks.agree_on(vectors):  # which every process stores
+        if not store.ranks.agree_on(vectors):  # every process stores all vectors
             raise InputError(f"the processes of torchrun have read different weights of {model.settings.model}")
     check_pieces(model.decoder, model.config.vocab_size, model.settings.masks_documents)
     if store.device.type == "cuda":
-        torch.cuda.empty_cache()  # frees what only this check needed
+        torch.cuda.empty_cache()  # frees memory that only this check needed
 
 
 def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, says so and
-    returns the model with a plan whose step takes longer, because copies are slower then."""
+    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, says so. Then
+    returns the model with a plan whose step takes longer, because copies are slower."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
@@ -247,7 +247,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             temporary = Path(gettempdir(), f"lowmem-rehearsal-{getpid()}")
             place = folder / ".model.rehearsal" if ranks.rank == 0 else temporary
             rehearsal = until_the_end.enter_context(rehearsed(place, config, tokenizer, generation, export_dtype))
-            devices.release_freed_memory()  # of tokenizing: training does not hold it
+            devices.release_freed_memory()  # tokenizing needed it, training does not
             plan = plan_here(question, device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
@@ -278,7 +278,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
         budget.enter("load")
         model, weights = build(question, plan, tokenizer, device, ranks, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)
-        if ranks.count > 1:  # a rank cannot make a step again alone
+        if ranks.count > 1:  # one rank cannot repeat a step without the others
             model.step.make_room = None
         session = Session(model, data, rehearsal, log, budget, recovery, identity, course_of(identity))
         _fill(session, weights, checkpoints, resuming=saved is not None)
@@ -297,8 +297,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Loads the newest undamaged one of `checkpoints` into the session's model, or else writes the first `weights`.
-    `resuming`: True if a checkpoint's state could be read; the plan has not been printed then."""
+    """Loads the newest undamaged one of `checkpoints` into the session's model. Without one, writes the initial
+    `weights`. `resuming`: True if a checkpoint's state could be read; the plan has not been printed then."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

@@ -18,12 +18,12 @@ from lowmem.models.build import decoder_start, load_config, settings_for
 from lowmem.settings import Settings
 from lowmem.terminal import output
 
-_MOST_CHARACTERS = 600  # of a part of an example
+_MOST_CHARACTERS = 600  # shown of each run of tokens
 _LABELS = {True: "trained", False: "not trained"}
 
 
 def show_preview(settings: Settings) -> None:
-    """Prints `settings.preview` examples of each --data, in the order of the data, before any is held out."""
+    """Prints the first `settings.preview` examples of each --data, in the order of the data; none is held out."""
     config = load_config(settings.model, settings.init)
     settings = replace(settings_for(settings, config), eval_data=None, eval_fraction=0)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
@@ -41,7 +41,7 @@ def show_preview(settings: Settings) -> None:
 
 
 def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields the lines about a row: its place and size, and each run of tokens that are trained on, or are not."""
+    """Yields lines about an example: its place `where`, size, and runs of tokens that are `trained` on or not."""
     yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
     start = 0
     for is_trained, run in itertools.groupby(trained.tolist()):
@@ -55,7 +55,7 @@ def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: Pre
 
 
 def _beside(label: str, text: str) -> Iterator[str]:
-    """Yields the lines of `text`, wrapped at 80 columns, to the right of `label`. Shows tabs and odd characters."""
+    """Yields the lines of `text`, wrapped at 80 columns, to the right of `label`. Escapes unprintable characters."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     margin = " " * (len(label) - 2) + "| "
     for line in shown.split("\n"):

@@ -1,9 +1,9 @@
 """Continues training if the machine has less memory than was planned (docs/training.md).
 
-If **GPU memory runs out** (another process took it, it is in pieces, or the plan was wrong), the failed work is
-repeated (core/step.py). Before the first attempt, the allocator's cache is freed. Before each later one, the step gets
-a smaller layout. If memory ran out in waiting updates or an evaluation, only optimizer states are moved off the GPU. An
-evaluation also gets smaller micro-batches.
+If **GPU memory runs out** (another process took it, it is fragmented, or the plan was wrong), the failed work is
+repeated (core/step.py). Before the first attempt, the allocator's cache is freed. Before each further attempt, the step
+gets a smaller layout. If memory ran out in pending updates or an evaluation, only optimizer states are moved off the
+GPU. An evaluation also gets smaller micro-batches.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -20,7 +20,7 @@ from lowmem.limits import ram_available_bytes, ram_now_bytes
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.units import format_size
 
-PAGEABLE_SHARE = 0.5  # of the bus's speed that copies from pageable memory reach; assumed
+PAGEABLE_SHARE = 0.5  # the share of the bus's speed that copies from pageable memory reach; assumed
 CACHE, LAYOUT, STATES = "cache", "layout", "states"
 MICRO_BATCH, EVALUATION_ROWS = "micro_batch", "evaluation_rows"
 _WHERE = {HALFWAY: " after its first updates", UPDATES: " in updates", EVALUATION: " in the evaluation"}
@@ -37,16 +37,16 @@ class OutOfRoom(CapExceeded):
 
 
 class Recovery:
-    """Makes room for a TrainingStep when GPU memory runs out. `number`: the number of the current optimizer step, from
-    1. `measures`: list of all changes so far, for checkpoints and the report."""
+    """Makes room for a TrainingStep when GPU memory runs out. `number`: number of the current optimizer step, from 1.
+    `measures`: all changes so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers itself as the function that makes room for `step`. `smaller_layouts`: tried in this order.
-        `ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of optimizer states,
-        or None. `moved`: bytes of states that the plan had on the GPU and that would then be in RAM."""
+        """Registers itself as the function that makes room for `step`. `smaller_layouts`: layouts to try, in this
+        order. `ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of optimizer
+        states, or None. `moved`: bytes of states that the plan had on the GPU and that would then be in RAM."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -55,8 +55,8 @@ class Recovery:
         smaller = [layout for layout in smaller_layouts if layout.fixed_homes == step.layout.fixed_homes]
         last = (smaller or [step.layout])[-1]
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
-        self._freed: set[Layout] = set()  # the layouts that were tried again without the cache
-        self._at = (0, "", 0)  # step and place of the last failure; how many measures were taken before it
+        self._freed: set[Layout] = set()  # layouts that were tried again after freeing the cache
+        self._at = (0, "", 0)  # (step, `where`, number of earlier measures) of the last failure
         step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
@@ -93,9 +93,9 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Continues with the layout of the last of `measures`, those of a checkpoint. If the plan has changed since,
-        for example because of other caps, uses the new plan's layout instead. Its micro-batch is then at most as large
-        as before, because the micro-batch changes the bits of the weights."""
+        """Goes on with the layout after the last of `measures`, which a checkpoint has stored. If the plan has changed
+        since, for example because of other caps, uses the new plan's layout. Its micro-batch is then at most that of
+        the last measure, because the micro-batch changes the bits of the weights."""
         self.measures += measures
         if not measures:
             return
@@ -107,7 +107,7 @@ class Recovery:
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
                 layout = with_micro_batch(layout, last["micro_batch"])
-        if layout.micro_batch < self._planned.micro_batch:  # a layout with larger ones would not be smaller
+        if layout.micro_batch < self._planned.micro_batch:  # layouts with larger micro-batches would take more memory
             self._smaller = [replace(layout, kept=0, states_on_gpu=0)]
         if layout != self._planned:
             self._step.change_layout(layout)
@@ -118,7 +118,7 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of the change, smaller layout) for each change to try, in order. `where`: see __call__."""
+        """Yields (name of a change, smaller layout) for each change to try, in order. `where`: the failed work."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -138,8 +138,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns the smallest number of units (blocks, mostly) whose optimizer states must be on the GPU. That is the
-        number in `layout`, or more if RAM has no room for the others."""
+        """Returns the smallest possible number of units (mostly blocks) with optimizer states on the GPU. That is the
+        number in `layout`, or more if RAM has no room for the states of the others."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -170,9 +170,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
-    micro-batches that pass a segment of blocks together. It keeps its number of sequences if it had several
-    micro-batches, or if the whole batch must be one group. Otherwise it stays one micro-batch, which is now smaller."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group (micro-batches
+    that pass a segment together) keeps its number of sequences in two cases. Either it had several micro-batches, or
+    the layout needs the whole batch as one group. Otherwise a group stays one micro-batch, which is now smaller."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -183,7 +183,7 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery for training with this plan. It keeps to the cap of RAM and the machine's free RAM."""
+    """Returns the Recovery for training with this plan. It moves states to RAM if the cap and free RAM allow it."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -196,8 +196,8 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the time of a step if states are in pageable memory. That is the computation, then the copies
-    in and out at PAGEABLE_SHARE of the bus's speed, without overlap."""
+    """Returns `plan` with the step time for states in pageable memory. That is the time of the computation plus the
+    time of copies in and out, at PAGEABLE_SHARE of the bus's speed, without overlap."""
     copying = 2 * plan.ram["train"].get("streamed_states", 0) / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

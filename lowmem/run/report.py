@@ -1,4 +1,4 @@
-"""Says what a result depends on: the device, the versions, and what a user might not expect of the settings."""
+"""Describes the device and the versions on which a result depends, and settings that a user might not expect."""
 
 import platform
 from importlib import metadata
@@ -12,8 +12,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences on the device, and on what a user might not expect: random weights (`init`, the value of
-    --init, is "random"), a byte-level tokenizer, fields of the config that training changes."""
+    """Returns sentences on the device, and on things that a user might not expect. These are random weights (`init`,
+    the value of --init, is "random"), a byte-level tokenizer, and fields of the config that training changes."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")

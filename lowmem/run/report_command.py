@@ -1,4 +1,4 @@
-"""Runs `python -m lowmem report`: makes a page about one training run, or about several over one another."""
+"""Runs `python -m lowmem report`: makes a page about one training run, or about several with their curves overlaid."""
 
 from pathlib import Path
 

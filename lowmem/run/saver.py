@@ -34,8 +34,8 @@ class Saver:
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
         """Saves the state after `done` steps, unless it is saved already. Then raises Stopped if a signal has come and
-        training has not `ended`. If the checkpoint cannot be written, raises NotSaved if `must`, or if Stopped would
-        follow. Otherwise logs a warning."""
+        training has not `ended`. If the checkpoint cannot be written and `must` is True or Stopped would follow, raises
+        NotSaved. Otherwise logs a warning."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
@@ -59,7 +59,7 @@ class Saver:
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
         """If GPU memory runs out in the block, or a cap is exceeded, saves the state after `done` steps. Does not save
-        if only some of the weights are updated, or if other ranks go on. Raises the error again in any case."""
+        if only some of the weights are updated, or if there are several ranks. Raises the error again in any case."""
         try:
             yield
         except CapExceeded:

@@ -1,7 +1,7 @@
-"""Holds the differences of a training run on several ranks (torchrun's processes) from one in a single process.
+"""Has the parts of a training run that differ if several ranks (torchrun's processes) train together.
 
-Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is that of one rank: its share of
-the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
+Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is made for one rank: for its share
+of the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
 """
 
 import math
@@ -40,13 +40,13 @@ class QuietLog:
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
     """Returns `question` for one rank of `mesh`: its share of the batch and of the RAM cap. `on_this_machine`: number
-    of ranks that share that cap. `micro_batch`: that of the checkpoint to go on from, for settings without one. Raises
-    InputError for settings that several ranks do not support yet."""
+    of ranks that share the RAM cap. `micro_batch`: the checkpoint's, used if the settings have none. Raises InputError
+    for settings that several ranks do not support yet."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
         if micro_batch is not None and settings.batch % micro_batch:
-            micro_batch = None  # of another batch, which the checkpoint's identity will tell
+            micro_batch = None  # made for another batch; comparing identities will report that
         return replace(question, settings=replace(settings, micro_batch=micro_batch))
     refused = {
         "encoder-decoders": question.config.is_encoder_decoder,
@@ -73,10 +73,10 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
-    """Returns the meshes in which `count` ranks may store a model, in the order to try. In the first, each machine
-    stores the whole model. In the second, all machines store it together, which sends more over the network. `alike`:
-    whether machines have the same number of ranks. `sharing`: how many ranks stored it together before the run was
-    resumed, which must stay so for the same bits; None for a new run."""
+    """Returns the ways (meshes) in which `count` ranks may store a model, in the order to try. First, each machine
+    stores the whole model, if machines are `alike` (have the same number of ranks) and have several ranks each. Second,
+    all machines store the model together, which sends more over the network. `sharing`: number of ranks that shared a
+    model before the run was resumed, which must stay the same for the same bits; None for a new run."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))
@@ -86,11 +86,11 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns the plan for one rank of the first of the `possible` meshes that fits under the caps; free RAM does not
-    decide. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: makes
-    a Plan from a Question. `micro_batch`: that of the checkpoint to go on from, None for a new run. A resumed run needs
-    the same micro-batch for the same bits, and a new plan might choose another. Raises PlanError if nothing fits. Its
-    message names the GPU memory of one rank, and the RAM of all ranks on a machine."""
+    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. A lack of free RAM
+    raises PlanError at once. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a
+    machine. `make`: function that makes a Plan from a Question. `micro_batch`: the checkpoint's, None for a new run. A
+    resumed run needs the same micro-batch for the same bits, and a new plan might choose another. Raises PlanError if
+    nothing fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a machine."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make, micro_batch)
@@ -114,8 +114,8 @@ def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callabl
 
 
 def shared_data(load: Callable[[], Data], ranks: Ranks) -> Data:
-    """Returns the data that `load` loads. With several ranks, rank 0 loads first and stores the tokens in the run
-    folder. From there all ranks then load them."""
+    """Returns the data that `load` loads. With several ranks, rank 0 loads the data first and stores the tokens in the
+    run folder. Then all ranks load the tokens from there."""
 
     def load_and_keep() -> None:
         data = load()

@@ -41,7 +41,7 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third ends the
-    process (before the first `now`, the second). Works only in the main thread (ValueError elsewhere).
+    process; before the first call of `now`, the second does. Works only in the main thread (ValueError elsewhere).
 
     `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
@@ -49,8 +49,8 @@ class StopRequest:
     def __init__(self):
         self.requests = 0
         self.name: str | None = None
-        self._nothing_yet = True  # that could be saved
-        self._agreed: int | None = None  # of several ranks, the most requests of one when they last agreed
+        self._nothing_yet = True  # True until there is something to save
+        self._agreed: int | None = None  # the largest `requests` of any rank at the last `agree`
         self._finishing, self._second = "the preparation", "ends the run at once: nothing is lost"
         self._before: dict[signal.Signals, object] = {}
 
@@ -65,7 +65,7 @@ class StopRequest:
 
     @property
     def urgent(self) -> bool:
-        """Returns True after a second signal: the current step or evaluation is to be given up."""
+        """Returns True after a second signal, which asks to give up the current step or evaluation."""
         return self.requests > 1
 
     def now(self, finishing: str, second: str) -> None:

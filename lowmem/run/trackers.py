@@ -5,8 +5,8 @@ says so once, and training goes on without it. Every call runs in a thread with 
 waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
 
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from. In
-wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step: wandb's package
-for layouts (wandb-workspaces) needs wandb's server.
+wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step, because wandb's
+layouts (wandb-workspaces) need wandb's server.
 
 The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which
 the RAM cap does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps
@@ -30,7 +30,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
-_LIMIT_SECONDS = 30  # of one call
+_LIMIT_SECONDS = 30  # for one call
 _WANDB_OWN_LIMIT_SECONDS = 20  # wandb's own limit, so that it usually ends first and says why
 _WANDB_TEARDOWN_SECONDS = 10
 _SAMPLES = "samples"  # the tag of samples
@@ -39,7 +39,7 @@ _TOGETHER = {  # charts with several values, by section: their titles, and patte
     "memory": {"GPU memory in GiB": ["memory/gpu_.*"], "RAM in GiB": ["memory/ram_.*"]},
     "perf": {"ms per step": ["perf/step_ms.*"], "tokens per second": ["perf/.*tokens_per_second"]},
 }
-_POINTS_TOGETHER = 500  # of a line in such a chart: wandb gets the whole chart each time
+_POINTS_TOGETHER = 500  # per line in such a chart, because wandb gets the whole chart each time
 
 
 class Trackers:
@@ -60,9 +60,9 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """Starts the trackers; `first_step` steps are done. If a tracker has rows of later steps, from before an
-        interruption, they are replaced when these steps are made again. `constants`: values that hold for the whole
-        run, such as caps."""
+        """Starts the trackers; `first_step` steps are done. TensorBoard then removes its rows of later steps, from
+        before an interruption. wandb keeps such rows, and gets them again when the steps are made again. `constants`:
+        settings and plan of the run, {name: value}."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
         for tracker in self._active:
             self._say(f"{tracker.name}: {tracker.where}")
@@ -72,8 +72,8 @@ class Trackers:
         self._each("failed", lambda tracker: getattr(tracker, what)(*values))
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
-        """Shows the charts with several values. `rows`: of metrics.jsonl, the newest last. `constants`: values that are
-        shown at each step."""
+        """Shows the charts with several values (_TOGETHER). `rows`: rows of metrics.jsonl, the newest last.
+        `constants`: {name: value} to draw at each step."""
         self._each("failed", lambda tracker: tracker.together(lines_together(rows, constants), rows[-1]["step"]))
 
     def close(self) -> None:
@@ -96,9 +96,9 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """Returns the mode of wandb: --wandb, or else the variable WANDB_MODE, or else "online" if --report-to names wandb.
-    Without --wandb, returns "disabled" if --report-to is given and does not name wandb, or if nothing asks for
-    wandb."""
+    """Returns the mode of wandb. That is --wandb, if given. Otherwise it is "disabled" if --report-to is given without
+    wandb, or if WANDB_DISABLED is set and --report-to does not name wandb. Otherwise it is WANDB_MODE or, without that,
+    "online" if --report-to names wandb and "disabled" if not."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -125,9 +125,9 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values,
-    those that are not finite, and most steps of a long run, but no evaluation. `rows`: of metrics.jsonl. `constants`:
-    values of every step."""
+    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values, those that
+    are not finite, and most steps of a long run, but no evaluation. `rows`: rows of metrics.jsonl. `constants`: {name:
+    value} of every step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -143,7 +143,7 @@ def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, d
 
 
 def planned(plan: dict) -> dict[str, float]:
-    """Returns the predictions and caps of a plan (content of plan.json), to be drawn next to the measured values."""
+    """Returns {name: value} of a plan's predictions and caps, for charts. `plan`: content of plan.json."""
     predicted, limits = plan["predicted"], plan["limits"]
     sizes = {f"{name}_predicted": predicted[f"{name}_peak_bytes"] for name in ("gpu_allocated", "gpu_reserved", "ram")}
     if predicted["gpu_reserved_peak_bytes"] is not None:

@@ -20,7 +20,7 @@ from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings
 
 _NOTHING = "changes nothing"
-SKIPPED_IN_A_ROW = 10  # steps without a finite gradient after which a run gives up
+SKIPPED_IN_A_ROW = 10  # a run ends after so many steps without a finite gradient in a row
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
@@ -123,7 +123,7 @@ def _write_start(session: Session, plan: dict) -> None:
 
 
 def _announce(session: Session, stop: StopRequest, number: int, seconds: float | None) -> None:
-    """Prepares the answers to signals and out-of-memory errors for step `number`, which takes about `seconds`."""
+    """Sets the texts for signals and out-of-memory errors during step `number`, which takes about `seconds`."""
     session.recovery.number = number
     about = "" if seconds is None else f", about {seconds:.2g} s"
     drops = "drops this step, unless its updates have begun, and saves" if session.ranks.count == 1 else _NOTHING
@@ -144,8 +144,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
     """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. With
-    --keep-best, an earlier checkpoint is exported instead, if there is one. Says why training ends before its last
-    step."""
+    --keep-best, an earlier checkpoint is exported instead, if there is one. If training ends before its last step, says
+    why."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
