@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         module, function, *first = _PROGRAMS[command]
         return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options)
     if command in ("-h", "--help"):
-        with output(needed=True):
-            print(__doc__)
+        with output():
+            print(__doc__, flush=True)
         return 0
     said = f"{command!r} is no command" if command else "no command is given"
     say(f"lowmem: {said}; the commands are train, plan, demo and report (lowmem --help).")

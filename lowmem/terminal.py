@@ -15,9 +15,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, all later output is
-    dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure,
-    such as a full disk, raises LowmemError."""
+    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, all later output
+    is dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure, such as a
+    full disk, raises LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:

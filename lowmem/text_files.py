@@ -64,7 +64,7 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
     if start[257:].startswith(b"ustar"):
         raise InputError(f"{path} is a tar archive; unpack it with tar -xf")
     if binary is None and b"\0" in start[:4]:
-        raise InputError(f"{path} begins with zero bytes: it is binary, or UTF-16; give text, saved as UTF-8")
+        raise InputError(f"{path} has zero bytes in its first four: it is binary, or UTF-16; give text, saved as UTF-8")
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:

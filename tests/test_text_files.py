@@ -39,7 +39,7 @@ def test_json_after_a_byte_order_mark(tmp_path):
     (gzip.compress(b"text", mtime=0), "compressed with gzip"), (b"PK\x03\x04rest", "a zip archive"),
     (rb"{\rtf1\ansi text}", "an RTF document"), (b"\x7fELF\x02\x01\x01text", "a program"),
     (b"a.txt".ljust(257, b"\0") + b"ustar  \0", "a tar archive"),
-    ("text".encode("utf-16-le"), "begins with zero bytes: it is binary, or UTF-16"),
+    ("text".encode("utf-16-le"), "has zero bytes in its first four: it is binary, or UTF-16"),
     (b"good\nbad \xff\n", ":2: not UTF-8 (byte 0xff in column 5)"),
 ])  # fmt: skip
 def test_what_is_no_text_is_named(tmp_path, content, said):

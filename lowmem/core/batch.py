@@ -18,12 +18,13 @@ from torch import Tensor
 
 from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
-from lowmem.errors import InputError
+from lowmem.errors import InputError, first_line
 
 # Positions of a micro-batch below which its time hardly falls, by device. A GPU reads all weights and accumulators,
 # which takes as long as 120 positions of a large model on an RTX 3060, 260 on an H100. It also launches kernels, which
 # takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. The CPU only starts kernels.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
+_DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # of a Batch; others: int64
 WIDTH_MULTIPLE = 8  # a micro-batch's width is a multiple: tensor cores want multiples of 16 bytes, in 16 bit
 
 
@@ -51,7 +52,10 @@ class Batch:
         `decoder_start`: id of the token that targets begin with, for an encoder-decoder. Raises InputError for other
         keys or shapes, and for padding on the left.
         """
-        batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
+        try:
+            batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"a batch has tensors, or lists of rows of equal length: {first_line(error)}") from None
         if "token_type_ids" in batch and not batch["token_type_ids"].any():
             del batch["token_type_ids"]  # some tokenizers of decoders give zeros
         unknown = batch.keys() - {"input_ids", "attention_mask", "labels"}
@@ -59,11 +63,14 @@ class Batch:
         if unknown or missing:
             said = f"{', '.join(sorted(unknown))} cannot be used" if unknown else f"it has no {', '.join(missing)}"
             raise InputError(f"a batch has input_ids, labels and, for padding, attention_mask; {said}")
-        input_ids, labels = batch["input_ids"].long(), batch["labels"].long()
+        input_ids, labels = batch["input_ids"], batch["labels"]
         mask = batch.get("attention_mask", torch.ones_like(input_ids)).bool()
-        if input_ids.dim() != 2 or mask.shape != input_ids.shape or labels.dim() != 2:
+        if input_ids.dim() != 2 or mask.shape != input_ids.shape or labels.dim() != 2 or len(labels) != len(input_ids):
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
             raise InputError(f"input_ids and attention_mask must be [B, T] both, and labels [B, T]: {shapes}")
+        if input_ids.is_floating_point() or labels.is_floating_point():
+            raise InputError(f"input_ids are {input_ids.dtype} and labels {labels.dtype}: both are integers")
+        input_ids, labels = input_ids.long(), labels.long()
         if (mask[:, 1:] & ~mask[:, :-1]).any():
             raise InputError('attention_mask is 0 before a 1: pad on the right (tokenizer.padding_side = "right")')
         if decoder_start is not None:
@@ -82,6 +89,38 @@ class Batch:
         """Returns the arguments of `Decoder.embed`."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
+
+    def check_fields(self) -> None:
+        """Raises InputError unless the fields are tensors with the dtypes and shapes that the class names. Also raises
+        it for positions outside a row, and for `lengths` that leave out a label."""
+        rows, names = self.input_ids, ("input_ids", "labels")
+        for name, tensor in vars(self).items():
+            if tensor is None and name not in names:
+                continue
+            dtypes = _DTYPES.get(name, (torch.int64,))
+            if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
+                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InputError(f"{name} of a Batch is {found}: it must be a tensor of {dtypes[0]}")
+            if name in names and tensor.dim() != 2:
+                raise InputError(
+                    "input_ids and labels have two dimensions, [rows, tokens]: for one row, write ids[None]"
+                )
+            shape = {"lengths": (len(rows),), "input_ids": rows.shape, "labels": (len(rows), self.labels.shape[-1])}
+            shape = (len(rows), tensor.shape[-1]) if name == "source_mask" else shape.get(name, self.labels.shape)
+            if tensor.shape != shape:
+                raise InputError(f"{name} of a Batch is {list(tensor.shape)}: it must be {list(shape)}")
+        if not rows.numel() or not self.labels.numel():
+            raise InputError("the batch has no tokens")
+        width = self.labels.shape[1]
+        if self.position_ids is not None and not 0 <= self.position_ids.min() <= self.position_ids.max() < width:
+            raise InputError(f"position_ids are from 0 to {width - 1}, the last place in a row")
+        if self.lengths is not None and self.source_mask is not None:
+            raise InputError("lengths are for decoders: an encoder-decoder's batch has a source_mask")
+        if self.lengths is not None and not 1 <= self.lengths.min() <= self.lengths.max() <= width:
+            raise InputError(f"lengths are from 1 to {width}, the width of the rows")
+        beyond = self.lengths is not None and torch.arange(width) >= self.lengths[:, None]
+        if (beyond & (self.labels != IGNORED_LABEL)).any():
+            raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
         """Raises InputError if the batch does not fit the model, an encoder-decoder if `has_sources` and a decoder
@@ -144,7 +183,7 @@ class Batch:
         return Batch(*(None if tensor is None else tensor[rows, :width] for tensor in tensors))
 
 
-def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = None) -> Batch:
+def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
     """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
     `most`: largest number of rows, and of tokens in a row; None: no limit. Raises InputError if the batch exceeds
     `most`, or if `most` is given and a token id is outside the vocabulary."""
@@ -152,15 +191,23 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[int, int] | None = Non
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
         batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
-    if most is None or not batch.input_ids.numel():
+    if most is None:
         return batch
-    if batch.input_ids.dim() != 2 or batch.labels.dim() != 2:
-        raise InputError("input_ids and labels have two dimensions, [rows, tokens]: for one row, write ids[None]")
+    batch.check_fields()
     (rows, width), words = batch.input_ids.shape, decoder.model.config.vocab_size
-    if rows > most[0]:
-        raise InputError(f"the batch has {rows} rows, and the plan is for at most {most[0]}: set Settings(batch=)")
-    if width > most[1]:
-        raise InputError(f"the batch is {width} tokens wide, and the plan is for at most {most[1]}: set Settings(seq=)")
+    most_rows, most_wide, most_target = most
+    if rows > most_rows:
+        raise InputError(f"the batch has {rows} rows, and the plan is for at most {most_rows}: set Settings(batch=)")
+    if width > most_wide:
+        raise InputError(
+            f"the batch is {width} tokens wide, and the plan is for at most {most_wide}: set Settings(seq=)"
+        )
+    target = batch.labels.shape[1]
+    if most_target is not None and (target > most_target or width - target > most_wide - most_target):
+        raise InputError(
+            f"sources have {width - target} tokens and targets {target}, and the plan is for at most "
+            f"{most_wide - most_target} and {most_target}: set Settings(seq=, target_tokens=)"
+        )
     lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
     if not 0 <= lowest <= highest < words:
         raise InputError(f"token ids are from 0 to {words - 1:,}; the batch has some from {lowest:,} to {highest:,}")

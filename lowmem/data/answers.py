@@ -48,7 +48,9 @@ class Answers:
         self._left_out.update(name for name, parts in conversation.optional.items() if not all(map(text.count, parts)))
         if everything:
             return [(text, True)]
-        spans = self._marked(conversation, marked) or self._found(conversation, text)
+        spans = self._marked(conversation, marked)
+        if all(begin == end for begin, end in spans):  # none is marked, or a template's marks are around nothing
+            spans = self._found(conversation, text)
         if not text[spans[-1][1] :].strip() and not text.rstrip().endswith(self._end_of_text):
             spans[-1] = spans[-1][0], len(text)  # the end-of-text token that follows is trained on
         segments, start = [], 0

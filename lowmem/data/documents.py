@@ -145,8 +145,10 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     def nothing(why: str) -> tuple[Documents, Documents, str]:
         return documents, documents.select(np.zeros(len(documents.lengths), bool), folder), f"nothing held out ({why})"
 
-    if fraction == 0 or sizes.sum() < target + smallest:
+    if fraction == 0 or sizes.sum() < 2 * smallest:
         return nothing("there is too little of it" if fraction else "--eval-fraction 0")
+    if sizes.sum() < target + smallest:
+        raise InputError(f"--eval-fraction {fraction:g} leaves too little to train on; give a smaller one")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0

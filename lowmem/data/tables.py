@@ -1,6 +1,7 @@
 """Reads rows of local files: text, JSON, JSON lines, CSV and Parquet. docs/data.md shows how each is written."""
 
 import csv
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def _json_record(where: str, value: Any) -> Record:
 
 def _csv_rows(path: Path) -> Iterator[Record]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
-    first = next(text_lines(path), "")
+    first = re.sub('"[^"]*"', "", next(text_lines(path), ""))  # a quoted name may hold any mark
     delimiter = next((mark for mark in ",;\t" if mark in first), ",")  # spreadsheets of some languages write semicolons
     reader = csv.DictReader(text_lines(path), strict=True, delimiter=delimiter)
     try:
@@ -107,7 +108,9 @@ def _csv_rows(path: Path) -> Iterator[Record]:
                 )
             yield Record(f"{path}:{reader.line_num}", row)
     except csv.Error as error:
-        raise InputError(f"{path}:{reader.reader.line_num}: bad CSV: {error}") from error
+        old = "new-line character" in str(error)
+        said = "its lines end in carriage returns alone; save it with other line ends" if old else error
+        raise InputError(f"{path}:{reader.reader.line_num}: bad CSV: {said}") from error
 
 
 def _refuse_twice(names: Iterable[str], where: str) -> None:

@@ -39,7 +39,7 @@ def joined(device: str) -> Iterator:
     if wrong := [name for name in _NUMBERS if not os.environ.get(name, "").isdecimal()]:
         given = os.environ.get(wrong[0])
         said = "not set" if given is None else f"{given!r}, not a number"
-        raise InputError(f"WORLD_SIZE is set, as by torchrun, and {wrong[0]} is {said}: start with torchrun, or unset it")
+        raise InputError(f"WORLD_SIZE is set and {wrong[0]} is {said}: start with torchrun, or unset WORLD_SIZE")
     import torch
     import torch.distributed as dist
 

@@ -49,14 +49,16 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
-    """Raises PlanError if the disk of the run folder `folder` has no room for the checkpoints and the exported model.
-    `disk`: {name: bytes} (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Files of an
-    earlier training run count as free room, because they are replaced. Optimizer states in `states_folder` count if it
-    is on the same disk. On another disk, creating their file reserves the room."""
+    """Raises PlanError if a disk has too little room: that of the run folder `folder`, for the checkpoints and the
+    exported model, or that of `states_folder`, for optimizer states. `disk`: bytes by name (Plan.disk). `saves`: number
+    of checkpoints that will be written, None if unknown. Files of an earlier training run count as free room, because
+    they are replaced."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
-    free, needed = {}, {}  # bytes by disk
+    files = f"{checkpoints} checkpoints of {format_size(each)}, including the one being written, and the model"
+    fewer = ", or --keep-last 1" if checkpoints > 2 else ""
+    free, needed, said = {}, {}, {}  # by disk
     for part, size_bytes in places.items():
         place = (folder / part).resolve()
         there = place if place.exists() else folder
@@ -66,20 +68,22 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
         free.setdefault(device, shutil.disk_usage(there).free)
         free[device] += sum(path.stat().st_size for path in written if path.is_file())
         needed[device] = needed.get(device, MARGIN_BYTES) + size_bytes
-    states_on = None
+        said[device] = folder, files, f"another --out{fewer}"
     if "states" in disk:
         path = Path(states_folder).resolve()
-        states_on = next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
-        if states_on in needed:
-            needed[states_on] += disk["states"]
-    for device, needed_bytes in needed.items():
-        if needed_bytes > free[device]:
-            fewer = ", or --keep-last 1" if checkpoints > 2 else ""
-            states = f", and {format_size(disk['states'])} of states" if device == states_on else ""
+        there = next(place for place in (path, *path.parents) if place.exists())
+        device, states = there.stat().st_dev, f"{format_size(disk['states'])} of states"
+        free.setdefault(device, shutil.disk_usage(there).free)
+        needed[device] = needed.get(device, MARGIN_BYTES) + disk["states"]
+        if device in said:
+            said[device] = folder, f"{files}, and {states}", said[device][2]
+        else:
+            said[device] = states_folder, states, "another --states-folder"
+    for device, (place, what, other) in said.items():
+        if needed[device] > free[device]:
             raise PlanError(
-                f"{folder} is on a disk with room for {format_size(free[device])}, and this run writes "
-                f"{format_size(needed_bytes)}: {checkpoints} checkpoints of {format_size(each)}, including the one "
-                f"being written, and the model{states}. Free some room, or give another --out{fewer}."
+                f"{place} is on a disk with room for {format_size(free[device])}, and this run writes "
+                f"{format_size(needed[device])}: {what}. Free some room, or give {other}."
             )
 
 

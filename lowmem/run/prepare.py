@@ -232,9 +232,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
             log = RunLog(folder, settings) if ranks.rank == 0 else QuietLog(folder)
             until_the_end.enter_context(closing(log))
             checkpoints = ranks.on_first(lambda: find_checkpoints(folder, settings.resume, log.say))
-            if (
-                saved := ranks.on_first(lambda: newest_state(checkpoints))
-            ) is not None:  # a refusal here needs neither data nor a plan
+            saved = ranks.on_first(lambda: newest_state(checkpoints))
+            if saved is not None:  # a refusal here needs neither data nor a plan
                 refuse_another_run(*saved, known_identity(settings, config))
             device = devices.select_device(settings.device)
             tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
@@ -244,9 +243,9 @@ def prepare(settings: Settings) -> Iterator[Session]:
             until_the_end.enter_context(closing(data))
             generation = own_generation_config(settings.model, settings.init, log.say)
             export_dtype = WORKING_DTYPES[settings.export_dtype]
-            temporary = Path(gettempdir(), f"lowmem-rehearsal-{getpid()}")
-            place = folder / ".model.rehearsal" if ranks.rank == 0 else temporary
-            rehearsal = until_the_end.enter_context(rehearsed(place, config, tokenizer, generation, export_dtype))
+            place = folder / ".model.rehearsal" if ranks.rank == 0 else Path(gettempdir(), f"lowmem-{getpid()}")
+            written = rehearsed(place, config, tokenizer, generation, export_dtype)
+            rehearsal = ranks.on_all(partial(until_the_end.enter_context, written))
             devices.release_freed_memory()  # tokenizing needed it, training does not
             plan = plan_here(question, device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
@@ -255,6 +254,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
         plan = replace(plan, steps=steps)
         if not data.evaluations and (settings.keep_best or settings.patience):
             raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
+        if not data.evaluations and settings.eval_every is not None:
+            log.say("nothing is held out, so --eval-every does nothing")
         most_saves = _most_saves(settings, plan, steps)
         ranks.on_first(partial(check_disk, folder, plan.disk, most_saves, settings.states_folder))
         if saved is None:

@@ -33,6 +33,7 @@ from lowmem.units import GIB
 _LIMIT_SECONDS = 30  # for one call
 _WANDB_OWN_LIMIT_SECONDS = 20  # wandb's own limit, so that it usually ends first and says why
 _WANDB_TEARDOWN_SECONDS = 10
+_WANDB_MODES = "online", "offline", "disabled", "shared", "run", "dryrun"
 _SAMPLES = "samples"  # the tag of samples
 _TOGETHER = {  # charts with several values, by section: their titles, and patterns of the values' names
     "loss": {"training and held-out loss": ["train/loss", "eval/loss.*"]},
@@ -105,7 +106,10 @@ def wandb_mode(settings: Settings) -> str:
     disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")  # of Hugging Face's Trainer
     if not named and (disabled or settings.report_to is not None):
         return "disabled"
-    return os.environ.get("WANDB_MODE", "").lower() or ("online" if named else "disabled")
+    mode = os.environ.get("WANDB_MODE", "").strip().lower() or ("online" if named else "disabled")
+    if mode not in _WANDB_MODES:
+        raise InputError(f"the variable WANDB_MODE is {mode!r}: it may be {', '.join(_WANDB_MODES)}")
+    return mode
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
