@@ -1,8 +1,8 @@
 """Models PyTorch's CUDA caching allocator: which bytes it takes from the GPU for a sequence of allocations and frees.
 
 A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so the memory taken from
-the driver (*reserved*) is more than the memory of tensors (*allocated*). Code fits under a memory cap if its sequence
-completes in this model, block by block. docs/cuda-memory.md has the rules, which are those of
+the driver (*reserved*) is more than the memory of tensors (*allocated*). Code fits under a memory cap if all of its
+allocations succeed in this model. docs/cuda-memory.md has the rules, which are those of
 c10/cuda/CUDACachingAllocator.cpp. An operation costs 1 to 2 microseconds.
 """
 
@@ -17,7 +17,7 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 SEGMENT_OF_ITS_OWN = 10 * MIB  # a request from this size on gets a segment of its size
 SEGMENT_ROUNDING = 2 * MIB
-LARGE_WASTE = 1 * MIB  # the large pool splits only a rest larger than this
+LARGE_WASTE = 1 * MIB  # the large pool splits a range only if more than this is left
 ADDRESS_SPACE = LARGE_SEGMENT << 20  # of one expandable segment: more than any GPU has, a multiple of both page sizes
 
 
@@ -35,7 +35,7 @@ class SimulatedOutOfMemory(LowmemError):
 class _Arena:
     """Divides the addresses of one pool (small or large requests) on one stream into ranges. `used`, `free` and
     `unmapped`: {address: bytes} of ranges in use, of free ranges, and of ranges of an expandable segment without mapped
-    pages. Free ranges that touch are merged, unmapped ones too."""
+    pages. Free ranges next to each other are merged, and so are unmapped ones."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -43,12 +43,12 @@ class _Arena:
         self.used: dict[int, int] = {}
         self.free: dict[int, int] = {}
         self.unmapped: dict[int, int] = {}
-        self.segments: dict[int, int] = {}  # {address: bytes} of those that have a fixed size
+        self.segments: dict[int, int] = {}  # {address: bytes} of segments with a fixed size
         self.by_size: list[tuple[int, int]] = []  # (bytes, address) of free ranges, sorted
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the place in `by_size` of the range to take `size` bytes from, None if none is large enough."""
+        """Returns the index in `by_size` of the range to take `size` bytes from, None if no range is large enough."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -82,7 +82,7 @@ class _Arena:
         return address
 
     def make_free(self, address: int, size: int) -> None:
-        """Adds a free range, and merges it with those that it touches."""
+        """Adds a free range, and merges it with the free ranges next to it."""
         free, by_size, end = self.free, self.by_size, address + size
         following = free.pop(end, None)
         if following is not None:
@@ -103,7 +103,7 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps pages under the first `size` bytes of an unmapped range. Returns the number of bytes mapped."""
+        """Maps pages under the first `size` bytes of the unmapped range at `address`. Returns the bytes mapped."""
         mapped, available = _round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -125,8 +125,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the first address, of an unmapped range or of a free one before it, from which `size` bytes are
-        unused."""
+        """Returns the first address from which `size` bytes are free or unmapped. The address begins an unmapped range,
+        or a free range that ends at an unmapped one."""
         for address in sorted(self.unmapped):
             start = end = self._starts.get(address, address)
             while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):
@@ -136,7 +136,7 @@ class _Arena:
         raise AssertionError("the address space of an expandable segment has an end")
 
     def release_segment(self, address: int) -> int:
-        """Returns to the driver the segment at `address` if it is wholly free. Returns its bytes, else 0."""
+        """Returns the segment at `address` to the driver if it is wholly free. Returns the number of bytes released."""
         size = self.free[address]
         if self.segments.get(address) != size:
             return 0
@@ -151,9 +151,9 @@ class CachingAllocator:
     """Models the caching allocator of one GPU, for any number of streams. All figures are bytes.
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
-    bytes] each time memory is taken from the driver. An operation is a call of `allocate`, `free` or `empty_cache`,
-    counted from 0. `wanted_peak_bytes`: the largest sum of reserved bytes and the request to the driver at that moment.
-    Any cap of at least this gives the same figures.
+    bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or `empty_cache`,
+    counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the driver. All caps of
+    at least this size give the same figures.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
@@ -217,7 +217,7 @@ class CachingAllocator:
         return self._next_address - size
 
     def _grow(self, arena: _Arena, size: int) -> int:
-        """Reserves memory for a free range of at least `size` bytes. Returns its place in the arena's `by_size`. At the
+        """Reserves memory for a free range of at least `size` bytes. Returns its index in the arena's `by_size`. At the
         cap, cached memory is released first. Raises SimulatedOutOfMemory if that is not enough."""
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)

@@ -1,12 +1,12 @@
 """Applies CUDA's autocast rules to tensors without data.
 
-`torch.autocast` has no rules for meta tensors, and those for the CPU differ: softmax and layer_norm stay in 16 bit. So
+`torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. So
 CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Products and attention run
 in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends
 and backward has used it.
 
-Functions written in Python need separate entries: cross_entropy, not only the nll_loss inside. A test compares the
-names with PyTorch's own test lists. A listed function without a rule here is refused by name.
+Functions written in Python have entries here, too: cross_entropy, not only the nll_loss inside. A test compares the
+names with PyTorch's own test lists. A function of those lists without a rule here is refused by name.
 """
 
 from typing import ClassVar
@@ -28,7 +28,7 @@ IN_FP32 = (
     "rsqrt reciprocal exp expm1 log log1p log2 log10 logsumexp sum prod cumsum cumprod softplus l1_loss "
     "smooth_l1_loss kl_div cosine_similarity acos asin cosh sinh tan erfinv dist"
 ).split()
-# CUDA's autocast casts these arguments to the widest dtype among them. Here several floating dtypes are refused.
+# CUDA's autocast casts these arguments to the widest dtype among them. Here different float dtypes are refused.
 WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
 REFUSED = (
     "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "

@@ -3,8 +3,8 @@
 Meta tensors take PyTorch's generic path. On a GPU some functions are fused operators, which save other tensors for
 backward. `CudaFunctions` runs those. temporaries.py has the memory that kernels take while they run.
 
-Each entry names its source below aten/src/ATen, with its version. "2.13" is what torch 2.13.0 installs, and "recent" is
-close to it. "main" is newer, "old" an earlier release. "assumed" was not read.
+Each entry names its source below aten/src/ATen, and the version that was read. "2.13" is the version that torch 2.13.0
+installs, "recent" is close to it, and "main" is newer.
 
 tests/cuda compares all entries with PyTorch 2.14.1's CUDA build. docs/cuda-memory.md has the result.
 """
@@ -25,9 +25,9 @@ from lowmem.units import KIB, MIB
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
-# Products of matrices, with the place of the first factor among the arguments.
+# Matrix products, each with the index of its first factor among the arguments.
 MATRIX_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
-# All that goes through a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
+# All operators that use a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
 CUBLAS_OPERATORS = {
     getattr(packet, overload)
     for packet in (*MATRIX_PRODUCTS, _aten.mv, _aten.addmv, _aten.addmv_, _aten.dot)
@@ -36,8 +36,8 @@ CUBLAS_OPERATORS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Replaces PyTorch's generic functions by the operators that it chooses on CUDA, except cuDNN's attention. Does so
-    for tensors without data: meta tensors, or FakeTensors of any device."""
+    """Replaces PyTorch's generic functions by the operators that PyTorch chooses on CUDA, except cuDNN's attention.
+    Replaces them only for tensors without data: meta tensors, or FakeTensors of any device."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -72,7 +72,7 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-    From 2.14 on the efficient kernel takes grouped queries. Both kernels then take one head of keys for all queries
+    From PyTorch 2.14 on "efficient" takes grouped queries, and the first two take one head of keys for all queries
     (seen on 2.14). Sources: native/transformers/cuda/sdp_utils.cpp ("main": see the module), sdp_utils_cpp.h (2.13 and
     2.14)."""
     tensors = (query, key, value)
@@ -111,8 +111,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the attention operator that `chosen(*arguments)` names: flash, efficient, math. Source:
-    native/transformers/attention.cpp, of a recent version."""
+    """Runs the attention operator that `chosen` (attention_kernel) names for these arguments: "flash", "efficient" or
+    "math". Source: native/transformers/attention.cpp ("recent": see the module)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -168,14 +168,14 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 def _linear(input, weight, bias=None):
     """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
-    place. Without data or under a dispatch mode, PyTorch would make a new tensor instead."""
+    place. For tensors without data or under a dispatch mode, PyTorch makes a new tensor instead."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as the one operator that PyTorch runs on CUDA, which saves a mask of bools. Dropout in place is left
-    as it is: there PyTorch saves noise of the input's dtype. Source: native/Dropout.cpp, of a recent version."""
+    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Does not replace dropout in
+    place, which saves noise of the input's dtype. Source: native/Dropout.cpp ("recent": see the module)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]

@@ -1,4 +1,4 @@
-"""Describes a device to the simulation: its operators, the memory that they take inside, and its speed."""
+"""Describes a device to the simulation: its operators, their temporary memory, and its speed."""
 
 import os
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the model of a card. PyTorch is configured as device.py does it or, with `plain`, by default."""
+    """Returns the model of a card. With `plain`, PyTorch has its default configuration, otherwise that of device.py."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

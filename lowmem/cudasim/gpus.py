@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benc
 EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
 # Share of one direction's speed while both copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
 DUPLEX_SHARE = 0.85
-# Of one direction by NVLink's data sheet: eight H100s gather at 360 of 450 GB/s (NVIDIA/nccl-tests#326).
+# Share of one direction's speed by NVLink's data sheet: eight H100s gather at 360 of 450 GB/s (NVIDIA/nccl-tests#326).
 NVLINK_SHARE = 0.8
 # Bytes per second of a page-locked copy over 16 lanes, without other traffic: 12.4, 25 to 26, 55 to 57 GB/s were seen.
 PCIE_BYTES_PER_SECOND = {3: 12e9, 4: 25e9, 5: 55e9}
@@ -47,7 +47,7 @@ BY_CAPABILITY = {
 
 
 class Multiprocessor(NamedTuple):
-    """Holds the limits of one multiprocessor: resident threads, shared memory, resident blocks."""
+    """Holds the limits of one multiprocessor: threads, shared memory (in all, and of one block), and blocks."""
 
     threads: int
     shared_bytes: int
@@ -220,8 +220,8 @@ def _exactly(short: str) -> Card | None:
 
 
 def _of_size(name: str) -> Card | None:
-    """Returns the card of a name such as "rtx 3060 12gb" or "v100-sxm2-32gb": with a memory size or a kind of board
-    that the table's name lacks. Returns None if there is none."""
+    """Returns the card whose `name` has a memory size or a kind of board that the table's name lacks, such as "rtx 3060
+    12gb" or "v100-sxm2-32gb". Returns None if there is no such card."""
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
@@ -233,8 +233,8 @@ def _of_size(name: str) -> Card | None:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the card that torch.cuda.get_device_name calls `name`, None if the table lacks it. Of several, returns
-    that with memory nearest to `memory_bytes`, or the first."""
+    """Returns the card that torch.cuda.get_device_name calls `name`, None if the table lacks it. If several cards have
+    this name, returns the one with memory nearest to `memory_bytes`, or the first if that is None."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

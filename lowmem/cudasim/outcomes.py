@@ -41,8 +41,8 @@ def is_view(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key under which an operation's outcome is remembered. Returns None if it cannot be: an argument is a
-    tensor with data, or is passed in two places, or is neither a tensor nor a plain value."""
+    """Returns the key under which an operation's outcome is remembered. Returns None if the outcome cannot be
+    remembered: an argument is a tensor with data, or a tensor passed twice, or neither a tensor nor a plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

@@ -81,7 +81,7 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
 class _CudaIsMeta(TorchFunctionMode):
     """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA."""
 
-    _replacements = {  # keys are compared by equality: Python wraps a property's getter anew at each access
+    _replacements = {  # keys are compared by equality: Python wraps a property's getter again at each access
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
         Tensor.is_cuda.__get__: lambda tensor: tensor.is_meta or tensor.is_cuda,
         Tensor.cuda: lambda tensor, *_, **__: tensor.to(META),
@@ -94,7 +94,7 @@ class _CudaIsMeta(TorchFunctionMode):
             return self._replacements[func](*args, **kwargs)
         if func in _READS_NUMBERS and args[0].is_meta:
             _refuse_number(func)
-        if func is torch.device:  # the code may look at it; what it is given to maps it
+        if func is torch.device:  # the code may compare the device; a function that gets it maps it
             return func(*args, **kwargs)
         return func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
 

@@ -2,7 +2,7 @@
 
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
 sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
-`clock`. A `Region` is a part of the tape. Replaying a region appends what running its code again would append, at
+`clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
 almost no cost. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run again,
 and costs a third of that.
 
@@ -51,9 +51,9 @@ class Region:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns the name
-    of a storage that is allocated in this Python frame. If it returns None, the caller's frame is asked. Recorders of
-    one `machine` may share `outcomes` (outcomes.py)."""
+    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns a name for
+    the storages that the code of a Python frame allocates. If it returns None, the calling frame is tried, and so on.
+    Recorders of one `machine` may share `outcomes` (outcomes.py)."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self._count = 0  # storages born so far
         self._numbers: dict[int, int | None] = {}  # number of each live storage, by address; None: not on the device
         self._references: dict[int, weakref.ref] = {}  # to each live storage, by address
-        self._births: dict[int, tuple[list[Operation], int]] = {}  # the place of each birth on the tape
+        self._births: dict[int, tuple[list[Operation], int]] = {}  # where each allocation is on the tape: (list, index)
         self._threads: set[int] = set()  # threads that have a workspace
         self._open: list[tuple[Region, str]] = []  # regions being recorded, with the name for their storages
         self._sum: tuple | None = None  # a sum of two gradients, just computed; see _settle
@@ -162,8 +162,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
         """Records the code in the block as a region, whose storages get the name `name`. Regions may be nested. A
-        region may free storages that were allocated in it or in `earlier`; any other raises AssertionError."""
-        self.take_workspaces()  # a thread takes its workspace once, and a region can be replayed
+        region may free storages that were allocated in it or in `earlier`. Freeing others raises AssertionError."""
+        self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
         self._begin_chunk()
@@ -197,16 +197,16 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes that stands for storage `number` of a replayed region. With `held`, its
-        end is not recorded: a replayed autograd graph holds the storage, and a later replay frees it."""
+        """Returns a storage of `size` bytes that represents the replayed storage `number` of the tape. With `held`,
+        freeing it is not recorded: a replayed autograd graph holds the storage, and a later replay frees it."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside the block on another tape, which is then dropped. `replay` can put regions recorded
-        there on this tape. The code must free all that it allocates."""
+        """Records the code inside the block on another tape, which is then dropped. Regions that are recorded there can
+        be replayed on this tape. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return patch.object(self, "_paused", True)
 
     def take_workspaces(self) -> None:
-        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they have one."""
+        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they have been allocated."""
         for thread in (FORWARD, BACKWARD):
             self._take_workspace(thread)
 
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor`, which was made in `paused`, off the tape."""
+        """Keeps the storage of `tensor` off the tape. The tensor was made inside `paused`."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
     def _settle(self) -> None:
         """Allocates a new storage for the pending sum of two gradients, if any. Autograd adds the second gradient into
         the first if nothing else holds the first (input_buffer.cpp), but never under a dispatch mode. So if the first
-        gradient is freed next, the sum takes over its storage (_died). Otherwise something held it."""
+        gradient is freed next, the sum takes over its storage (_died). If not, something else holds the first."""
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None

@@ -2,7 +2,7 @@
 
 One kernel template runs them all (aten/src/ATen/native/cuda/Reduce.cuh). If the outputs are fewer than the card's
 threads, several blocks share an output. Each block writes a partial result to a buffer, and the last one adds them up.
-The numbers in the buffer are
+The number of entries in the buffer is
 
     outputs x blocks that share an output x threads of a block in x
 
@@ -10,7 +10,7 @@ so it grows with the card: summing a bias's gradient over 65,536 x 1,280 takes 4
 on 108. (The last factor is waste: only one of these threads has an output.)
 
 Source: the header Reduce.cuh that torch 2.14.1 installs. The order of its loops comes from TensorIterator.cpp, which is
-not installed, so it is inferred. tests/cuda compares the sizes with PyTorch's allocator.
+not installed, so the order is inferred. tests/cuda compares the sizes with PyTorch's allocator.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from lowmem.cudasim.gpus import Multiprocessor
 
 _WARP = 32
-_MOST_THREADS = 512  # of a block, divided among the outputs that a thread has
+_MOST_THREADS = 512  # of a block, divided by the outputs of a thread
 _FEWEST_VALUES, _MOST_VALUES = 16, 256  # per thread
 _MOST_VECTOR = 4  # outputs per thread
 
@@ -49,8 +49,8 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each. Loops over more than 2
-    GiB are halved at the longest loop."""
+    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each. A reduction that spans 2
+    GiB or more of memory is halved at the loop that spans the most."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -96,8 +96,8 @@ def _buffers(
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
-    """Returns the loops over `tensor`'s entries, as TensorIterator orders them: loops over the reduced `dims`, and the
-    other loops, each fastest first. Loops that follow each other in memory are merged."""
+    """Returns two lists of loops over `tensor`'s entries, as TensorIterator orders them: those over the reduced `dims`,
+    and the others. The fastest loop comes first. Loops that follow each other in memory are merged."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]

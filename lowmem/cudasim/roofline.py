@@ -5,8 +5,8 @@
 
 Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
 sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Some
-kernels are slower than memory on cards with fast memory. Seconds are good enough to order plans; they may be off by a
-third. Constants without a source are assumed.
+kernels process elements more slowly than fast memory delivers them. Seconds are good enough to order plans; they may be
+off by a third. Constants without a source are assumed.
 """
 
 import math
@@ -24,7 +24,7 @@ HOST_SECONDS_PER_OPERATION = 10e-6  # Python, dispatcher and launch of an eager 
 HOST_SECONDS_PER_BACKWARD_OPERATION = 6e-6  # the same from autograd's C++ engine; assumed
 KERNEL_SECONDS = 2e-6  # a kernel's start and end on the GPU; assumed
 # Speed of fused attention, relative to a large product on the same card: (kernel, on Hopper): (forward, backward). A
-# tile on the diagonal of causal attention counts whole. Those of flash are for infinitely long rows. For heads of 64:
+# tile on the diagonal of causal attention counts whole. Flash's shares are for infinitely long rows. For heads of 64:
 # flash: RTX 4090 0.90, 0.61 (apache/tvm, tl_doc/flash_perf.md), RTX A5000 0.93, 0.8 (gpu-mode/ring-attention#10). These
 #   kernels are made for Ampere and do not use the product instructions of Hopper: H100 0.38, 0.37 (arXiv:2407.08608).
 #   Short rows are slower: 0.25, 0.20 on an H200 for 1,024 tokens (measured; see _ELEMENTS_PER_CLOCK).
@@ -36,7 +36,7 @@ ATTENTION_SHARES = {
     ("efficient", False): (0.6, 0.4),
     ("efficient", True): (0.25, 0.15),
 }
-HALF_SPEED_TOKENS = {False: 250, True: 700}  # {on Hopper: tokens}: such rows reach half of the share of "flash"
+HALF_SPEED_TOKENS = {False: 250, True: 700}  # {on Hopper: tokens}: rows of this length reach half of flash's share
 _ATTENTION_TILE = 128  # tokens
 # Elements that a multiprocessor processes per clock, in kernels that may be slower than memory. Measured on an H200, in
 # a step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). MIXED and STRIDED are for kernels
@@ -45,10 +45,10 @@ _ATTENTION_TILE = 128  # tokens
 _ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
 _SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
 MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.6
-# New results come from the last-level cache in part: none of those of an operation that moves CACHE_REACH times its
-# size, and more of smaller ones. Both are fitted to steps of an RTX 5090 (tests/published). The caches of an A100 and
-# an H200 are two halves, and were no faster than memory in what was measured.
-CACHE_SPEED, CACHE_REACH = 2.5, 1.5  # as a multiple of memory's speed
+# Operations with new results move a part of their bytes at the last-level cache's speed. That part is nothing if they
+# move CACHE_REACH times the cache's size, and larger if they move less. Both are fitted to steps of an RTX 5090
+# (tests/published). The caches of an A100 and an H200 are two halves, and measured no faster than memory.
+CACHE_SPEED, CACHE_REACH = 2.5, 1.5  # multiples of memory's speed and of the cache's size
 # Speed of 16-bit products with a size that 8 does not divide: 116 of 156 TFLOP/s in pytorch#181718. Hopper then runs
 # Turing's kernels: the head's three products of 50,257 words took an H200 177 ms a step of Large, those of 50,256 41.
 UNALIGNED_SHARE, UNALIGNED_SHARE_ON_HOPPER = 0.7, 0.19
@@ -75,7 +75,7 @@ _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # be
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
 _OVERWRITES |= {"normalize", "normalize_backward", "gated", "gated_backward", "rotate"}  # of lowmem
 _COPIES = {"clone", "copy_", "_to_copy"}
-_COPY_FIRST = {"masked_fill"}  # the input is copied, and the copy then changed in place (TensorAdvancedIndexing.cpp)
+_COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
 
@@ -114,8 +114,8 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Returns how often an operator's arguments and results pass through memory, read from its schema. Returns None if
-    it runs no kernel."""
+    """Returns how often an operator's arguments and results pass through memory, according to its schema. Returns None
+    if the operator runs no kernel."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -204,7 +204,7 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates the time of fused attention: query [B, H, T, E]. If causal, it skips tiles above the diagonal."""
+    """Estimates the time of fused attention: query [B, H, T, E]. Causal attention skips tiles above the diagonal."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]

@@ -66,8 +66,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns four figures of a chunk: the bytes at its end and at its peak, relative to its start; (storage, bytes) of
-    those that it leaves allocated; the earlier storages that it frees. `sizes`: {number: bytes} of earlier ones."""
+    """Returns four figures of a chunk: its bytes at the end and at the peak, relative to the start; (storage, bytes) of
+    each storage left allocated; the earlier storages that it frees. `sizes`: {number: bytes} of earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -90,7 +90,7 @@ class Memory:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    wanted_peak_bytes: int  # of CachingAllocator
+    wanted_peak_bytes: int  # see CachingAllocator
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
     to_peak: Tape = field(repr=False)  # the tape up to the peak of allocated bytes
 
@@ -105,8 +105,8 @@ def under_cap(
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
     """Replays `tape` with a caching allocator capped at `limit_bytes`, None for no cap. Raises SimulatedOutOfMemory if
-    the replay does not complete. `expandable_segments` None: as in training (device.py). `streams`: {name: CUDA stream}
-    of storages that are not on stream 0."""
+    the replay does not complete. `expandable_segments`: the allocator's setting; None takes that of training
+    (device.py). `streams`: {name: CUDA stream} of storages that are not on stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -153,7 +153,7 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the most bytes that storages named `name` take at once; those of `below_bytes` or more do not count."""
+    """Returns the most bytes that storages named `name` take at once. Only counts storages below `below_bytes`."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

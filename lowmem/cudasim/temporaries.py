@@ -57,7 +57,7 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the sizes of copies of gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Returns the sizes of copies of the gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
@@ -75,7 +75,7 @@ def _flash_width(D: int) -> int:
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
     """Returns the sizes of partial results. One CUDA block works on 64 queries of one head of one sequence. If the card
-    has room for more blocks, several blocks split the keys of a head. Source:
+    has room for more, several blocks split the keys of a head, and have partial results. Source:
     transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
@@ -87,9 +87,9 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns into how many parts the keys are split: the smallest number that reaches 85% of the best occupancy of the
-    card, which runs `slots` CUDA blocks at once. `blocks`: CUDA blocks without splitting. `key_blocks`: blocks of keys,
-    which stay whole."""
+    """Returns the number of parts into which the keys are split: the smallest that reaches 85% of the best occupancy of
+    the card. `slots`: CUDA blocks that the card runs at once. `blocks`: CUDA blocks without splitting. `key_blocks`:
+    blocks of keys, each of which stays whole."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -110,8 +110,8 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Returns the bytes in which the kernel adds up its output if heads are wider than 128. Sums of narrower heads stay
-    in registers. Source: transformers/cuda/mem_eff_attention/kernel_forward.h."""
+    """Returns the bytes of the buffer in which the kernel adds up its output if heads are wider than 128. Sums of
+    narrower heads stay in registers. Source: transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
@@ -180,8 +180,8 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the sizes of sorted indices and of sums in fp32. Only more than 3,072 lookups are sorted. Up to ten
-    lookups of one word are summed in fp32 at a time. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    """Returns the sizes of tables of sorted lookups, and of their sums in fp32. Up to 3,072 lookups are not sorted and
+    need neither. A sum adds up to ten lookups of one word. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -193,8 +193,8 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Makes the function for a norm's backward, which sums blocks of rows for each of `weights` vectors. The sums are
-    needed with more than 65,536 rows and too few columns for all multiprocessors. Source: cuda/layer_norm_kernel.cu."""
+    """Returns the TEMPORARIES entry of a norm's backward. It sums blocks of rows for each of `weights` vectors, if
+    there are more than 65,536 rows and too few columns for all multiprocessors. Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -209,8 +209,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """Returns the sizes of copies of indices in 64 bits. They are made if the indices' strides differ once they are
-    expanded to one shape. Source: TensorAdvancedIndexing.cpp."""
+    """Returns the sizes of 64-bit copies of indices. PyTorch makes the copies if the indices, expanded to one shape,
+    have different strides. Source: TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -221,8 +221,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the sizes of sorted indices and their places, which deterministic algorithms need. Large sorts have
-    second buffers; for small ones CUB takes one byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
+    """Returns the sizes of sorted indices and their positions, for deterministic algorithms. Sorts of more than 2,048
+    have two more buffers, smaller ones take one more byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -246,8 +246,8 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Returns the sizes of the staging buffers of one reduction kernel. A partial result has at least 4 bytes, unless
-    `partial_bytes` says otherwise. `result_bytes`: of an entry of the result. `vector`: the number of 16-bit entries
+    """Returns the sizes of the staging buffers of one reduction kernel. `partial_bytes`: the size of a partial result,
+    by default at least 4. `result_bytes`: the size of an entry of the result. `vector`: the number of 16-bit entries
     that a thread reads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
@@ -256,8 +256,8 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the sizes of staging buffers of sums and means. Entries of another dtype than the result's are copied
-    first, except 16-bit entries of an fp32 result. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
+    """Returns the sizes of staging buffers of sums and means. If the result has another dtype, `tensor` is copied to it
+    first, except from 16 bit to fp32. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")

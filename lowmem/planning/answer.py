@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowmem.planning.plan import Plan
 
 _MILLION = 1_000_000
-_WORTH_RAISING = 1.1  # A cap is remarked on if the card has this many times as much.
+_WORTH_RAISING = 1.1  # A higher cap is suggested if the card has this many times as much.
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:

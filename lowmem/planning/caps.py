@@ -5,9 +5,8 @@ import math
 from lowmem.planning.target import Question
 from lowmem.units import MIB, format_size
 
-# Part of a cap stays free: at least MARGIN_BYTES, or 0.5%. Growing segments may map pages beyond the allocator's own
-# cap (limits.py), and the driver's addresses, which no simulation knows, decide which free block serves a request.
-# Twice as much stays free if backward updates weights: such a step cannot be repeated after its first update.
+# Part of a cap stays free, for two reasons. Growing segments may map pages beyond the allocator's own cap (limits.py).
+# Addresses decide which free block serves a request, and no simulation knows the addresses that the driver gives.
 MARGIN_BYTES = 64 * MIB
 MARGINS_IN_A_CAP = 200
 
@@ -25,14 +24,15 @@ def smallest_cap(room: int, margins: int = 1) -> int:
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins of GPU memory stay free: 1, or 2 if a step may update weights in backward.
-    `needs_all_gradients`: whether updates wait for the norm of all gradients."""
+    """Returns how many safety margins of GPU memory stay free: 1, or 2 if backward may update weights, because such a
+    step cannot be repeated. `needs_all_gradients`: whether updates wait for the norm of all gradients."""
     return 1 if needs_all_gradients else 2
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do, in
-    bytes: `gpu_cap`, None without a GPU, and `ram`, of all processes on the machine."""
+    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do, all in
+    bytes. `gpu_limit`: the given cap of GPU memory. `gpu_cap`: the smallest one. `ram`: the smallest cap of RAM, for
+    all processes on the machine. None leaves a cap out."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))

@@ -13,19 +13,19 @@ from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
 FEW_SEQUENCES = 4  # the largest micro-batch with gradients sent or dropped: more would not fit next to the inputs
-FEW_MICRO_BATCHES = 16  # the most in a whole batch that is one group with held gradients: more save too many inputs
-SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second if the batch is one group
+FEW_MICRO_BATCHES = 16  # the most if the whole batch is one group with held gradients: more save too many inputs
+SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second list if the batch is one group
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts to be searched. In all of them the same kinds of tensors may be in RAM or on a disk, and
-    gradients have the same Fate.
+    """Describes layouts to search. They have the fields of `base`, such as the Fate of gradients, with exceptions:
 
-    `base` is a layout of this kind. The sequences list the values to try for its fields `micro_batch`, `group`,
-    `segment_blocks` and `kept`, in ascending order. `on_gpu` lists values of `weights_on_gpu` if working weights are in
-    RAM, else of `states_on_gpu`. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
-    `disk`: the smallest number of units with states on a disk. 0 allows none. 1 allows as many as RAM has no room for.
+    `micro_batches`, `groups`, `segments` and `kept` list, in ascending order, the values to try for `micro_batch`,
+    `group`, `segment_blocks` and `kept` of the layout. `on_gpu` lists values of `weights_on_gpu` if working weights are
+    in RAM, else of `states_on_gpu`. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
+    `disk`: 0 allows no states on a disk. 1 puts states of as few units there as RAM demands. A larger number is the
+    smallest number of units with states there.
     """
 
     base: Layout
@@ -38,8 +38,8 @@ class Choices:
     disk: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the group sizes to try, in micro-batches of `micro_batch` sequences. If any size is allowed, these
-        are 1, then about twice as many each time, below the whole batch of `batch` sequences."""
+        """Returns the group sizes to try, in micro-batches. `batch` and `micro_batch` are in sequences. If any size is
+        allowed, the first is 1. Each next one is at least twice the one before, and less than the whole batch."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -67,10 +67,10 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns the lists of Choices that the settings allow, to be tried one after the other. A list has one entry for
-    each Fate of gradients. In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then
-    block inputs, then both. Then the same lists follow with states on a disk. With several ranks each entry comes
-    twice: first no block keeps its gathered weights until backward, then all do."""
+    """Returns lists of Choices, to be tried one list after the other. The Choices in a list differ in the Fate of
+    gradients (_fates). In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then block
+    inputs, then both. If states may be on a disk, the same lists follow with states there. With several ranks each
+    entry comes twice: first no block keeps its gathered weights until backward, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -94,7 +94,7 @@ def _placed(
     if weights_in_ram:
         kept = tuple(each for each in kept if each <= simulations.blocks)
         choices = replace(choices, on_gpu=range(1, simulations.units - 1))
-    if inputs_in_ram:  # tensors that blocks keep are on the GPU, and take more than the inputs do
+    if inputs_in_ram:  # tensors that blocks keep would be on the GPU, and take more than inputs do
         kept = kept[:1]
     return replace(choices, base=base, kept=kept)
 
@@ -120,9 +120,9 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields `choices` for each fate of gradients that the settings allow. The order is held, held with the whole batch
-    as one group, sent to RAM, dropped. If no update waits for the norm, applied replaces the last two. With several
-    ranks the whole batch is always one group."""
+    """Yields `choices` for each fate of gradients that the settings allow. The order is: held, held with the whole
+    batch as one group, sent to RAM, dropped. If no update waits for the gradient norm, the last two are replaced by
+    applied. With several ranks the whole batch is always one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     if held and case.mesh.count == 1:

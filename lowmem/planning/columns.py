@@ -1,9 +1,9 @@
 """Computes memory and time of all layouts in a column from a few simulated steps.
 
-A column is a set of layouts that differ only in two numbers: how much blocks keep for backward, and how many units
-(blocks, mostly) are on the GPU. Here and in search.py `kept` and `on_gpu` are indices into the lists of these names in
-Choices, unless said otherwise. A further unit on the GPU adds its own bytes to the peak. The bytes and seconds of
-another `kept` are estimated from the smallest micro-batch, and only decide which layouts are simulated.
+The layouts of a column differ only in how much blocks keep for backward, and in how many units (blocks, mostly) are on
+the GPU. Here and in search.py `kept` and `on_gpu` are indices into the lists of these names in Choices, unless said
+otherwise. One more unit on the GPU adds its own bytes to the peak. Figures for another `kept` are estimated from steps
+with the smallest micro-batch. These estimates only decide which layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Names a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
+    """Defines a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
     `segment` (in blocks)."""
 
     choices: Choices
@@ -41,34 +41,34 @@ class Columns:
         self._smallest_known: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and Layout.kept
 
     def frugal(self, choices: Choices) -> Column:
-        """Returns the column of `choices` that needs the least RAM: that with the smallest micro-batch and group. If
-        saved inputs are in RAM, it has the longest segments, which save fewer inputs."""
+        """Returns the column of `choices` that needs the least RAM. It has the smallest micro-batch and group, and the
+        shortest segments. If saved inputs are in RAM, it has the longest segments, which save fewer inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def last_kept(self, column: Column) -> int:
-        """Returns the largest index `kept` of this column. Segments of several blocks need blocks that keep only their
-        input. So with such segments, the last index is the last one at which some block keeps only its input."""
+        """Returns the largest index `kept` of this column. If its segments have several blocks, at least one block must
+        keep only its input, because segments of several blocks consist of such blocks."""
         kept = column.choices.kept
         return len(kept) - 1 if column.segment == 1 else max(bisect_left(kept, self.simulations.blocks) - 1, 0)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the index `kept` from which each further block adds the same bytes to the peak. This is 0, unless the
-        whole batch is one group and gradients are held. Then it is the index at which all blocks keep their products.
-        At smaller indices, kept tensors use memory that gradients take later, so they may not raise the peak."""
+        """Returns the index `kept` from which each further block adds the same bytes to the peak. It is 0, unless the
+        whole batch is one group and gradients are held. Then all blocks keep their matrix products at this index. Below
+        it, kept tensors use memory that gradients take later, so they may not raise the peak."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return 0
         return min(bisect_left(column.choices.kept, self.simulations.blocks), self.last_kept(column))
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
-        """Returns the bytes of RAM for everything that is copied to the GPU when needed."""
+        """Returns the bytes in RAM that a layout with the index `on_gpu` copies to the GPU when needed."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory, without simulating it. Adds up the
-        weights and either the inputs of a group's segments or, if that is more, the held gradients."""
+        """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory, without simulating it. Adds the
+        weights to the larger of two figures: the saved inputs of a group, and the held gradients."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, on_gpu)
@@ -83,26 +83,26 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_stream(self, column: Column, on_gpu: int, limit_bytes: int) -> bool:
-        """Returns False if `limit_bytes` of RAM are too few for optimizer states, and for gradients if they are sent
-        there. Always returns True if states may be on a disk."""
+        """Returns False if `limit_bytes` of RAM are too few for the optimizer states that are not on the GPU and, if
+        gradients are sent to RAM, for gradients. Always returns True if states may be on a disk."""
         base, simulations = column.layout(0, on_gpu), self.simulations
         if base.states_on_disk or column.choices.disk:
             return True
         needed = sum(simulations.state_bytes[base.states_on_gpu :])
-        if base.fate is Fate.SENT:  # in fp32; those of the first unit stay
+        if base.fate is Fate.SENT:  # in fp32; the first unit's stay on the GPU
             sent = sum(simulations.weight_bytes[max(base.states_on_gpu, 1) :])
             needed += 4 * sent // simulations.base.dtype.itemsize
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units whose states must be on a disk to keep RAM within `limit_bytes`. Returns
-        None if RAM is too small even with all states there. `on_gpu`: an index in `choices.on_gpu`."""
+        """Returns the smallest number of units with states on a disk that keeps RAM within `limit_bytes`, None if no
+        number does. `on_gpu`: an index in `choices.on_gpu`."""
         layout, disk = column.layout(0, on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
         if not disk:
             return layout.states_on_disk if within(streamed, limit_bytes) else None
         if disk == 1 and within(streamed, limit_bytes):
-            return 0  # a disk would hold nothing that RAM has no room for
+            return 0  # RAM has room for all states
 
         def enough(units: int) -> bool:
             on_disk = self.simulations.bytes_on_disk(replace(layout, states_on_disk=units))
@@ -120,8 +120,7 @@ class Columns:
         return 2 * on_disk / self.simulations.target.disk
 
     def allocated_bytes(self, column: Column, kept: int, on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory. For each `kept`, one `on_gpu` is simulated; the peak for others is
-        computed from that."""
+        """Returns the peak of allocated GPU memory. Simulates one `on_gpu` per `kept`, and computes others from it."""
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, on_gpu if kept else 0)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
         for place, sign in ((on_gpu, 1), (recorded, -1)) if on_gpu != recorded else ():
@@ -135,21 +134,22 @@ class Columns:
         return sorted(self._recorded.get(column, ()))
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns the bytes of `units` units on the GPU, minus those of the column's smallest number of units."""
+        """Returns the bytes of units on the GPU: those of the first `units` units, minus those of the column's smallest
+        number of units. Counts weights if these are in RAM, else optimizer states."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.choices.on_gpu[0] : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns the seconds of copies that a step saves if it has `choices.on_gpu[more]` units on the GPU instead of
-        `choices.on_gpu[fewer]`. Counts copies over the bus and, if there is one, to and from the disk. Weights in RAM
-        are copied twice for each group: in forward and in backward."""
+        """Returns the seconds of copies that a step saves with `choices.on_gpu[more]` units on the GPU instead of
+        `choices.on_gpu[fewer]`. Counts copies over the bus and, if states may be on a disk, to and from the disk.
+        Weights in RAM are copied for the forward and the backward pass of each group."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
         places, base = column.choices.on_gpu, column.choices.base
         moved = self._bytes_on_gpu(column, places[more]) - self._bytes_on_gpu(column, places[fewer])
-        # The RAM that these units free holds states that were on the disk.
+        # These units leave their RAM to states that were on the disk.
         disk = 2 * moved / target.disk if column.choices.disk else 0.0
         if base.weights_on_gpu is None:
             return disk + moved / target.copies
@@ -170,23 +170,23 @@ class Columns:
         return max((place for place in range(last + 1) if grown[place] <= room), default=0)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy, with the fastest Layout.kept up to `most`."""
+        """Returns the expected seconds of a step without waits for copies, at the fastest Layout.kept up to `most`."""
         least, blocks = column.choices.kept[0], self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._smallest(column, kept)[1] for kept in turns) / self._smallest(column, least)[1]
         return share * self.simulated(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the seconds of all layouts with this micro-batch. If forward and backward run
-        twice, the bound is 1.5 times the step: the first run makes no updates, which are less than half of a step."""
+        """Returns a lower bound for the seconds of all layouts with this micro-batch. Two runs of forward and backward
+        count 1.5 times: the first run makes no updates, and updates take less than half of a step."""
         column = Column(replace(choices, base=Layout(1), on_gpu=(0,)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _smallest(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns bytes and computing seconds of a step with the smallest micro-batch and all states in RAM. `kept`
-        (Layout.kept): how much blocks keep for backward. Simulates at most two steps, in which blocks keep their input,
-        their matrix products or everything, and interpolates between them."""
+        """Returns the allocated bytes and computing seconds of a step with the smallest micro-batch and all states in
+        RAM. `kept` is a Layout.kept. Simulates at most two steps, in which all blocks keep their input, their matrix
+        products or everything, and interpolates between them."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._smallest_known:

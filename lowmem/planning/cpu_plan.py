@@ -129,7 +129,7 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """Returns the layouts to try, the largest micro-batch first. Only states may be outside of RAM, with --states
+    """Returns the layouts to try, the largest micro-batch first. All tensors are in RAM, except states with --states
     disk."""
     choices = open_choices(settings, simulations)
     base = Layout(
@@ -154,8 +154,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns `plan` changed so that as few units as possible have states on the disk, as far as RAM has room for the
-    other units'."""
+    """Returns `plan` with the states of fewer units on the disk: as few as the cap of RAM and the free RAM allow."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

@@ -1,9 +1,9 @@
-"""Finds the fastest layout under the caps of GPU memory and RAM. If none fits, finds the smallest caps that do.
+"""Finds the fastest layout under the caps of GPU memory and RAM. If none fits, finds the smallest caps that would do.
 
-The search counts allocated bytes, but the allocator may need more. So the layout that was found is run through the
-model of the allocator. If it runs out of memory, the search is repeated without it. If nothing is found, the layouts
-that take least are tried. The smallest caps are computed from the same layouts, so a cap that a refusal names is
-planned when it is given.
+The search counts allocated bytes, but the allocator may need more. So the layout that the search finds is run through
+the model of the allocator. If memory runs out there, the search is repeated without this layout. If the search finds
+nothing, the layouts that take the least memory are tried. The smallest caps are computed from the same layouts. So
+there is a plan under each cap that a refusal names.
 """
 
 from bisect import bisect_left
@@ -37,9 +37,9 @@ def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | 
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns an index `kept` at which the column of `found` fails in the model of the allocator. It is 0, or the index
-    before it completes. `found` itself fails. Tries the two indices before that of `found`, then bisects. Then tries
-    some indices after the result: a layout may complete although one with a smaller `kept` fails."""
+    """Returns an index `kept` at which the column of `found` runs out of memory in the model of the allocator. It is 0,
+    or the index before it completes. `found` itself fails. Tries the two indices before that of `found`, then bisects.
+    Then tries indices after the result: a layout may complete although one that keeps less fails."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.on_gpu), room.gpu)
@@ -58,9 +58,9 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if there is none. Ends after the first list of `ways`
-    at which the fastest layout so far has weights and gradients on the GPU. Goes on if a layout that failed
-    (Search.failed) was much faster. Tries a disk only if nothing else fits, or if forward and backward run twice."""
+    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries the lists of `ways` until the
+    fastest so far has weights and gradients on the GPU. Goes on if a layout that failed (Search.failed) was much
+    faster. Tries a disk only if nothing else fits, or if the fastest so far runs forward and backward twice."""
     best: Found | None = None
     for fates in ways:
         if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
@@ -110,9 +110,9 @@ def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
 
 
 def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
-    """Returns layouts that keep as little as allowed for backward, with the smallest micro-batch and group. Each column
-    gives up to six. One has the fewest units on the GPU that RAM allows, one has all. The others have the most that the
-    GPU allows, and up to three fewer, because the allocator reserves more than it gives out."""
+    """Returns layouts with the smallest micro-batch and group that keep as little for backward as allowed, up to six in
+    a column (columns.py). One has the fewest units on the GPU that RAM allows, one has all units there. The others have
+    the most that the GPU allows, or up to three fewer, because the allocator may need more."""
     found, columns = [], Columns(simulations)
     every = [choices for fates in ways for choices in fates]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -132,9 +132,9 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts to go on with if memory runs out, the largest first. For each of `shares`, searches for the
-    fastest that allocates at most this share of the GPU bytes of `found`. All store numbers where `found` does, with
-    the same micro-batch and no more units on the GPU."""
+    """Returns layouts to go on with if memory runs out, in the order of `shares`. For each share, searches for the
+    fastest that allocates at most this share of the GPU bytes of `found`. The same kinds of tensors may be in RAM or on
+    a disk as in `found`. The micro-batch is the same, and no more units are on the GPU."""
     choices = found.column.choices
     units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)

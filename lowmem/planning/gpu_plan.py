@@ -36,7 +36,7 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds a question and its simulations. `gpu_limit`: bytes that the allocator may take of the card."""
+    """Holds a question and the simulations for it. `gpu_limit`: bytes of the card that the allocator may take."""
 
     question: Question
     simulations: Simulations
@@ -44,13 +44,13 @@ class _Case:
 
     @property
     def process_bytes(self) -> int:
-        """Returns the RAM of the process, without numbers that are copied to the GPU when needed."""
+        """Returns the RAM of the process, without weights, states and so on that are copied to the GPU when needed."""
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
-        """Returns the bytes that a layout may take under the cap of GPU memory and, in RAM, under `ram_limit`.
-        `margins`: safety margins that stay free on the GPU (caps.py); None: as many as the step needs."""
+        """Returns the bytes that a layout may take on the GPU and, under the process's cap `ram_limit`, in RAM.
+        `margins`: the number of safety margins that stay free on the GPU (caps.py); None: as many as the step needs."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins or self.margins)
         if ram_limit is not None:
@@ -83,8 +83,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan of `found`. If one process trains, the plan has smaller layouts for the same `room`. Several
-        ranks cannot go on with another layout."""
+        """Returns the plan of `found`, with smaller layouts for the same `room`. Leaves these out if only a plan is
+        asked for, and for several ranks, which cannot go on with another layout."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         if plan.settings.plan_only or not alone:
             return plan
@@ -95,9 +95,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Simulates the allocator under the cap that training sets. That cap is a little larger than the room that the
-        search fills. Returns the memory figures. Also returns a smaller cap if the layout completes only under that
-        one, else None."""
+        """Simulates the allocator under the cap that training sets, which is a little larger than the room that the
+        search fills. Tries smaller caps if memory runs out. Returns the memory figures, and the smaller cap if one was
+        needed, else None."""
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -166,7 +166,7 @@ def _faster_with_ram(case: _Case, room: Room, found: Found, reserved_bytes: int)
 
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     """Returns the error to raise if nothing fits into `room`. It names the smallest caps that would do, and settings
-    that fit under the given GPU cap. `card_limit`: usable bytes of the card, None if only the cap counts."""
+    that fit under the given GPU cap. `card_limit`: usable bytes of the card, None if the card is only assumed."""
     question, simulations = case.question, case.simulations
     settings = question.settings
     varies = 0 if question.process is None else PROCESS_VARIES_BYTES

@@ -25,7 +25,7 @@ from lowmem.units import GIB, MIB, format_size
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a layout and its predicted figures, of one process. On the CPU the card and all GPU figures are None."""
+    """Holds a layout and the figures predicted for one process. On the CPU the card and all GPU figures are None."""
 
     settings: Settings
     parameters: int
@@ -43,7 +43,7 @@ class Plan:
     waiting_seconds: float | None
     timeline: list[tuple[float, int, int]] = field(repr=False)
     fused_kernels: bool = False  # whether they are expected to run
-    not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces
+    not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces; None: it did
     faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
@@ -80,8 +80,8 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Returns the most bytes that training has on the disk, by name: checkpoints, the one that is being written,
-        the exported model, and states in --states-folder."""
+        """Returns the most bytes that training takes on disks, by name: finished checkpoints, the checkpoint that is
+        being written, the exported model, and optimizer states in --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}

@@ -32,8 +32,8 @@ _COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections o
 
 
 def make_plan(question: Question) -> Plan:
-    """Returns the plan. At a terminal, first prints that it takes a while. Raises PlanError, which names the smallest
-    caps that would do, if nothing fits. Raises InputError if the architecture cannot be trained in pieces."""
+    """Returns the plan for `question`. At a terminal, first prints that planning takes a while. Raises PlanError with
+    the smallest caps that would do if nothing fits, and InputError if the architecture cannot be trained in pieces."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
@@ -64,8 +64,8 @@ def make_plan(question: Question) -> Plan:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely inside the block, and skip the objects that exist at its start, or
-    those that the caller has frozen. Otherwise the collector would take a sixth of the time of planning."""
+    """Makes Python's cycle collector run rarely inside the block, and skip all objects that exist at its start.
+    Otherwise it would take a sixth of the time of planning."""
     before, freezes = gc.get_threshold(), freeze_objects()
     gc.set_threshold(*_COLLECTIONS)
     try:
@@ -78,7 +78,7 @@ def _rare_collections() -> Iterator[None]:
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
     """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes stay as they are, because
-    such rows take no more memory than full ones. The saving by more RAM is assumed to be the same share of a step."""
+    such rows take no more memory than full ones. More RAM is assumed to save the same share of a step as before."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

@@ -2,8 +2,8 @@
 
 A simulated step leaves some hundred MiB of Python objects behind. The peak of RAM, which the cap is compared with,
 would count them until the end. So the process forks before it uses CUDA, while it is small and its imports are done.
-The fork waits to be told what to plan, sends the plan back and ends. It sees no GPU. Nothing is imported a second time,
-and a script needs no `if __name__ == "__main__"`.
+The fork executes the calls that it is sent, and returns their results. It sees no GPU. Nothing is imported a second
+time, and a script needs no `if __name__ == "__main__"`.
 
 If a fork is not safe, the plan is made in the same process. That is so outside of Linux, if CUDA is initialised
 already, and if autograd has started its threads, which are not forked.
@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
-    """Forks a process, and yields `aside`: `aside(function, *arguments)` calls `function` there, and returns its result
-    or raises its error. Arguments and results must be picklable. If a fork is not safe, the call runs here."""
+    """Forks a process and yields `aside`: `aside(function, *arguments)` calls `function` there and returns its result
+    or raises its error. Arguments and results must be picklable. If a fork is not safe, calls run in this process."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -60,7 +60,7 @@ def process_aside() -> Iterator[Callable[..., Result]]:
         yield aside
     finally:
         ours.close()
-        process.kill()  # it holds nothing that has to be put in order
+        process.kill()  # it has nothing to clean up
         process.join()
         process.close()
 
@@ -71,8 +71,8 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """Executes the calls that come through `theirs`, the forked process's end of the pipe. Ends when the parent closes
-    the other end, `ours`, of which the fork has a copy."""
+    """Executes the calls that come through `theirs`, the fork's end of the pipe, until the parent closes its own end.
+    `ours` is the fork's copy of the parent's end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()

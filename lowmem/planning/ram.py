@@ -1,14 +1,14 @@
 """Predicts RAM over a whole training run, by phase and by name. A cap holds in all phases, so the largest counts.
 
     prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
-    load       weights pass through; states get their memory
+    load       weights are read or made, a part at a time; states get their memory
     evaluate   the model and its states, and a forward pass
     train      the same, and on the CPU gradients and activations
-    save       the model and its states, and a chunk of what is copied from a GPU
+    save       the model and its states, and a buffer for copies from a GPU
     export     the same, and the buffers in which weights are converted
 
-The rest of the process is one number. It is the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on
-the CPU). A plan alone adds DATA_BYTES. If it is for a GPU that is not here, the number is CUDA_PROCESS_BYTES.
+The rest of the process is one number: the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on the
+CPU). A plan without training adds DATA_BYTES. For a GPU that is not here, the number is CUDA_PROCESS_BYTES instead.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host sid
 TRAINING_BYTES = 544 * MIB
 CPU_TRAINING_BYTES = 112 * MIB  # The same on the CPU, from runs of GPT-2 and GPT-2-Medium.
 DATA_BYTES = 64 * MIB  # Assumed: the tokenizer and data of a run, which a plan alone does not load.
-PROCESS_VARIES_BYTES = 8 * MIB  # The next start of a program may hold more; about 1 MiB was seen.
-RUNS_BYTES = 24 * MIB  # Weights are read, converted and written run by run; a test holds this number.
+PROCESS_VARIES_BYTES = 8 * MIB  # The next start may take this much more; about 1 MiB was seen.
+RUNS_BYTES = 24 * MIB  # for reading, converting and writing weights piece by piece; a test checks this number
 
 Ram = dict[str, dict[str, int]]  # by phase, by name
 
@@ -48,9 +48,9 @@ class Process:
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
-    """Returns the RAM of training on a GPU, {phase: {name: bytes}}. `in_ram`: {name: bytes} of the numbers that are
-    copied to the GPU when needed. `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. `load`
-    does not count gradients, saved inputs and buffers, which get their memory later."""
+    """Returns the RAM of training on a GPU, {phase: {name: bytes}}. `in_ram`: {name: bytes} of all that is copied to
+    the GPU when needed. `process_bytes`: the rest of the process. `drawn_bytes`: the largest tensor that is whole in
+    RAM while weights are made. Gradients, saved inputs and buffers get their memory after `load`."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
@@ -67,8 +67,8 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns how many bytes of weights, states and so on may stay in RAM so that every phase of `on_a_gpu` keeps to
-    `limit_bytes`. Negative if training exceeds the limit even without any."""
+    """Returns how many bytes of weights, states and so on may stay in RAM so that no phase of `on_a_gpu` exceeds
+    `limit_bytes`. The result is negative if training exceeds the limit even without them."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -76,7 +76,7 @@ def most_streamed(
         return while_loading
     if not low:
         return room
-    return min(room, int((while_loading - 1) / low))  # a byte for what is rounded
+    return min(room, int((while_loading - 1) / low))  # one byte less, because of rounding
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:

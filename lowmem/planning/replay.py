@@ -2,8 +2,8 @@
 
 A step repeats a few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
 `ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns new tensors without data, as
-the executed operation did. Whole groups of micro-batches are replayed too. A test compares the tape with the tape of
-executing everything, operation by operation.
+the executed operation did. Whole groups of micro-batches are replayed too. A test compares this tape, entry by
+entry, with the tape of a step that executes every operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ META = torch.device("meta")
 
 
 class _ReplayedGraph(int):
-    """Takes the place of a segment's autograd graph after a replayed forward (SavedSegment.output). Its value is the
-    number of the first storage in that replay."""
+    """Replaces the autograd graph of a segment in SavedSegment.output after a replayed forward pass. The int is the
+    number of the first storage of that replay."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces the `operations` of a simulated step. Executes each operation once per shape, and notes its allocations
-    and its time. From then on repeats these notes. `known` stores the notes; if it is None, every operation is executed
-    every time. `functions`: returns a context in which PyTorch's functions are the device's (DeviceModel)."""
+    """Replaces the `operations` of a simulated step. Executes each operation once per shape, and records its
+    allocations and time. Later calls replay these. `known` stores the recordings; None executes every operation each
+    time. `functions`: returns a context in which functions of the device (DeviceModel) replace PyTorch's."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -67,13 +67,13 @@ class ReplayedOperations:
         self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
         decoder = operations.decoder
         self._tables: list[Tensor] = []
-        self._forwards: dict[int, Region] = {}  # segments that wait for their backward, by their SavedSegment
+        self._forwards: dict[int, Region] = {}  # executed forward passes that wait for their backward
         self._parts: list[list[Part]] = [[] for _ in decoder.units]
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
-        self._ends = self._parts[0] + self._parts[-1]  # to whose gradients embeddings and head may add
+        self._ends = self._parts[0] + self._parts[-1]  # embeddings and head may add to these parts' gradients
         self._rehearsed: set[tuple] = set()
-        self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by the address of the extras, which are alive
+        self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by id of the extras, which are alive
         self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
             self._rehearsed = known.setdefault("rehearsed", set())
@@ -81,7 +81,7 @@ class ReplayedOperations:
                 kinds = [kind_of(block) for block in decoder.blocks]
                 known["kinds"] = [kinds.index(kind) for kind in kinds]
             self._kinds = known["kinds"]
-        operations.recordings = None  # it is this class that repeats
+        operations.recordings = None  # this class replays instead
 
     def begin(self) -> None:
         """Does nothing. A real step checks its recordings of segments here, and the simulation has none."""
@@ -91,7 +91,7 @@ class ReplayedOperations:
 
     def _run(self, operation: Callable, *arguments):
         """Calls `operation`, which runs the model's own code, with the device's functions (`functions`) in place of
-        generic ones. Other operations run without them, because they make every call slower."""
+        generic ones. Other operations run without the device's functions, which make every call slower."""
         with self._functions():
             return operation(*arguments)
 
@@ -114,7 +114,7 @@ class ReplayedOperations:
         return self._once(key, "evaluation", partial(self._run, run, micro_batch), arguments=_tensors_of(micro_batch))
 
     def norms(self, part: Part) -> Tensor:
-        key = "norms", part.working.numel()  # which is divided into pieces in one way
+        key = "norms", part.working.numel()  # parts of one size are cut into equal pieces
         return self._once(key, "update", lambda: self._operations.norms(part))
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
@@ -123,7 +123,7 @@ class ReplayedOperations:
         key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
         if optimizer.name == "adamw8bit":  # need not be installed for a plan
             operations.optimizer = replace(optimizer, rule=_traffic_of_8_bit)
-            if not self._tables:  # of 256 numbers for each moment, which the first update makes for good
+            if not self._tables:  # 256 numbers for each moment; the first update makes and keeps them
                 self._tables = [torch.empty(256, device=META) for _ in range(2)]
         self._once(key, "update", lambda: operations.update(piece, state, hyperparameters))
         operations.optimizer = optimizer
@@ -134,12 +134,12 @@ class ReplayedOperations:
         if segment.keep == INPUT:
             forward = lambda: self._run(run, segment, hidden, extras, dropout)[0]  # noqa: E731
             return self._once(("forward", *key), "live_blocks", forward, renamed="boundaries"), SavedSegment(hidden)
-        # What was replayed can only be followed by a backward that is: both kinds have to be known.
+        # Only a replayed backward can follow a replayed forward. So its recordings must be known, both kinds.
         count = len(self._parts_of(segment))
         if self._known is not None and all(("backward", *key, (new,) * count) in self._known for new in (True, False)):
             known = self._known["graph", *key]
             base = self._recorder.replay(known.region)
-            output = self._results(known, base, held=segment.keep == ALL)  # then the graph holds it
+            output = self._results(known, base, held=segment.keep == ALL)  # the graph of ALL holds it
             with self._recorder.paused():
                 return output, SavedSegment(hidden.detach(), output=_ReplayedGraph(base))
         with self._recorder.region("live_blocks") as region:
@@ -162,8 +162,8 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes a segment of a new kind (see _kind) forward and backward, without recording it on the tape. Later
-        the tape only needs replays of it, because a forward pass can be replayed only if its backward pass can."""
+        """Executes a segment of a new kind (_kind) forward and backward, off the tape. From then on both passes can be
+        replayed onto it. A forward pass can be replayed only if its backward pass can, too."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if self._known is None or kind in self._rehearsed:
             return
@@ -186,8 +186,8 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key that is equal for segments that allocate alike: with equal blocks, and other arguments
-        (`extras`) of equal shapes."""
+        """Returns a key. Segments with equal keys make equal allocations: they have blocks of equal kinds, and other
+        arguments of blocks (`extras`) of equal shapes."""
         kind = self._kinds_in_group.get((id(extras), segment))
         if kind is None:
             leaves = tree_leaves([extras[index] for index in segment.blocks])
@@ -204,11 +204,11 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | _ReplayedGraph | None = None,
     ):  # fmt: skip
-        """Returns the result of `call`, which is executed, or replayed from an earlier execution with the same `key`.
+        """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
 
-        New storages are called `name` on the tape, the returned tensor `renamed`. `parts`: `call` makes their gradient
-        accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the forward pass whose
-        graph `call` frees: a Region if it was executed, the number of its first storage if it was replayed.
+        New storages are named `name` on the tape, that of the returned tensor `renamed`. `parts`: `call` makes their
+        gradient accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the forward
+        pass whose graph `call` frees: a Region if it was executed, the number of its first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]

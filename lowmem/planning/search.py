@@ -5,11 +5,11 @@
             for group:                     from the smallest on, as long as a larger one is faster
                 for segment_blocks:        from the shortest on, as long as a longer one is faster
                     bisect `on_gpu`:       the units on the GPU, until no copies are waited for
-                        bisect `kept`:     the most that blocks can keep beside them
+                        bisect `kept`:     the most that blocks can keep for backward
 
-Each figure is that of a simulated step, which does not depend on the memory given. Choices are skipped if they are not
-expected to beat the best layout so far. The loops stop if the next layout is no faster. Tests compare them with trying
-everything (docs/planning.md).
+Figures come from simulated steps, which do not depend on caps. Choices are skipped if they are not expected to beat the
+best layout so far. A loop stops if the next layout is no faster. Tests compare the search with trying every layout
+(docs/planning.md).
 """
 
 from bisect import bisect_left
@@ -27,8 +27,8 @@ _TRIES = 5  # guesses at the largest `kept` that fits, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Holds the bytes that a layout must fit into; None means no limit. `gpu`: all that is allocated on the GPU. `ram`:
-    the numbers in RAM that are copied to the GPU when needed."""
+    """Holds two limits in bytes, None for no limit. `gpu` limits all memory that a layout allocates on the GPU. `ram`
+    limits the weights, states and so on that are in RAM and copied to the GPU when needed."""
 
     gpu: int | None
     ram: int | None
@@ -36,7 +36,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout with its simulated step, its column, and its indices `kept` and `on_gpu` there (columns.py)."""
+    """Holds a layout, its simulated step, its column (columns.py), and its indices `kept` and `on_gpu` there."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -54,8 +54,8 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, `one` if they are equal. An argument may be None. If either has states on a
-    disk and they are about as fast, returns the one with fewer bytes there, then the one with less computation."""
+    """Returns the faster of two layouts, `one` if both are as fast. Either may be None. If either has states on a disk
+    and they differ by at most 0.2%, returns that with fewer bytes there, then that with less computing time."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -66,9 +66,9 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout that fits into `room` by allocated bytes. `failed`: layouts that fit by this
-    count, but fail in the model of the allocator. A layout of the same column with at least the same `kept` and
-    `on_gpu` is assumed to fail too."""
+    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: layouts whose allocated bytes
+    fit, but which run out of memory in the model of the allocator. The search assumes that a layout of the same column
+    fails, too, if neither its `kept` nor its `on_gpu` is smaller."""
 
     columns: Columns
     room: Room
@@ -138,9 +138,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with an index `on_gpu` from `fewest` to `most`. With more units on the GPU, time
-        falls until no copy is waited for, then it rises. Ends if no layout left is expected to be faster than
-        `best`."""
+        """Returns the fastest layout with an index `on_gpu` from `fewest` to `most`. With more units on the GPU, a step
+        gets faster until it waits for no copy, then slower. Stops early if nothing left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
@@ -162,19 +161,19 @@ class Search:
         return fastest
 
     def _expected_seconds(self, found: Found, on_gpu: int) -> float:
-        """Returns the expected seconds of a step that waits for no copy. `on_gpu` is a larger index than that of
-        `found`."""
+        """Returns the expected seconds of a step with the index `on_gpu`, without waits for copies. `on_gpu` is larger
+        than that of `found`."""
         column, limit = found.column, self.room.gpu
         kept = self.columns.expected_kept(column, on_gpu, found.kept, limit)
         return self.columns.expected_seconds(column, column.choices.kept[kept])
 
     def places(self, column: Column) -> list[int]:
-        """Returns each index `on_gpu` with which the column's layout with the smallest `kept` fits."""
+        """Returns each index `on_gpu` that fits if blocks keep as little for backward as the column allows."""
         return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        """Returns a lower bound for the seconds of a step whose states do not all fit into RAM; 0 without a disk, or if
-        nothing fits."""
+        """Returns a lower bound for the seconds of all steps of `column`: the time of the disk. Returns 0 if states may
+        not be on a disk, or if nothing fits."""
         places = self.places(column) if column.choices.disk else ()
         return self.columns.disk_seconds(column, places[-1], self.room.ram) if places else 0.0
 
@@ -186,8 +185,8 @@ class Search:
         return [place for place in places if self.columns.least_on_disk(column, place, limit) is not None]
 
     def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout with the largest `kept` that fits with `on_gpu`. Adds units on the GPU as long as they
-        fit."""
+        """Returns the layout with the largest index `kept` that fits with the index `on_gpu`. Then puts more units on
+        the GPU, as long as they fit with this `kept`."""
         kept, more = self._most_kept(column, on_gpu), on_gpu
         while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
             more += 1
@@ -199,7 +198,7 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns the largest index `kept` that fits with `on_gpu`. The index 0 must fit."""
+        """Returns the largest index `kept` that fits with the index `on_gpu`. The index 0 must fit."""
         columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))
@@ -218,7 +217,8 @@ class Search:
         return fits
 
     def _between(self, column: Column, on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the `kept` to try next if `fits` fits and `beyond` does not; `fits` if nothing larger should fit."""
+        """Returns the index `kept` to try next: above `fits`, which fits, and below `beyond`, which does not. Returns
+        `fits` if no larger index is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         more = columns.expected_kept(column, on_gpu, fits, limit)
         if more > fits and beyond in columns.known_kept(column):

@@ -1,13 +1,13 @@
 """Simulates one of several ranks (core/shares.py): memory and time of gathering weights and summing gradients.
 
-PyTorch's FSDP2 gathers a unit's weights into a buffer, and copies them from there into the tensor of which the model's
-parameters are views; then it frees the buffer. Here the tape records the buffer and that tensor. The parameters are
-views of a third tensor, which is not on the tape.
+PyTorch's FSDP2 gathers a unit's weights into a buffer. It copies them into a tensor whose views are the model's
+parameters, and frees the buffer. Here the tape records the buffer and that tensor. The parameters are views of a third
+tensor, which is not on the tape.
 
-A rank's link to the others makes one transfer after the other. Without NVLink every byte goes through the machine's
+A rank's link to other ranks makes one transfer after the other. Without NVLink every byte goes through the machine's
 RAM: it is written there and read again, for all cards at once. So the link is as fast as a copy over the bus or, if
-that is less, as each card's part of half the RAM's speed. A second link leads to other machines; a machine's cards
-share it.
+that is slower, the card's share of half the RAM's speed. A second link, which all cards of a machine share, leads to
+other machines.
 """
 
 import math
@@ -29,7 +29,7 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 @dataclass(frozen=True)
 class Mesh:
     """Describes the ranks that train together. `sharing` ranks store one copy of the model together; there are
-    `replicas` such copies. `network`: bytes per second that come to one of the `machines` from the others."""
+    `replicas` such copies. `network`: bytes per second that one of the `machines` receives from the others."""
 
     sharing: int = 1
     replicas: int = 1
@@ -41,8 +41,8 @@ class Mesh:
         return self.sharing * self.replicas
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
-        """Returns the bytes per second that come to a rank from others. `bus`: bytes per second of a copy to its card.
-        `link`: those from cards of the same machine, None if all goes through RAM."""
+        """Returns the bytes per second that a rank receives from others. `bus`: bytes per second of a copy from RAM to
+        its card. `link`: bytes per second between cards of a machine, None if they send through RAM."""
         on_each = self.count // self.machines
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
         outside = min(inside, self.network / on_each)
@@ -53,16 +53,16 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the first rank of `mesh`. The batch that it is given is this rank's part. `rates`: bytes per second of
-    its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only because
-    of the links."""
+    """Simulates the first rank of `mesh`. Its batch is this rank's part of the whole batch. `rates`: bytes per second
+    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only
+    because of transfers between ranks."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
         self.share_among(mesh.sharing)
         self.exposed_seconds, self.sent_bytes = 0.0, 0
         self._recorder, self._rates = recorder, rates
-        self._free = dict.fromkeys(Among, 0.0)  # when a link has sent all that it was given
+        self._free = dict.fromkeys(Among, 0.0)  # when each link has made the transfers so far
         self._beside: float | None = None  # inside `beside`: when its transfers end
         self._sums_end = 0.0
 
@@ -72,7 +72,7 @@ class SimulatedRanks(Shares):
     own, total = Ranks.own, Ranks.total
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
-        # An evaluation gathers each block when it runs. Its memory is that of two blocks, one here and one coming.
+        # An evaluation gathers each block when it runs. It needs memory for two: one that runs, one that arrives.
         self._weights.bring(range(-1, 0))
         self._weights.bring(range(1), range(1, 2))
         return [(each, True) for each in micro_batches]
@@ -100,8 +100,8 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates that `size_bytes` are sent and received, as soon as the link and the card are free. Does not wait.
-        Returns the simulated time at which the transfer ends. Inside `beside`, transfers follow one another."""
+        """Simulates a transfer of `size_bytes` each way over the link for `among`, once the link and the card are free.
+        Does not wait. Returns the simulated time of its end. Inside `beside`, each transfer follows the one before."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
@@ -112,7 +112,7 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Gathers one unit's matrices, `part`. `parameters`: the model's parameters in `part`, by name."""
+    """Simulates gathering one unit's matrices, `part`. `parameters`: the model's parameters in `part`, by name."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)
@@ -140,7 +140,7 @@ class _SimulatedGatherer(Gatherer):
         self._gathered = None
 
 
-BESIDE = "gradient_sums"  # the storages that are made beside the compute stream
+BESIDE = "gradient_sums"  # name of the storages that are made on a second stream
 STREAMS = {BESIDE: 1}
 NAMES = {  # of storages that are allocated in these functions, or in functions that they call
     _SimulatedGatherer._gather.__code__: "gathered_weights",

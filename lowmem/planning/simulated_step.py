@@ -60,19 +60,19 @@ class Target:
 
     machine: DeviceModel
     update: UpdateFunction = optimizers.update
-    copies: float | None = None  # each way, if both are busy; None if nothing is copied over a bus
+    copies: float | None = None  # in each direction, if both are busy; None: no copies over a bus
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
     least_positions: int = LEAST_POSITIONS["cuda"]
 
     @property
     def fused_kernels(self) -> bool:
-        """Returns True if the fused kernels run on the device, for which the decoder has to be made."""
+        """Returns True if the fused kernels run on the device. The decoder must be made with the same value."""
         return self.update is fused.update
 
 
 class CpuAttention(TorchFunctionMode):
-    """Makes meta tensors use the attention operator that PyTorch uses on the CPU if there is no dropout."""
+    """Makes attention on meta tensors run PyTorch's operator for the CPU. Attention with dropout stays as it is."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -115,9 +115,9 @@ class StepCase:
     optimizer: Optimizer
     clip_norm: float | None = 1.0
     document_mask: bool = False
-    lengths: tuple[int, ...] | None = None  # of the second step's rows, if they are not full (Batch.lengths)
+    lengths: tuple[int, ...] | None = None  # tokens of the last step's rows, if they are not full (Batch.lengths)
     target_tokens: int | None = None  # how many of `seq` positions are a target's, for an encoder-decoder
-    mesh: Mesh = ALONE  # that train together
+    mesh: Mesh = ALONE  # the ranks that train together
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -156,10 +156,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations between
-    calls, to be replayed. These calls must have the same decoder, sequence length, dtype and target. None: executes
-    everything. `whole_first_step`: makes the first step as long as the second, and also makes the updates of the
-    second."""
+    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations, so that
+    later calls replay them. All calls with one `known` must have the same decoder, sequence length, dtype and target.
+    None: executes every operation. `whole_first_step`: computes the whole batch in the first step, too, and also makes
+    the updates of the last step."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -198,12 +198,12 @@ def record_step(
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         if layout.fate in (Fate.HELD, Fate.SENT) or whole_first_step:
-            whole = whole_first_step or case.lengths is not None  # a step of full rows takes more than one of those
+            whole = whole_first_step or case.lengths is not None  # full rows take more memory than those
             step(batch_of_zeros(case, case.batch if whole else layout.micro_batch), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        # A disk still writes what the steps before have left to it: the fourth step is like all later ones.
+        # A disk is still busy with late writes of the steps before: the fourth step is like all later ones.
         for _ in range(2 if layout.states_on_disk and copies is not None else 0):
             step(batch, 1, 1e-4)
         waits = [each for each in (copies, ranks) if each is not None]

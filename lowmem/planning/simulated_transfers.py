@@ -1,11 +1,11 @@
 """Simulates the transfers of a step (core/transfers.py): moves clocks instead of data. An event is a point in time.
 
 Each direction of the bus is an engine that makes one copy after the other. A copy starts when its engine is free, the
-host has issued it, and all events that its lane (CUDA stream) waits for have happened. Concurrent updates still take
-their time from the GPU.
+host has issued it, and all events that its lane (CUDA stream) waits for have happened. Updates that run concurrently
+still delay other kernels by all of their time.
 
-States on a disk delay the host until the pages that were read ahead have arrived, and while it copies to and from the
-page cache. The disk does one thing after the other.
+With states on a disk, the host waits for pages that were read ahead, and copies pages to and from the page cache. The
+disk makes one read or write after the other.
 
 The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
 always. Not simulated: the host's time to issue a copy (tens of microseconds), and copies of memory that is not
@@ -26,7 +26,7 @@ ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
-    """Counts the time of copies. `exposed_seconds`: how long the GPU stood still only because of copies.
+    """Simulates the time of copies. `exposed_seconds`: how long the GPU stood still only because of copies.
     `busy_seconds`: how long each engine (direction of the bus) copied."""
 
     def __init__(
@@ -34,16 +34,16 @@ class SimulatedTransfers(Transfers):
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
         """Sets the rates. `concurrent`: whether updates have their own lane (CUDA stream). `host_buffer`: a function
-        that allocates RAM through which a disk's numbers pass."""
+        that allocates a buffer in RAM for copies between disk and GPU."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
         self._clock, self._concurrent = clock, concurrent
         self._rates = {IN: in_bytes_per_second, OUT: out_bytes_per_second}
-        self._free = {IN: 0.0, OUT: 0.0}  # when each engine has made the copies so far
+        self._free = {IN: 0.0, OUT: 0.0}  # when each engine will have made the copies so far
         self._ready = dict.fromkeys(Lane, 0.0)  # when the events that each lane waits for have happened
         self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
-        self._read: dict[int, float] = {}  # when tensors on a disk are in the page cache, by id
+        self._read: dict[int, float] = {}  # when tensors will be in the page cache, by id
 
     def copy(self, lane, pairs, *after):
         self.wait(lane, *after)

@@ -1,6 +1,6 @@
 """Simulates layouts of one decoder's step, each once: seconds, allocated bytes and the smallest cap.
 
-None of these three depends on a cap, so the search may ask for them in any order.
+These three figures do not depend on the given caps, so the search may ask for them in any order.
 """
 
 import math
@@ -52,7 +52,7 @@ class Simulations:
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
-        """Returns the simulated step of a layout. `whole_first_step`: with exact reserved bytes, in twice the time."""
+        """Returns a layout's simulated step. `whole_first_step` makes reserved bytes exact, in twice the time."""
         key = layout, whole_first_step
         if key not in self._steps:
             self._steps[key] = record_step(
@@ -65,7 +65,8 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns the bytes of states that a layout has on a disk, minus the host buffers through which they pass."""
+        """Returns how much less RAM `layout` takes because states are on a disk. These are the bytes of the states,
+        minus those of the buffers in RAM through which the states pass."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
@@ -94,7 +95,7 @@ class Simulations:
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Runs the layout's allocations through the model of the allocator. Returns None if memory runs out."""
+        """Returns a layout's memory figures under a cap, by the model of the allocator; None if memory runs out."""
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
             same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
@@ -109,10 +110,9 @@ class Simulations:
             return None
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures under the largest cap tried with which the layout completes, and that cap. Tries
-        `widest`, the `smaller` caps, and steps of 8 MiB between them. If none suffices, uses the smallest cap that
-        does. A layout may fail under a cap and complete under a smaller one: the allocator then frees its cache at
-        another time."""
+        """Returns the memory figures under a cap, and that cap: the largest tried one under which the layout completes.
+        Tries `widest`, the `smaller` caps, caps between them in steps of 8 MiB, then the smallest that suffices. The
+        layout may complete only under a smaller cap, because the allocator then frees its cache at another time."""
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)
@@ -125,8 +125,8 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the simulated allocator completes under this cap or a smaller one, as far as a few caps tell.
-        Also returns True if it reserves no more than this without a cap: the cap of training is a little larger."""
+        """Returns True if the layout completes under this cap or, as far as a few caps tell, a smaller one. Also
+        returns True if it reserves no more than `limit_bytes` without a cap: training sets a slightly larger cap."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:
@@ -135,9 +135,9 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns a cap in whole MiB under which the simulated allocator does not run out, a few thousandths above the
-        smallest one. Bisects between the bytes allocated and those reserved without a cap. Under such caps the
-        allocator returns cached memory to the driver. So it may succeed under one cap and fail under a larger one."""
+        """Returns a cap in whole MiB under which the layout completes, a few thousandths above the smallest one.
+        Bisects between the bytes allocated and those reserved without a cap. Under such caps the allocator returns
+        cached memory to the driver, so a layout may complete under one cap and fail under a larger one."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

@@ -27,8 +27,8 @@ class Question:
     card: Card | None  # None: the CPU
     ram_free_bytes: int | None = None  # RAM that the process may still take, besides the cap; None: no such limit
     fused_kernels: bool | None = None  # whether they run; None: as expected of the card
-    process: Process | None = None  # the RAM of the process that will train; None: of one that is not here
-    mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and the caps of one
+    process: Process | None = None  # the RAM of the process that will train; None: the process is not here
+    mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and caps of one process
     ranks_here: int = 1  # how many of them share this machine's RAM, and --ram-limit
 
     @property
@@ -99,8 +99,8 @@ def card_for(settings: Settings) -> Card:
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
-    """Returns the card of the table that is most like this machine's card, which is not in the table. The card here is
-    not timed, because no choice may depend on a stopwatch (cpu_plan.py)."""
+    """Returns this machine's card, which is not in the table, with the speeds of the table's most similar card. The
+    card here is not timed, because no choice may depend on measured time (cpu_plan.py)."""
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -1,7 +1,7 @@
 """Finds settings with which a model fits after all: more RAM, states on a disk, 8-bit moments, shorter sequences.
 
-Each is tried with the layouts that take the least memory. The search tries the same ones, so settings that a refusal
-names get a plan.
+Each change is tried with the layouts that take the least memory. The search tries these layouts, too. So there is a
+plan for the settings that a refusal names.
 """
 
 from collections.abc import Callable
@@ -46,14 +46,14 @@ class WayOut:
 
 
 def in_a_sentence(found: list[WayOut]) -> str:
-    """Returns a sentence that names the ways, "" if there are none."""
+    """Returns a sentence that names these options, "" if there are none."""
     return f" It fits with {', or with '.join(map(str, found))}." if found else ""
 
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Looks for ways out (options with which the model fits) on a GPU. `ram_bytes(simulations, size)` returns the RAM
-    of the whole process if `size` bytes are copied to the GPU when needed."""
+    """Looks for options with which the model fits on a GPU. `ram_bytes(simulations, size)` returns the RAM that
+    training takes on the machine if `size` bytes in each process are copied to the GPU when needed."""
 
     settings: Settings
     simulations: Simulations
@@ -61,7 +61,7 @@ class WaysOut:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns the changes of settings with which the model fits under the same cap of GPU memory."""
+        """Returns changed settings with which the model fits under the same cap of GPU memory."""
         every = ways(self.settings, self.simulations)
         exact = least_ram(every, self.simulations, self.room.gpu)
         if exact is None:
@@ -80,8 +80,8 @@ class WaysOut:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the way out by the options `changes` with this layout, None if it does not fit into GPU memory. It
-        fits if it allocates at most `peak` bytes there or, if `peak` is None, in the model of the allocator."""
+        """Returns the WayOut for the options `changes` with this layout, None if it does not fit into GPU memory. It
+        fits if it allocates at most `peak` bytes there. If `peak` is None, the model of the allocator decides."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -105,7 +105,7 @@ class WaysOut:
         return self._way("--optimizer adamw8bit", simulations, layout, peak)
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the way out with the longest sequences that fit without more RAM. Halves --seq again and again."""
+        """Returns the WayOut with the longest sequences that fit without more RAM, if any. Halves --seq repeatedly."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
