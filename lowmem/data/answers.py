@@ -1,7 +1,7 @@
 """Finds the assistant's answers in a conversation that a chat template rendered as text. Only answers are trained on.
 
-A template may mark answers with {% generation %}. For any other, the conversation is rendered up to an answer, and
-again up to that answer's end. The difference of both texts is the answer. docs/data.md lists the exceptions.
+A template may mark answers with {% generation %}. With other templates, the conversation is rendered up to an answer,
+and again through that answer. The difference of the two texts is the answer. docs/data.md lists the exceptions.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Finds the assistant's answers in rendered conversations. `notes` has remarks on them for the user."""
+    """Renders conversations and finds the assistant's answers in them. `notes` has remarks on them for the log."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -72,8 +72,8 @@ class Answers:
         return spans
 
     def _found(self, conversation: Conversation, text: str) -> list[Span]:
-        """Returns the spans of all answers to train on. If they cannot all be found, returns only the last one. Raises
-        InputError if that cannot be found either."""
+        """Returns the spans in `text`, the rendered `conversation`, of the answers to train on. Returns only the last
+        one if not all can be found. Raises InputError if the last one cannot be found either."""
         turns = [self._turn(conversation, text, index) for index in conversation.answers]
         if None not in turns and all(turn[1] <= following[0] for turn, following in itertools.pairwise(turns)):
             return turns
@@ -87,8 +87,8 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span in `text` of message number `index`, which is an answer, and of its end-of-turn token.
-        Returns None if the span cannot be found."""
+        """Returns the span in `text` of message number `index`, an answer, with its end-of-turn token. Returns None if
+        the span cannot be found. `text`: the rendered `conversation`."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -114,9 +114,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the end, in `text`, of the answer that begins at `start`; None if it is not found. `after`: the
-        conversation rendered through this answer. The answer includes the first special token after it. It goes on as
-        far as `text` and `after` agree behind the answer."""
+        """Returns the character of `text` at which the answer that begins at `start` ends; None if it is not found.
+        `after`: the conversation rendered through this answer. The answer includes the first special token after its
+        words, and the characters that follow its words in both `text` and `after`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]

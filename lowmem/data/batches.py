@@ -1,11 +1,11 @@
 """Cuts tokens into batches: rows of token ids, with labels that say which tokens are trained on.
 
-Plain text is **packed**: documents are joined end to end and cut into rows of T inputs. **Examples** (conversations, or
-prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
+Plain text is **packed**: documents are joined end to end and cut into rows of `seq` inputs. **Examples**
+(conversations, or prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
 
-A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order, and
-reads each row of a text of weight 2 twice. A text of weight 0.5 gives one half of its rows to an epoch and the other
-half to the next one.
+A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A
+text's weight is the number of times that an epoch reads each of its rows. With weight 0.5, an epoch reads one half of
+the rows, and the next epoch reads the other half.
 """
 
 import functools
@@ -23,7 +23,7 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """Cuts `documents` into rows of at most `seq` input tokens. An epoch contains each row `weight` times."""
+    """Cuts one text's `documents` into rows of at most `seq` input tokens. An epoch reads each row `weight` times."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -57,9 +57,9 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the numbers of an epoch's rows, in no particular order. They come from an endless sequence, which
-        repeats all rows: epoch e takes items e*n to (e+1)*n of it, with n = `in_epoch`. A repetition of which an epoch
-        takes only a part is shuffled. `seed` and `part`, the number of the training text, seed that shuffle."""
+        """Returns the row numbers of an epoch, in no particular order. All rows are repeated endlessly, and epoch e
+        takes items e*n to (e+1)*n of this sequence, with n = `in_epoch`. If an epoch takes only some rows of a
+        repetition, that repetition is shuffled. `seed` and `part`, the number of this text, seed the shuffle."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -74,12 +74,12 @@ class Rows:
 
 class Batches:
     """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
-    it never ends and is reshuffled every epoch; a batch may span two epochs. Without one (evaluation), rows keep their
-    order, and the last batch of a pass may be smaller. `end_of_text`: the id after each document, also used as padding.
-    `fixed`: every batch is the first one. `document_mask`: attention stops at the ends of packed documents. `pack`:
-    PADDED, SORTED or PACKED."""
+    the sequence never ends, and each epoch has a new order; a batch may span two epochs. If `seed` is None
+    (evaluation), rows keep their order, and the last batch of a pass may be smaller. `end_of_text`: the id after each
+    document, also used as padding. `fixed`: every batch is the first one. `document_mask`: attention stops at the ends
+    of packed documents. `pack`: PADDED, SORTED or PACKED, the way to treat padding."""
 
-    remarks: tuple[str, ...] = ()  # for the description of the data
+    remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
 
     def __init__(
         self, parts: Sequence[Rows], batch_rows: int, seed: int | None, end_of_text: int, document_mask: bool = False,
@@ -184,8 +184,8 @@ def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs examples of these `sizes` into rows of length `seq`: first-fit decreasing, at most 11/9 of the fewest rows,
-    plus one. Returns each example's (row, first position), and the length of each row."""
+    """Packs examples of these `sizes` into rows of length `seq` by first-fit decreasing: at most 11/9 of the fewest
+    possible rows, plus one. Returns each example's (row, first position), and the length of each row."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

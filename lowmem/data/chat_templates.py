@@ -45,7 +45,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         render_jinja_template([[{"role": "user", "content": _QUESTION}]], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"--chat-template {file}:{error.lineno}: not a Jinja template ({error.message})") from error
-    except Exception:  # it may not take this conversation, but those of the data
+    except Exception:  # the template may refuse this conversation and accept the data's
         pass
     tokenizer.chat_template = template
 
@@ -70,7 +70,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
-        generated. `ask`: the text ends with the prompt for an answer."""
+        generated. With `ask`, the text ends with the prompt for an answer. Raises InputError if the template fails."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -88,8 +88,8 @@ class ChatTemplate:
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Raises InputError if `text`, the rendered `conversation`, cannot be encoded as UTF-8 or has no answers. Does
-        the same if it lacks tool calls or their results, which many templates ignore."""
+        """Checks `text`, the rendered `conversation`. Raises InputError if UTF-8 cannot encode it, or if the template
+        leaves out answers, tool calls or the results of tools."""
         encodable(text, conversation.where, "the conversation")
         if not self._writes_answers or not text.strip():
             raise InputError(
@@ -130,7 +130,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """Returns `message` with the arguments of its tool calls as JSON text, and with content None if it has none."""
+    """Returns `message` with its tool calls' arguments as JSON text. A missing content becomes None."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

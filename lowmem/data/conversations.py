@@ -35,7 +35,7 @@ class UntrainableRow(InputError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds the messages of one conversation, at the place `where`. The first `given` are never trained on."""
+    """Holds a conversation's messages. `where`: file and row, for errors. The first `given` are never trained on."""
 
     where: str
     messages: list[Message]
@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def optional(self) -> dict[str, list[str]]:
-        """Returns texts that a chat template may leave out, by their name for people."""
+        """Returns the texts that a chat template may leave out, as {description for the log: texts}."""
         tools = [tool.get("function", tool) for tool in self.tools or ()]
         return {
             "the reasoning of the last answer": self._last_reasoning,
@@ -77,7 +77,7 @@ class Conversation:
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
     """Reads the messages in one or two `columns` of `record`. With two columns (prompt, completion), only messages of
-    the second are trained on. `template`: the chat template, whose text may name more roles."""
+    the second are trained on. `template`: the chat template; roles that it names are accepted, too."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -96,8 +96,8 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Returns the value of `text`, JSON inside a row. Raises InputError for other text, with the message "{place}:
-    {this_is} not JSON"; `this_is` is, for example, "tools is"."""
+    """Parses the JSON `text` inside a row. Raises InputError for other text, with the message "{place}: {this_is} not
+    JSON". For example, `this_is` is "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -105,7 +105,7 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it."""
+    """Returns `text` unchanged. Raises InputError, with its place `where` and its `name`, if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -129,7 +129,7 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """Converts one message to the keys and roles that chat templates read, without null values."""
+    """Converts a message to the keys and roles that chat templates read, without nulls. `place` is for errors."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -156,8 +156,7 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value under `name`, or under its synonym `other`. Removes `other`. Raises InputError if they
-    differ."""
+    """Returns the value under `name` or its synonym `other`. Removes `other`. Raises InputError if both differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -165,7 +164,8 @@ def _either(message: Message, name: str, other: str, place: str) -> Any:
 
 
 def _role(said: str, place: str, template: str) -> str:
-    """Converts a role as written, such as "Human:", to the name that this chat `template` uses."""
+    """Converts a role as written, such as "Human:", to the name that the chat `template` uses. Raises InputError for an
+    unknown role; `place` is the message's file, row and number."""
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
@@ -209,7 +209,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns the list of objects in `value`: a list, one object, or JSON text of either; else raises InputError."""
+    """Converts a list of objects, one object, or JSON text of either to a list. Raises InputError for other values."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

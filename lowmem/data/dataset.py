@@ -34,7 +34,7 @@ class Data:
 
     train: Batches
     evaluations: tuple[Batches, ...]  # one for each held-out text
-    fingerprint: str  # a hash of all tokens, the vocabulary, and how rows are cut
+    fingerprint: str  # a hash of all tokens, the vocabulary, and the settings that cut rows
     description: str  # lines for the log
     keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
     close: Callable[[], None]  # deletes the stored tokens, unless `keep` was called
@@ -46,8 +46,8 @@ def load_data(
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
     """Reads and tokenizes the data, and cuts them into batches for training and evaluation. The held-out texts are
-    `settings.eval_data`, or else each source's validation split, or else the share `settings.eval_fraction` of its
-    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, where tokens of an
+    `settings.eval_data`, or else each source's held-out split, or else the share `settings.eval_fraction` of its
+    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, in which tokens of an
     earlier start are found; None: temporary files. `decoder_start`: the id before each target, for encoder-decoders."""
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
@@ -97,7 +97,7 @@ class _Reader:
         """Tokenizes each source, then each text of --eval-data, into `folder`. Returns one Part for each."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
-        # A second time for the held-out share:
+        # Splitting off the held-out share writes all tokens again.
         folder.times_written = 1 if self.evaluated or self.settings.eval_fraction == 0 else 2
         parts = []
         for source in self.sources:
@@ -128,8 +128,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without training documents that another part holds out. Documents that are also in `named`, the
-    texts of --eval-data, stay; a note counts them."""
+    """Yields `parts` without the training documents that another part holds out. Keeps training documents that are also
+    in `named`, the texts of --eval-data, but adds a note with their number."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -190,7 +190,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 
 
 def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describes the data for the log: a line for each text, and one for a mixture of several."""
+    """Describes the data for the log: one line for each text, and one more if several texts are mixed."""
     lines = []
     for source, part in zip(sources, parts, strict=True):
         name = source.name + source.remark

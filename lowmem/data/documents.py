@@ -1,8 +1,8 @@
 """Tokenizes the documents of a source, and holds some of them out for evaluation.
 
 Token ids are stored in files: 2 bytes each for up to 65,536 ids, else 4. Examples take one more byte per token, which
-says whether it is trained on. RAM holds 32 bytes per document, and at most TOKENIZING_BYTES of text, unless that has
-very long words or rows (docs/data.md). While held-out documents are written, the disk holds the data twice.
+says whether the token is trained on. RAM holds 32 bytes per document. Tokenizing takes at most TOKENIZING_BYTES of RAM,
+or more for very long words or rows (docs/data.md). While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from lowmem.errors import InputError
 from lowmem.settings import Settings
 from lowmem.units import MIB
 
-TOKENIZING_BYTES = 300 * MIB  # a test holds it to that
+TOKENIZING_BYTES = 300 * MIB  # a test checks this limit
 _BATCH_CHARACTERS = 2**20  # of texts that are tokenized together
 _PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": the file's part, and the number
 _PROGRESS_AFTER_SECONDS = 2
@@ -41,11 +41,11 @@ class Documents:
 
     tokens: StoredArray  # uint16 or uint32 [N], an end-of-text token after each document
     lengths: np.ndarray  # int64 [n], in tokens
-    keys: np.ndarray  # uint64 [n], a hash of the content, by which documents are held out
-    trained: StoredArray | None  # bool [N]; None for packed text, of which all tokens are trained
-    places: np.ndarray  # int32 [n, 2]: the index in `files`, and the line or row, 0 for a whole file
+    keys: np.ndarray  # uint64 [n], a hash of the content; it decides what is held out
+    trained: StoredArray | None  # bool [N]; None for packed text, which is all trained on
+    places: np.ndarray  # int32 [n, 2]: the index in `files`, and the line or row (0 for a whole file)
     files: tuple[str, ...]
-    description: str  # of the format
+    description: str  # of the rows' format, for the log
     notes: tuple[str, ...] = ()
     chat: bool = False  # conversations, rendered with the chat template
 
@@ -74,7 +74,7 @@ class Documents:
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Returns tokens `start` to `stop` of packed text. The first and the last document may be cut."""
+        """Returns tokens `start` to `stop` of packed text as Documents. The first and the last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
         inside = (ends > start) & (starts < stop)
@@ -96,8 +96,8 @@ class Documents:
 
 
 def row_inputs(settings: Settings) -> int:
-    """Returns the number of input tokens of a row. One more token follows them, as the last label. An encoder-decoder's
-    row has `seq` tokens in all, since no label follows its last one (pairs.py)."""
+    """Returns the number of input tokens of a row. One more token follows them, as the last label. A decoder's row has
+    `seq` inputs. An encoder-decoder's row has `seq` tokens in all, so one input less (pairs.py)."""
     return settings.seq if settings.target_tokens is None else settings.seq - 1
 
 
@@ -105,7 +105,7 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes the `records` of `source`, stores the tokens in `folder`, and returns them. Stops when they fill
+    """Tokenizes `records`, the rows of `source`, stores the tokens in `folder`, and returns them. Stops when they fill
     `rows_limit` rows of a batch; None reads all. `vocabulary_size`: number of ids that the model embeds."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
@@ -134,8 +134,8 @@ def read_documents(
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
     """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens, or of the
-    examples: whole documents, in the order of their content hash, so that equal documents stay together. Skips a
-    document that would make the held-out part more than twice as large as wanted. From a text with few documents, such
+    examples. Takes whole documents in the order of their content's hash, so equal documents stay together. Skips a
+    document that would make the held-out part more than twice as large as wanted. If that fails with packed text, such
     as one book, holds out the last tokens. Holds out nothing if a part would not fill a row of `seq` input tokens."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
@@ -206,7 +206,7 @@ class _Writer:
         self._begin_document()
 
     def _begin_document(self) -> None:
-        self.long_text: LongText | None = None  # if its text goes on in the next record
+        self.long_text: LongText | None = None  # None unless the document has several records
         self.document_tokens, self.document_hash, self.last_characters = 0, hashlib.blake2b(digest_size=8), ""
 
     @property
@@ -259,7 +259,7 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes a record's ids, cut to the length limit, with the tokens that begin and end a document."""
+        """Writes the ids of a record, cut to the length limit, with the tokens that begin and end a document."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -309,6 +309,6 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Joins pairs of token ids and trained mask end to end. A mask may be one bool for all ids of its pair."""
+    """Concatenates pairs (token ids, trained mask). A mask may be one bool for all ids of its pair."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

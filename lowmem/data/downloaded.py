@@ -1,7 +1,7 @@
 """Finds the training and the held-out files of a data set that was downloaded from the Hugging Face hub.
 
-The data set's card (README.md) names the files of each split. Without such a card, the names of files and folders tell
-the splits, as for the hub's own client. docs/data.md has the rules.
+The data set's card (README.md) names the files of each split. Without such a card, the names of files and folders show
+the splits, by the rules of the hub's own client. docs/data.md has the rules.
 """
 
 import glob
@@ -34,11 +34,11 @@ class SplitFiles(NamedTuple):
     held_out: list[Path]
     name: str
     remark: str  # for the description of the data
-    splits: tuple[str, ...]  # the names of all
+    splits: tuple[str, ...]  # the names of all splits
 
 
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
-    """Finds the splits of a data set downloaded into `folder`. `files`: all files there. `config` and `split`: the
+    """Finds the splits of a data set downloaded into `folder`. `files`: all files in it. `config` and `split`: the
     names that the user gave, or None. Returns None if nothing shows that the folder is a data set."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
@@ -80,8 +80,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns name and content of the configuration that is `asked` for, or of the default one. If the card has only
-    one, its name is given as ""."""
+    """Returns (name, content) of the configuration `asked`. If `asked` is None, returns the default one; its name is ""
+    if the card has no other."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -100,8 +100,8 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} according to `data_files` of the configuration `config`. Leaves out splits whose files
-    were not downloaded. `split`: the split to train on, or None; it must be there."""
+    """Returns {split: files} by the card's `data_files` for the configuration `config`. Leaves out splits that were not
+    downloaded. Raises InputError if the split to train on is missing; `split` is the user's choice of it, or None."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -122,7 +122,7 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """Returns the files of the most common table format, compressed or not, or else the .txt files."""
+    """Returns the files of the most common table format, compressed or not; the .txt files if there are no tables."""
     counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
     return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
@@ -151,7 +151,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if names show a training split and another one. With .txt files, all names must show a split."""
+    """Returns True if `splits` has a training split and another one, with each file in one if `files` are .txt."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

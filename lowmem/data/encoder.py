@@ -14,7 +14,7 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes texts without adding special tokens; those written in a text, such as <|endoftext|>, become their ids.
+    """Encodes texts and adds no special tokens; one that is written in a text, such as <|endoftext|>, becomes its id.
     Long texts are encoded in overlapping windows (long_text.py), on RAYON_NUM_THREADS processors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -29,12 +29,12 @@ class Encoder:
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
     def long_text(self, encode: Callable[[list[str]], list[Tokens]] | None = None) -> LongText:
-        """Returns a new LongText, which encodes one text that arrives in pieces. `encode`: None for `_encode`."""
+        """Returns a new LongText, for one text that arrives in pieces. `encode` tokenizes texts; None: `_encode`."""
         return LongText(lambda texts: _in_batches(texts, encode or self._encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the begin and end of each
-        token in characters, without white space that it strips; None if the tokenizer does not report them."""
+        """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are each token's begin and end in
+        characters, without white space that the token strips; None if the tokenizer does not report them."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -62,7 +62,7 @@ class Encoder:
         return [np.asarray(one, np.int32)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
-        """Returns each text's (id, begin, end) per token, int32 [tokens, 3], without a postprocessor's changes."""
+        """Returns each text's (id, begin, end) per token, int32 [tokens, 3]. The postprocessor is off meanwhile."""
         processor, self._backend.post_processor = self._backend.post_processor, None
         try:
             encoded = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -88,8 +88,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer in `tokenizer`, which takes half the time if called directly. Returns None if there is
-    none, or if it gives other ids."""
+    """Returns the Rust tokenizer inside `tokenizer`; calling it directly takes half the time. Returns None if there is
+    none, or if it gives other ids than `tokenizer`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -97,7 +97,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns all white-space characters before which a Unigram tokenizer ends a word; None for other models."""
+    """Returns all white-space characters that begin a new word for a Unigram tokenizer; None for other tokenizers."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

@@ -15,7 +15,7 @@ from lowmem.data.seams import Segments
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS, used_columns
 from lowmem.errors import InputError
 
-# No space after the last colon: GPT-2's vocabulary joins a space with the word that follows it.
+# No space follows the last colon, because GPT-2's vocabulary joins a space with the next word.
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ (message['role'] | capitalize) ~ ': ' ~ message['content'] }}"
@@ -28,15 +28,15 @@ _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
 )
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
-_QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")  # other people's names, likeliest first
+_QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")  # usual names, likeliest first
 _ANSWERS = ("completion", "answer", "response", "output", "solution", "target")
-_MOST_NAMED = 20  # columns, in one sentence
-_MOST_BLANK = 10_000  # rows before the first one that is filled
+_MOST_NAMED = 20  # columns that a message names
+_MOST_BLANK = 10_000  # rows that are searched for the first one with a value
 
 
 class Format:
     """Converts rows of one source to text. `first`: the source's first row. `needed`: the columns that every row must
-    have. With `everything`, prompts are trained on too."""
+    have. `everything`: whether prompts are trained on, too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -47,7 +47,7 @@ class Format:
     def __init__(self, first: Record, needed: tuple[str, ...], everything: bool, tokenizer: PreTrainedTokenizerBase):
         self._first, self._needed, self._everything, self._tokenizer = first, needed, everything, tokenizer
         self.begin = _beginning_of_text(tokenizer)
-        self.rivals: list[tuple[str, ...]] = []  # columns of other formats; a row that fills them, too, is refused
+        self.rivals: list[tuple[str, ...]] = []  # columns of other formats; a row that also fills these is refused
         self._unused: dict[str, None] = {}  # columns in the order in which they were seen
 
     @property
@@ -164,7 +164,7 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists the formats: the columns that each row needs, the class, and whether an option names one of them."""
+    """Lists the formats as (columns that each row needs, class, True if an option names one of these columns)."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -177,9 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record whose columns decide the format, None if there is no record; and an iterator over all records.
-    That record is the first one with a value in a column that is read, or with no such column at all. If the first
-    _MOST_BLANK records have none, it is the last of them."""
+    """Returns (record, iterator over all records). The record's columns decide the format; it is None if there are no
+    records. It is the first record that has a value in a used column, or that has no used column at all. If none of the
+    first _MOST_BLANK records is such a record, it is the last of them."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -190,12 +190,12 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format for a source with this first row. A column that an option (in `reading`) names is taken before
-    all others. `train_on`: the value of --train-on. Raises InputError if no format or several fit."""
+    """Returns the Format of a source with the first row `record`. A format whose column an option (in `reading`) names
+    goes first. `train_on`: the value of --train-on. Raises InputError if no format or several fit."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):
-        found = [each for each in found if each[1] is not _Text]  # Alpaca's own files bring their rendering along
+        found = [each for each in found if each[1] is not _Text]  # Alpaca's own files also have it rendered
     found = named or found
     filled = [each for each in found if _are_filled(record, each[0])] if len(found) > 1 else found
     if len(filled) > 1:
@@ -287,7 +287,7 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns in a row, pairs [instruction, response]. In CSV the column is JSON text."""
+    """Returns the earlier turns in a row as pairs [instruction, response]. CSV files have them as JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

@@ -12,7 +12,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.text_files import read_json, refuse_pointer
 
 STREAM_ABOVE_BYTES = 2**30
-_SPLIT_WORDS = {  # words in the names of splits and files; a name with words of several kinds is of the first
+_SPLIT_WORDS = {  # words in names of splits and files; if a name has words of several kinds, the first kind counts
     "validation": {"validation", "valid", "dev", "val"},
     "test": {"test", "testing", "eval", "evaluation"},
     "train": {"train", "training"},
@@ -28,8 +28,8 @@ def split_of(name: str) -> str | None:
 
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
-    """Returns the name of the split to train on, that of the split to hold out (or None), and a remark for the log.
-    `names`: all splits. `wanted`: the split to train on; None for "train", a name with that word, or the first."""
+    """Returns (split to train on, split to hold out or None, remark for the log). `names`: all splits. `wanted`: the
+    split that the user wants to train on; None for "train", or else a name with that word, or else the first."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -45,8 +45,8 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
-    """Opens the data set `path` of the hub. If --steps or --max-samples need only a part, streams it if `streamed` or
-    if it has more than STREAM_ABOVE_BYTES. Raises InputError if `streamed` and all of it is needed."""
+    """Opens the data set `path` of the hub. Streams it if `streamed`, or if it has more than STREAM_ABOVE_BYTES and
+    --steps or --max-samples need only a part. Raises InputError if `streamed` and the whole data set is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     in_part = reading.steps is not None or reading.most_rows is not None
@@ -145,8 +145,8 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, which are single lines, to articles in the column `text_field`. An article begins at a
-    line ` = Title = `."""
+    """Joins WikiText's rows, which are single lines, to one record per article, with the text in the column
+    `text_field`. A line ` = Title = ` begins an article."""
     lines: list[str] = []
     where = ""
     for row in rows:

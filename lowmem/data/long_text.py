@@ -1,8 +1,8 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows, which are joined in the middle of the tokens that both have in their overlap.
-If their tokens there differ, the second window begins a little earlier, or else the first one is enlarged. docs/data.md
-says why the result is exact.
+The text is cut into overlapping windows. Their tokens are joined in the middle of those that both windows have in the
+overlap. If the tokens there differ, the second window begins a little earlier, or else the first one is enlarged.
+docs/data.md says why the result is exact.
 """
 
 import itertools
@@ -11,27 +11,27 @@ from collections.abc import Callable
 import numpy as np
 
 WINDOW, OVERLAP = 2**16, 2**10  # characters; WordPiece's longest word (100) must be shorter than an overlap
-_AT_ONCE = 16  # windows
-_SHIFTS, _SHIFTS_TRIED = 128, 4
+_AT_ONCE = 16  # at most so many windows are tokenized together
+_SHIFTS, _SHIFTS_TRIED = 128, 4  # earlier begins: overlaps compared, whole windows compared
 
-Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and where the token begins and ends, in characters
+Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and perhaps the token's begin and end in characters
 
 
 class LongText:
-    """Tokenizes one text that arrives in pieces. `encode` returns the Tokens of short texts. Windows begin only with a
-    character in `word_starts`, if given."""
+    """Tokenizes one text that arrives in pieces. `encode`: returns the Tokens of short texts. `word_starts`: the
+    characters with which a window may begin; None for any character."""
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]], word_starts: str | None = None):
         self._encode, self._word_starts = encode, word_starts
-        self._text = ""  # from the beginning of the last window on
-        self._before = 0  # characters before that
-        self._window: Tokens | None = None  # the last window's; None until there is enough text for it
-        self._end = WINDOW  # of the last window in _text
-        self._given = 0  # leading tokens of the last window that were already returned
+        self._text = ""  # begins with the last window
+        self._before = 0  # number of the text's characters before _text
+        self._window: Tokens | None = None  # tokens of the last window; None until its text is complete
+        self._end = WINDOW  # index in _text at which the last window ends
+        self._given = 0  # number of the last window's tokens that were returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns those tokens not yet returned that no later piece can change. `last`: the
-        text ends with this piece, so all remaining tokens are returned."""
+        """Adds a piece of the text. Returns the further tokens that no later piece can change. `last`: True for the
+        text's last piece; then all remaining tokens are returned."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -50,7 +50,7 @@ class LongText:
 
     def _join(self, ends: list[int]) -> list[Tokens]:
         """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. If two
-        disagree, stops and doubles the last window for the next attempt. Returns the tokens that are now final."""
+        disagree, stops and doubles the last window's length for the next attempt. Returns the tokens that are final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -82,13 +82,13 @@ class LongText:
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
         """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
-        window. `begin`, `end`: those of the second window. `cut`: the end of the first."""
+        window. The second window has characters `begin` to `end` of self._text; the first ends at `cut`."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Looks for an earlier begin of the next window, at which its tokens agree with those of the last window.
-        `cut`, `end`: the ends of the last window and of the next. Returns the begin, the next window's tokens and the
-        joint (see _joint). The latter two are None if no begin helps."""
+        """Tries earlier begins of the next window until its tokens agree with those of the last window. `cut`: the end
+        of the last window. `end`: that of the next. Returns (begin, tokens of the next window, joint as in `_joint`).
+        The latter two are None if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -103,9 +103,9 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds the place to join the last window's tokens to those of the next one, `window`. `overlap`: tokens of the
-        text that both have. `shorter`: tokens of that text without its last character. Returns `window` and the indices
-        at which the last window stops and `window` takes over, or None if their tokens differ."""
+        """Joins the last window's tokens to those of the next one, `window`. `overlap`: tokens of the text that both
+        have. `shorter`: tokens of that text without its last character. Returns `window` and the pair of indices at
+        which the last window's tokens stop and those of `window` go on. The pair is None if the tokens differ."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
@@ -114,15 +114,15 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens before index `stop` that were not returned before. Their places are
-        characters of the whole text. `begun`: the window's first character in self._text."""
+        """Returns the last window's tokens before index `stop` that were not returned before. Their begins and ends
+        count from the start of the whole text. `begun`: the window's first character in self._text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens
 
 
 def common_start(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the number of equal ids with which both arrays begin."""
+    """Returns the length of the longest common prefix of two arrays of ids."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length

@@ -1,7 +1,7 @@
 """Makes batches for encoder-decoders: each row is a source of S tokens and a target of T tokens (docs/data.md).
 
-The decoder reads the target shifted by one token, after the id `decoder_start`. Padding is on the right.
-`Batch.source_mask` masks it in sources, and labels of -100 in targets.
+The decoder reads the target shifted by one token, after the id `decoder_start`. Padding is on the right. The mask
+`Batch.source_mask` excludes it from sources, and labels of -100 exclude it from the loss.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from lowmem.data.batches import Batches, Rows
 
 
 class PairBatches(Batches):
-    """Gives batches of sources (S tokens) and targets (T, `target_tokens`). `parts` are Rows of S + T - 1 inputs, whose
-    S + T tokens are all used. `decoder_start`: the id before each target."""
+    """Gives batches of sources (S tokens) and targets (T = `target_tokens`). `parts`: Rows with S + T - 1 inputs, so
+    with S + T tokens. `decoder_start`: the id before each target. Other arguments: as in Batches."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -51,8 +51,8 @@ class PairBatches(Batches):
         return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row into source and target, and also returns the target's part of `trained`. A `packed` row is cut
-        after S tokens, an example before its first trained token."""
+        """Splits a row into (source, target, the target's part of `trained`). A `packed` row is cut after S tokens. An
+        example is cut before its first trained token, and its source gets an end-of-text token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

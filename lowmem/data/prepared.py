@@ -5,9 +5,9 @@
       data.json        which array is which, and the key
       manifest.json    size and hash of each file; written last
 
-The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and this code. A
-streamed source has no files to hash; a resumed run trains on its stored part. Until all is prepared, the files are in
-`.data-partial/`, on the same disk as `data`, which may be a link.
+The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and the code in
+lowmem/data. A streamed source has no files to hash; a resumed run trains on its stored part. Until all is prepared, the
+files are in `.data-partial/`. It is next to `data`, or next to the folder that `data` links to.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds a source's training and held-out documents, or Rows of them. `held_out` describes the latter in the log."""
+    """Holds a source's training and held-out documents, or Rows. `held_out` describes the latter in the log."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes the tokenized documents of a run in its `folder`, or in temporary files if that is None. `key`: a
-    hash of everything that decides the tokens (content_key)."""
+    """Finds or makes the tokenized documents of a run. They are in `folder`, the run's folder, or in temporary files if
+    that is None. `key`: a hash of everything that decides the tokens (content_key)."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
@@ -111,7 +111,7 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Returns `documents` for data.json, with references to the files of its arrays. Adds their names to `used`."""
+        """Returns `documents` for data.json, with their arrays stored in files. Adds these files' names to `used`."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -135,8 +135,8 @@ def content_key(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that are needed; it matters
-    only for streamed sources."""
+    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that are needed; it counts
+    only for streamed sources. `evaluated`: the sources of --eval-data. Raises InputError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

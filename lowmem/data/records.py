@@ -17,9 +17,9 @@ class Reading:
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"
-    split: str | None = None  # None: the one that is called train, or the first
-    most_rows: int | None = None  # None: all
-    steps: int | None = None  # of training; None if all rows will be read
+    split: str | None = None  # the split to train on; None: "train" or a name like it, else the first
+    most_rows: int | None = None  # reads only so many rows; None: all
+    steps: int | None = None  # number of training steps; None if all rows will be read
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
@@ -38,9 +38,9 @@ class Record:
 
     where: str  # for error messages, such as "a.jsonl:17"
     columns: dict[str, Any]  # None for a column that was not read because no format uses it
-    may_be_blank: bool = False  # a row without text is skipped; otherwise it is an error
+    may_be_blank: bool = False  # True: a row without text is skipped; False: it is an error
     goes_on: bool = False  # the next record continues this text
-    begun: bool = False  # continues the text of the record before
+    begun: bool = False  # this record continues the text of the record before
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Source:
 
     name: str
     train: Iterable[Record]
-    evaluation: Iterable[Record] | None = None  # the publisher's held-out split, called `held_out`
-    content: tuple[Path | str, ...] = ()  # files, or the hub client's name of this version; empty for a stream
+    evaluation: Iterable[Record] | None = None  # the publisher's held-out split
+    content: tuple[Path | str, ...] = ()  # files, or the hub client's hashes of the splits; empty for a stream
     spec: str = ""
-    weight: float = 1.0  # how often each row is in an epoch
+    weight: float = 1.0  # how often an epoch reads each row
     remark: str = ""  # follows the name in the description of the data
-    held_out: str = ""
+    held_out: str = ""  # the name of the split `evaluation`
     splits: tuple[str, ...] = ()  # the names of all splits, if the publisher made some
 
     @property
@@ -63,7 +63,7 @@ class Source:
 
 
 def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
-    """Yields the first `most` records, or all for None. Several records that hold one text count as one."""
+    """Yields the first `most` records; all if it is None. Several records that hold one text count as one."""
     count = 0
     for record in records:
         count += not record.begun

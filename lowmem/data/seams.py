@@ -1,8 +1,8 @@
 """Tokenizes the segments of an example, and finds which tokens are trained on. A segment is (text, True if trained on).
 
-The segments are tokenized at once. A token is trained on if any of its characters is. Tokenizers written in Python do
-not report characters. So the text up to each boundary of segments (a seam) is tokenized, too; tokens with which both
-results begin are before the seam.
+All segments are tokenized as one text. A token is trained on if any of its characters is. Tokenizers written in Python
+do not report which characters a token has. So the text before each boundary of segments (a seam) is also tokenized by
+itself. The leading tokens that both results share are before the seam.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples, and marks the tokens to train on. `pairs`: sources and targets are tokenized separately."""
+    """Tokenizes examples, and marks the tokens to train on. `pairs`: tokenizes each source and target separately."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -43,8 +43,8 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits `segments` into lists that are tokenized separately. If `pairs` is set, these are source and target,
-        else one list of all segments."""
+        """Splits `segments` into the lists that are tokenized separately. With `pairs`, these are the source and the
+        target, which begins with the first trained segment. Otherwise one list has all segments."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
@@ -71,8 +71,8 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of the text's tokens `ids` before character `seam`, and whether the next token has
-        characters on both sides of it."""
+        """Returns the number of tokens before character `seam` of `text`, and whether the next token crosses the seam.
+        `ids`: the tokens of `text`."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)

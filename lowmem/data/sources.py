@@ -1,4 +1,4 @@
-"""Opens what `--data SPEC[=WEIGHT]` names: files and folders, data sets of the hub, Python's own source (docs/data.md).
+"""Opens the source that `--data SPEC[=WEIGHT]` names: files, a data set of the hub, Python's own code (docs/data.md).
 
 Every source yields its records one at a time, so a large data set takes time and disk, not RAM.
 """
@@ -28,7 +28,7 @@ _MOST_NAMED = 3  # folders that are left out
 _STDLIB = "python-stdlib"
 _NAMES = (_STDLIB, "wikitext", "codeparrot")
 _README = "readme.md"
-_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # there are no rows in them
+_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # these files have no rows
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
@@ -104,7 +104,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns {name: path} of the standard library, shuffled by a hash: neighbours come from different folders."""
+    """Returns {name: path} of the standard library's files, in the order of a hash, so folders are mixed."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -144,7 +144,7 @@ def _local(path: Path, reading: Reading, out: Path | None, config: str | None = 
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
     )
     files, remark = _without_runs(files, path, out)
-    own = any(file.suffix.lower() in KNOWN_SUFFIXES for file in files)  # texts beside a run's files
+    own = any(file.suffix.lower() in KNOWN_SUFFIXES for file in files)  # texts next to a run's files
     if is_of_a_run(path, out) and not (own and (is_run(path) or out is not None and path.samefile(out))):
         raise InputError(f"{path}: a run or a model is in this folder, and its files are no data; give your texts")
     found = find_split_files(path, files, config, reading.split)
@@ -184,7 +184,7 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Leaves out the `files` that training runs wrote. Returns the others, and a remark."""
+    """Leaves out those `files` (all below `root`) that training runs wrote. Returns the others, and a remark."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -194,8 +194,8 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a source of all readable `files`. `name`: the source's. `found` says how they were found, for an error.
-    `in_folder`: all files there, so that unread kinds can be named."""
+    """Makes a source called `name` of all readable `files`. `found`: how they were found, for an error. `in_folder`:
+    all files in their folder, so that the log can name the kinds left out."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

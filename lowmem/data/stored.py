@@ -17,7 +17,7 @@ from lowmem.errors import LowmemError, PlanError
 from lowmem.files import CHUNK_BYTES, HashedFile
 from lowmem.units import MIB, format_size
 
-_NEARLY_ALL = 1.02  # bytes of all texts / bytes read so far; below it, a held-out share is being written
+_NEARLY_ALL = 1.02  # bytes of all texts / bytes read so far; below it, the held-out share is being copied
 _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
@@ -56,8 +56,8 @@ class StoredArray:
 
 class ArrayFolder:
     """Writes arrays into a folder, one file after another. Raises PlanError before the disk is full; the message
-    estimates the room for all arrays. `source_bytes`: size of all texts, 0 if unknown. `times_written`: how often each
-    token is written, 2 if splitting off held-out documents copies them."""
+    estimates the room for all arrays. For the estimate, `source_bytes` is the size of all texts (0 if unknown).
+    `times_written` is the number of times that a token is written, 2 if held-out documents are split off."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -71,7 +71,7 @@ class ArrayFolder:
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Raises PlanError if the disk has no room for `size_bytes` more. Call it before writing."""
+        """Counts `size_bytes` as written; call it before writing. Raises PlanError if the disk has no room for them."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()

@@ -17,7 +17,7 @@ STRUCTURED_COLUMNS = (
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instruction")
 LABEL_COLUMNS = ("label", "kto_tag")  # true for a preferred answer, false for one to avoid
 _KNOWN_COLUMNS = {*STRUCTURED_COLUMNS, *SYSTEM_COLUMNS, *LABEL_COLUMNS, "functions", "history"}
-PIECE_CHARACTERS = 2**20  # of a text file in memory at once
+PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
 DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, *TABLE_SUFFIXES)
@@ -25,12 +25,12 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns those of the columns `names` that some format uses; the others need not be read."""
+    """Returns the columns among `names` that some format uses; the others need not be read."""
     return [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, whose suffix tells its format. `may_be_blank`: an empty text is not an error."""
+    """Yields the rows of a file; its suffix tells the format. `may_be_blank`: an empty text is not an error."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -122,7 +122,7 @@ def _refuse_twice(names: Iterable[str], where: str) -> None:
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Returns an Arrow row without null entries in the objects of its columns. Arrow gives all objects of a column the
-    same keys, and fills those that an object lacks with null."""
+    same keys. If an object lacks a key, Arrow writes null for it."""
     return {name: _without_nulls(value) for name, value in row.items()}
 
 

@@ -3,7 +3,7 @@
 The byte-level tokenizer has 256 ids for bytes and one for the end of a text. Texts have 3 to 4 times as many tokens as
 with GPT-2's vocabulary. It is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
-Tokenizers are looked up in the hub's cache first, then on the hub; with `--init random` nowhere else.
+Tokenizers are looked up in the hub's cache, then on the hub. With `--init random` the hub is not asked.
 """
 
 import json
@@ -38,20 +38,20 @@ _PACKAGE = re.compile(  # how transformers and Python say which package is missi
     r"|pip install (?:-U )?([\w-]+)"
 )
 _NOT_EXTRACTED = re.compile(r"Could not extract .* due to\s+(.*)\. Falling back", re.DOTALL)
-_MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  # by packages with other names
+_MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  # if the names differ
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of `model` (a folder or a hub name). With `init` "random", returns a byte-level one if the
-    model has none. Raises InputError if there is none, if it has no end-of-text token, or if that token's id is not
-    below `vocabulary_size`, the number of ids that the model embeds."""
+    model has none. Raises InputError if there is no tokenizer, or if it has no end-of-text token. Also raises it if
+    that token's id is not below `vocabulary_size`, the number of ids that the model embeds."""
     folder, names = Path(model), hub.names_of(model)
     try:
         for name in names:
             tokenizer, error = _from_pretrained(name, local_files_only=True)
             if tokenizer is not None or _files(hub.cached_folder(name), *_VOCABULARIES):
                 break
-    except OSError as error:  # of a file in the folder
+    except OSError as error:  # a file in the folder cannot be read
         raise InputError(f"{error.filename}: {error.strerror}, so the tokenizer cannot be read") from None
     if tokenizer is None and not folder.is_dir() and init != "random" and not hub.why_unreachable():
         tokenizer, error = _from_pretrained(names[0], local_files_only=False)
@@ -86,7 +86,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors of the package tokenizers inside the block (plain Exceptions and Rust panics) into InputError."""
+    """Turns errors that the package tokenizers raises in the block (Exceptions, Rust panics) into InputError."""
     try:
         yield
     except BaseException as error:
@@ -193,7 +193,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns a package that is not installed, and that files in `folder` need or the error `said` names."""
+    """Returns a package that is not installed, although the files in `folder` need it or the error `said` names it."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):

@@ -39,14 +39,14 @@ from lowmem.text_files import read_json
 
 _GPT2_SHAPES = (12, 768, 12), (24, 1024, 16), (36, 1280, 20), (48, 1600, 25)
 GPT2_SHAPES = dict(zip(hub.GPT2S, _GPT2_SHAPES, strict=True))  # n_layer, n_embd, n_head; else GPT2Config's defaults
-# By name on the hub: fields of config.json, the number of parameters, and the source of both. gemma-3-4b-text is the
-# text part of google/gemma-3-4b-pt, whose own config also has a part for pictures.
+# {name on the hub: fields of config.json, number of parameters, source of both}. gemma-3-4b-text is the text part of
+# google/gemma-3-4b-pt, whose own config also has a part for pictures.
 KNOWN_CONFIGS = json.loads(Path(__file__).with_name("known_configs.json").read_text(encoding="utf-8"))
 DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
 _DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
-_SIZES = (  # of a model, by transformers' common names
+_SIZES = (  # transformers' common names for the sizes of a model
     *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads"),
 )
@@ -101,9 +101,9 @@ def _has_part(folder: Path, part: str) -> bool:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. GPT-2 and the models of
-    known_configs.json need no config.json. If `init` is "pretrained", the hub's config comes before the built-in
-    one."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A config.json in a folder
+    comes first. GPT-2 and the models of known_configs.json have a built-in config. It is used if `init` is "random", or
+    if the hub's config is not available."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -169,8 +169,8 @@ def _gguf_fields(path: Path) -> dict:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """Returns the generation config published with `model`; None if there is none or it cannot be read. In the second
-    case `say` gets a warning."""
+    """Returns the generation config published with `model`. Returns None if `init` is "random", if there is none, or if
+    it cannot be read; in the last case `say` gets a warning."""
     path = None
     try:
         if init != "random":
@@ -183,14 +183,14 @@ def own_generation_config(
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Returns the most tokens that the model takes in a sequence; None without a limit (XLNet's config says -1)."""
+    """Returns the model's longest sequence in tokens; None if it has no limit (XLNet's config says -1)."""
     text = config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))  # the second is MPT's
     return next((number for number in limits if isinstance(number, int) and number > 0), None)
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """Raises InputError if `seq` is too long for the model. On a GPU, an assertion would end the process."""
+    """Raises InputError if `seq` is too long for the model. On a GPU, a failed assertion would end the process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
@@ -204,23 +204,23 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings`, with `target_tokens` filled in for an encoder-decoder. Raises InputError for settings that
-    the model cannot have, such as a `seq` that is too long."""
+    """Returns `settings`, with `target_tokens` filled in for an encoder-decoder. Raises InputError for settings that do
+    not fit the model, such as a `seq` that is too long."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
 
 def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Makes the Decoder of `config`, without weights. `precision`: of the working weights. `residual`: "fp32" or
-    "16bit", of the residual stream. `fused_kernels`: use core/kernels/operators.py."""
+    """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
+    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: use core/kernels/operators.py."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Takes `model` apart into a Decoder (embedding, blocks, head). Replaces its layers as `precision`, `residual` and
-    `fused_kernels` ask, which are those of `make_decoder`."""
+    """Takes `model` apart into a Decoder (embedding, blocks, head). Replaces layers of `model` according to the other
+    arguments, which `make_decoder` explains."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
@@ -232,8 +232,8 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU, tied
-    parameters as one object, SDPA if transformers has it for the architecture. Not thread-safe."""
+    """Builds the model of `config` in training mode, with fp32 parameters on `meta` and real buffers on the CPU. Tied
+    parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe."""
     with parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -243,7 +243,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
-    """Replaces every parameter registered in the block by `place(parameter)`, before it gets its initial values."""
+    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,12 +1,12 @@
-"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Tells the model's errors from lowmem's
-own.
+"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Tells errors of the model's code from
+errors of lowmem's.
 
 Only an execution shows whether a model changes its logits, or whether a block attends to later tokens. Training
-compares with the real weights. Planning feeds 64 tokens to a copy with two narrow blocks and random weights. If that
-cannot be made or executed, the plan says that nothing was compared.
+compares with the real weights. Planning feeds two rows of 8 tokens to a copy with two narrow blocks and random weights.
+If that copy cannot be made or executed, the plan says that nothing was compared.
 
-Of transformers' 189 default configs of causal language models, 91 agree and 16 differ. Most others cannot be split into
-pieces at any size (transformers 5.23). A comparison takes about 0.1 s and at most 0.25 GiB.
+With transformers' 189 default configs of causal language models, 91 agree and 16 differ (version 5.23). Most others
+cannot be split into pieces at any size. A comparison takes about 0.1 s and at most 0.25 GiB.
 """
 
 import copy
@@ -43,7 +43,7 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
     """Raises InputError if embedding, blocks and head, run in turn, give other logits than the whole model. With
-    `document_mask`, does the same if the model ignores one."""
+    `document_mask`, also raises it if the model ignores document masks."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -63,8 +63,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """Compares the decoder's pieces with the whole model on a few tokens. Returns a sentence if they differ, if the
-    model is not causal, or if `document_mask` is True and it ignores one. Otherwise returns None."""
+    """Compares the decoder's pieces with the whole model on a few tokens. Returns a sentence if their logits differ, or
+    if the model is not causal. With `document_mask`, also returns one if it ignores document masks. Otherwise None."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -93,7 +93,7 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Returns True if both logits are equal but for rounding, which depends on the shapes of products."""
+    """Returns True if both logits are equal except for rounding, which depends on the shapes of products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
@@ -109,7 +109,7 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
         vocabulary_size = small.get_text_config().vocab_size
         model = _with_random_weights(small)
         found = difference(take_apart(model), vocabulary_size, document_mask)
-    except Exception as error:  # nobody has made such a model before: its errors need not be the original's
+    except Exception as error:  # the copy's config is made up: the original may still run
         return f"a small copy of it does not run ({first_line(error)})"
     if found is not None:
         raise InputError(found)
@@ -134,7 +134,7 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns `config` with fewer blocks, ids and heads, and a smaller width; heads keep their size."""
+    """Returns a copy of `config` with fewer blocks, ids and heads, and a smaller width; heads keep their size."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
@@ -156,15 +156,15 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
-    """Applies the function `change` to those fields among `names` that the config has as whole numbers."""
+    """Applies the function `change` to each field in `names` that is a whole number in the config."""
     for name in names:
         if isinstance(number := getattr(config, name, None), int):
             setattr(config, name, change(number))
 
 
 def _with_random_weights(config: PretrainedConfig) -> nn.Module:
-    """Builds the model of `config` with random weights, and leaves torch's random generator as it was. The initial
-    weights of transformers would hide errors: norms scale by 1, and biases are 0."""
+    """Builds the model of `config` with random weights, and leaves torch's random generator as it was. transformers'
+    initial weights would hide errors, because norms scale by 1 and biases are 0."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
         torch.manual_seed(0)
@@ -191,11 +191,11 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
 
 
 def _raised_by_model_code(error: Exception) -> bool:
-    """Returns True if transformers, code called from there, or backward raised `error`, and not a line of ours."""
+    """Returns True if transformers, code that it calls, or autograd raised `error`, and not lowmem's code."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    # A model's code calls operators through our modes. An operator has no frame: if it refuses its arguments, the last
-    # frame is ours. It raises RuntimeError, as no line of ours does, or another error in the two functions named here.
+    # A model's code calls operators through lowmem's torch modes. An operator has no frame, so if it refuses arguments,
+    # the last frame is lowmem's. It raises RuntimeError, as lowmem does not, or fails in the two functions named here.
     by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
     ours = last.filename.startswith(_OURS) and not by_operator
     return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)

@@ -1,10 +1,10 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
 Programs with transformers 4 and 5 must read the same from these files, so rotary embeddings and tokenizer classes are
-spelled for both. A generation config is written as published, because transformers refuses to save many.
+spelled for both. A generation config is written as published, because transformers refuses to save many of them.
 
-A training run rehearses this export before its first step. The rehearsal's tokenizer files stay in the run's folder,
-because the tokenizer's original folder may be gone when training ends.
+A training run rehearses this export before its first step. The rehearsal's tokenizer files are kept until the run ends,
+because the tokenizer's original folder may be gone by then.
 """
 
 import codecs
@@ -29,7 +29,7 @@ from lowmem.files import remove
 from lowmem.models.build import build_model
 from lowmem.text_files import read_json
 
-_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "README.md")  # of a rehearsal's files
+_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "README.md")  # files of a rehearsal
 _LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES = (
@@ -77,8 +77,8 @@ def write_description(
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes all files of an exported `model` except weights. Returns {file that could not be written: error}.
-    `generation_config`: None for one made from the model's config. `readme`: text of README.md. `tokenizer_files`: a
-    folder to copy the tokenizer's files from, as a rehearsal has made them."""
+    `generation_config`: None for one made from the model's config. `readme`: text of README.md. `tokenizer_files`: the
+    folder of a rehearsal, whose tokenizer files are copied; None if there is no rehearsal."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -98,11 +98,11 @@ def write_description(
 
 
 def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """Returns a copy of the config with dtype and special token ids, and no references to Python files."""
+    """Returns the model's config with `dtype` and special token ids, and without references to Python files."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
-    if hasattr(config, "auto_map"):  # Python files of the repository, which are not exported
+    if hasattr(config, "auto_map"):  # names Python files of the repository, which are not exported
         del config.auto_map
     if (start := decoder_start(config)) is not None:
         config.decoder_start_token_id = start  # `generate` needs it
@@ -143,8 +143,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """Returns the content of config.json, with rotary settings spelled for both transformers 4 and 5. Spells them only
-    for version 5 if version 5 would read both spellings together differently."""
+    """Returns the content of config.json, with rotary settings under the names of both transformers 4 and 5. Leaves out
+    version 4's names if version 5 would then read the settings differently."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -215,8 +215,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's files as published, with the template used in training. Copies them from the folder `made`
-    if it exists."""
+    """Writes the tokenizer's published files, edited for transformers 4 and 5, with the chat template of the training.
+    If the folder `made` exists, copies the files that a rehearsal wrote there."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -256,7 +256,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns a paragraph for the README on tied weights, which the files do not repeat; "" if none are tied."""
+    """Returns a paragraph for the README on tied weights, which the files have only once; "" if none are tied."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:

@@ -32,8 +32,8 @@ class Entry:
 
     path: Path
     offset_bytes: int
-    dtype: torch.dtype | None  # None if it cannot be trained in that dtype
-    stored: str  # the dtype by the file's name for it
+    dtype: torch.dtype | None  # None unless it is fp64, fp32, fp16 or bf16
+    stored: str  # the file's name for the dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None  # in elements; None if it is contiguous, as in every .safetensors file
 

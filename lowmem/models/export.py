@@ -1,5 +1,4 @@
-"""Writes a trained model in Hugging Face format, piece by piece. This takes a few MiB of RAM, whatever the model's
-size."""
+"""Writes a trained model in Hugging Face format, piece by piece, in a few MiB of RAM, whatever the model's size."""
 
 import json
 import math
@@ -22,7 +21,7 @@ from lowmem.models.build import build_model
 from lowmem.models.description import write_description
 from lowmem.units import MIB, format_size
 
-TRAINED = "every parameter trained with lowmem"  # in the README.md of an export, which another export may replace
+TRAINED = "every parameter trained with lowmem"  # in the README.md of an export; marks the folder as replaceable
 BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exported model
 
 
@@ -37,9 +36,10 @@ def export_model(
 ) -> list[str]:  # fmt: skip
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. An
     older folder is replaced once the new one is complete and on the disk. Returns sentences on weights that are not
-    finite, and on other files that could not be written. `parameters`: each name of
-    `build_model(config).named_parameters()` with its tensor, or with flat pieces of it in order. A tensor's memory may
-    be reused once the next item is asked for. `order`: order of the names in the files; None for that of the model."""
+    finite, and on other files that could not be written. `parameters`: (name, tensor) for all of
+    `build_model(config).named_parameters()`; a tensor may come as flat pieces in order, each with the name. A tensor's
+    memory may be reused once the next item is asked for. `order`: order of the names in the files; None: the model's.
+    `tokenizer_files`: see write_description."""
     try:
         model = build_model(config)
     except InputError as error:  # the trained model was built from it: now the machine fails
@@ -92,7 +92,7 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes weights as they come, each in its place. Returns a sentence on values that are not finite, if any."""
+    """Writes `parameters` as they come, each at its place in a file. Returns a sentence if values are not finite."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
     split = split_state_dict_into_shards_factory(
@@ -141,7 +141,7 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns {parameter: its name in exported files}: that of `save_pretrained`, which may be an older one."""
+    """Returns {parameter: the name that `save_pretrained` writes}, which may be an older name."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

@@ -20,11 +20,11 @@ from lowmem.text_files import refuse_pointer
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_PACKAGES = ("gguf", "accelerate")  # that transformers reads these files with
+_PACKAGES = ("gguf", "accelerate")  # transformers reads these files with them
 
 
 def is_gguf(model: str) -> bool:
-    """Returns True if `model` is a file with the name of a GGUF file."""
+    """Returns True if `model` is the path of a file whose name ends in .gguf."""
     return model.endswith(SUFFIX) and Path(model).is_file()
 
 
@@ -38,8 +38,8 @@ def check_gguf(path: Path) -> None:
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
-    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. If it does not exist,
-    converts the file first; a process that is killed leaves no unfinished folder. `say` gets the messages."""
+    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. If there is none yet,
+    converts the file first; a process that is killed leaves no unfinished folder. `say` gets sentences for the user."""
     check_gguf(path)
     folder = _folder(path)
     if folder.is_dir():

@@ -1,6 +1,6 @@
 """python -m lowmem.models.gguf_conversion FILE FOLDER: writes a GGUF file's model as an ordinary Hugging Face folder.
 
-transformers reads the file; `export_model` writes the folder. gguf_cache.py executes this in a process of its own.
+transformers reads the file; `export_model` writes the folder. gguf_cache.py executes this in another process.
 """
 
 import functools
@@ -25,7 +25,7 @@ _FREQUENCIES = ("rope_freqs.", "rope_factors_")  # of Llama 3.1 and of models wi
 
 
 def convert(path: Path, folder: Path) -> Iterator[str]:
-    """Writes the GGUF file's model into `folder`, and yields sentences for the user. RAM holds the fp32 weights
+    """Writes the GGUF file's model into `folder`, and yields sentences for the user. RAM holds the fp32 weights only
     once."""
     with gguf_blamed(path):
         reader = gguf.GGUFReader(path)
@@ -82,7 +82,7 @@ def read_config_fields(path: Path) -> dict:
 
 
 def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
-    """Yields a sentence on the kinds of weights in the file."""
+    """Yields a sentence on the kinds of weights in the file. Raises InputError if the file is one part of several."""
     if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
         raise InputError(
             f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"
@@ -123,7 +123,7 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
 
 
 def _unpacked() -> dict:
-    """Returns the argument with which newer versions of transformers convert quantised weights to `dtype`."""
+    """Returns the argument that makes `from_pretrained` dequantise weights in newer transformers; {} in older ones."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 

@@ -3,7 +3,7 @@
 `from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage, and
 the caller moves each tensor to its final place before the next one is read. Quantised files, .bin files from before
 torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a tensor goes unnoticed:
-neither format has checksums.
+.safetensors files have no checksums, and those of .bin files are not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,10 +61,10 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`.
-    transformers initializes module by module, and so does this, with storage for one module at a time. An execution on
-    meta first finds the modules that write each parameter. The numbers differ from transformers', which draws most
-    weights twice. If a parameter is not found so (OpenAI GPT), the whole model is built."""
+    """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`. Modules are
+    initialized one after another, and only the parameters in progress have storage. A trial on meta tensors first finds
+    the modules that write each parameter. If the trial fails (OpenAI GPT), the whole model is built in RAM. The numbers
+    differ from transformers', which draws most weights twice."""
     model = build_model(config)
     owners = _untie(model)
     turns = list(_turns(model, model))
@@ -101,9 +101,9 @@ def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
 
 def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
     """Finds which `turns` write each parameter, by running them on meta tensors. A turn is a call of the model's
-    initializer on one module. Returns {parameter: range of indices in `turns`}, or None if an initializer reads a
-    number. `owners`: {parameter: its module and name}. GPT-2 initializes `c_proj` twice: as a layer, and with its
-    block."""
+    initializer on one module. Returns {parameter: range of indices in `turns`}. Returns None if an initializer reads a
+    number, or if some parameter is not written. `owners`: {parameter: its module and name}. GPT-2 initializes `c_proj`
+    in two turns: as a layer, and with its block."""
     parameters = {name: getattr(*owner) for name, owner in owners.items()}
     written: dict[str, range] = {}
     versions = {name: parameter._version for name, parameter in parameters.items()}
@@ -150,7 +150,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Builds the whole random model and yields its parameters as (name, tensor). Each can be freed by itself."""
+    """Builds the whole random model, and yields (name, tensor) of its parameters. Each can be freed by itself."""
     on_its_own = parameters_placed(
         lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
     )

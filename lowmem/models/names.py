@@ -1,7 +1,7 @@
 """Finds the model's parameter for each tensor of a checkpoint, by name.
 
-Names may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP, Lightning or PEFT.
-A tied weight may be stored under either or both of its names. A value or reward head is left out.
+Names in the files may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP,
+Lightning or PEFT. A tied weight may be stored under either or both of its names. A value or reward head is not loaded.
 """
 
 import re
@@ -17,8 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lowmem.errors import InputError, some_of
 from lowmem.models.entries import Entry, same_values
 
-# Masks, rotary tables and the like, which older versions of transformers and other programs stored with the weights,
-# and a table in T5's files that no model uses.
+# Names that are not loaded: masks and rotary tables, and a table in T5's files that no model uses. Older versions of
+# transformers and other programs stored the former with the weights.
 _NOT_WEIGHTS = re.compile(
     r"(^|\.)((attn|attention|crossattention)\.(bias|masked_bias|causal_mask|scale_attn|embed_positions)"
     r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state"
@@ -35,12 +35,12 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds how the names in a checkpoint fit the model's parameters if all are renamed in one way."""
+    """Holds how the names in a checkpoint fit the model's parameters, if all names are changed in one way."""
 
-    prefix: str  # taken off the names in the files
-    target: dict[str, str] = field(default_factory=dict)  # {name in the files: parameter}
+    prefix: str  # removed from the names in the files
+    target: dict[str, str] = field(default_factory=dict)  # {name in the files: name of the parameter}
     missing: list[str] = field(default_factory=list)  # parameters that are not in the files
-    wrong: list[str] = field(default_factory=list)  # names in `target` whose tensor's shape is not the parameter's
+    wrong: list[str] = field(default_factory=list)  # names in `target` with another shape than the parameter
     unexpected: list[str] = field(default_factory=list)  # names in the files that belong to no parameter
     heads: list[str] = field(default_factory=list)  # names of heads for other tasks, which are not loaded
     converted: list[str] = field(default_factory=list)  # weights that transformers would merge or split
@@ -65,8 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns the ways to match the names in the files. If the names as they are do not fit, also tries them without
-    wrappers' prefixes (torch.compile's and others'), and without each prefix that many names share."""
+    """Returns the ways to match the names in the files. If unchanged names do not fit, also tries them without
+    wrappers' prefixes (torch.compile's and others'), and then also without each prefix that many names share."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]

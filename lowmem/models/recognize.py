@@ -65,7 +65,7 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 class Recognized(NamedTuple):
-    """Holds the model to use in place of the given one, and a remark on that for the user, or None."""
+    """Holds the model to use in place of the given one, and a remark for the user on this choice, or None."""
 
     model: str
     remark: str | None = None
@@ -189,7 +189,7 @@ def config_fields(path: Path) -> dict:
 
 
 def check_fields(path: Path, fields: dict) -> None:
-    """Raises InputError if `fields`, read from `path`, are no model's config, or of one that cannot be trained."""
+    """Raises InputError if `fields`, read from `path`, are not a model's config, or if the model cannot be trained."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"
