@@ -20,7 +20,8 @@ OWN = "own_switches"  # training overrides these; the export has them again
 LEFT_OUT = "left_out_switches"  # these are not exported
 _NEEDED = {  # {field: values that training can have}
     **dict.fromkeys(
-        ("gradient_checkpointing", "output_hidden_states", "output_attentions", "torchscript"), (False, None)
+        ("gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript"),
+        (False, None),
     ),
     "return_dict": (True,),
 }

@@ -93,32 +93,34 @@ class Batch:
     def check_fields(self) -> None:
         """Raises InputError unless the fields are tensors with the dtypes and shapes that the class names. Also raises
         it for positions outside a row, and for `lengths` that leave out a label."""
-        rows, names = self.input_ids, ("input_ids", "labels")
         for name, tensor in vars(self).items():
-            if tensor is None and name not in names:
-                continue
             dtypes = _DTYPES.get(name, (torch.int64,))
-            if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
-                found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            if found not in dtypes and not (tensor is None and name not in ("input_ids", "labels")):
                 raise InputError(f"{name} of a Batch is {found}: it must be a tensor of {dtypes[0]}")
-            if name in names and tensor.dim() != 2:
-                raise InputError(
-                    "input_ids and labels have two dimensions, [rows, tokens]: for one row, write ids[None]"
-                )
-            shape = {"lengths": (len(rows),), "input_ids": rows.shape, "labels": (len(rows), self.labels.shape[-1])}
-            shape = (len(rows), tensor.shape[-1]) if name == "source_mask" else shape.get(name, self.labels.shape)
-            if tensor.shape != shape:
-                raise InputError(f"{name} of a Batch is {list(tensor.shape)}: it must be {list(shape)}")
-        if not rows.numel() or not self.labels.numel():
+        if self.input_ids.dim() != 2 or self.labels.dim() != 2:
+            raise InputError("input_ids and labels have two dimensions, [rows, tokens]: write ids[None] for one row")
+        rows, width = self.labels.shape
+        shapes = {
+            "input_ids": self.input_ids.shape[1:],
+            "source_mask": () if self.source_mask is None else self.source_mask.shape[1:],
+            "lengths": (),
+        }
+        for name, tensor in vars(self).items():
+            shape = [rows, *shapes.get(name, (width,))]
+            if tensor is not None and list(tensor.shape) != shape:
+                raise InputError(f"{name} of a Batch is {list(tensor.shape)}: it must be {shape}")
+        if not self.input_ids.numel() or not width:
             raise InputError("the batch has no tokens")
-        width = self.labels.shape[1]
         if self.position_ids is not None and not 0 <= self.position_ids.min() <= self.position_ids.max() < width:
             raise InputError(f"position_ids are from 0 to {width - 1}, the last place in a row")
-        if self.lengths is not None and self.source_mask is not None:
+        if self.lengths is None:
+            return
+        if self.source_mask is not None:
             raise InputError("lengths are for decoders: an encoder-decoder's batch has a source_mask")
-        if self.lengths is not None and not 1 <= self.lengths.min() <= self.lengths.max() <= width:
+        if not 1 <= self.lengths.min() <= self.lengths.max() <= width:
             raise InputError(f"lengths are from 1 to {width}, the width of the rows")
-        beyond = self.lengths is not None and torch.arange(width) >= self.lengths[:, None]
+        beyond = torch.arange(width) >= self.lengths[:, None]
         if (beyond & (self.labels != IGNORED_LABEL)).any():
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
@@ -185,8 +187,8 @@ class Batch:
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
     """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
-    `most`: largest number of rows, and of tokens in a row; None: no limit. Raises InputError if the batch exceeds
-    `most`, or if `most` is given and a token id is outside the vocabulary."""
+    `most`: largest number of rows, of tokens in a row, and of tokens in an encoder-decoder's target. With it, raises
+    InputError if the batch exceeds it, if a field is wrong, or if a token id is outside the vocabulary."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
@@ -195,18 +197,16 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
         return batch
     batch.check_fields()
     (rows, width), words = batch.input_ids.shape, decoder.model.config.vocab_size
-    most_rows, most_wide, most_target = most
+    most_rows, widest, most_target = most
     if rows > most_rows:
         raise InputError(f"the batch has {rows} rows, and the plan is for at most {most_rows}: set Settings(batch=)")
-    if width > most_wide:
-        raise InputError(
-            f"the batch is {width} tokens wide, and the plan is for at most {most_wide}: set Settings(seq=)"
-        )
+    if width > widest:
+        raise InputError(f"the batch is {width} tokens wide, and the plan is for at most {widest}: set Settings(seq=)")
     target = batch.labels.shape[1]
-    if most_target is not None and (target > most_target or width - target > most_wide - most_target):
+    if most_target is not None and (target > most_target or width - target > widest - most_target):
         raise InputError(
             f"sources have {width - target} tokens and targets {target}, and the plan is for at most "
-            f"{most_wide - most_target} and {most_target}: set Settings(seq=, target_tokens=)"
+            f"{widest - most_target} and {most_target}: set Settings(seq=, target_tokens=)"
         )
     lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
     if not 0 <= lowest <= highest < words:

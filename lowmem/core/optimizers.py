@@ -50,7 +50,7 @@ class Hyperparameters:
 def checked_rate(rate) -> float:
     """Returns the learning rate `rate` as a float. Raises InputError unless it is a finite number of at least 0."""
     try:
-        value = math.nan if isinstance(rate, str) else float(rate)
+        value = math.nan if isinstance(rate, str | bool) else float(rate)
     except (TypeError, ValueError):
         value = math.nan
     if not 0 <= value < math.inf:

@@ -86,7 +86,7 @@ class TrainingStep:
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
-        self.most: tuple[int, int] | None = None  # rows of a batch, and tokens of a row, that the plan allows
+        self.most: tuple[int, int, int | None] | None = None  # the plan's rows, and tokens of a row and of a target
         self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
@@ -272,7 +272,7 @@ class TrainingStep:
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
         """Returns the loss in nats, summed over the tokens with a label, and their number. Makes waiting updates."""
-        batch = as_batch(batch, self._decoder, self.most and (math.inf, self.most[1]))
+        batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
         return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens

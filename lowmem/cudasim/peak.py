@@ -28,7 +28,11 @@ from lowmem.errors import InputError, first_line
 from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-_READS_NUMBERS = {Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist, Tensor.numpy}
+_UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
+_WITHOUT_GPU = "CUDA", "accelerator", "meta tensors", "dummy base class"  # in PyTorch's errors
+_READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
+_FROM_NUMBERS = torch.tensor, torch.as_tensor, torch.asarray
+_MODES = "__torch_function__", "__torch_dispatch__"
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -54,9 +58,14 @@ def cuda_peak(
     setting of that name. Raises InputError for code that needs numbers or a real GPU: .item(), boolean masks, custom
     CUDA extensions, functions of torch.cuda.
     """
-    machine = gpu_model(card_named(card), plain=not torch.are_deterministic_algorithms_enabled())
-    recorder = record(lambda _: function(), machine)
-    limit_bytes = parse_size(limit) if isinstance(limit, str) else limit
+    try:
+        limit_bytes = parse_size(f"{limit}") if limit is not None else None
+    except ValueError as error:
+        raise InputError(f"limit: {error}") from None
+    known = card_named(f"{card}")
+    machine = gpu_model(known, plain=not torch.are_deterministic_algorithms_enabled())
+    with patch.object(torch.cuda, "get_device_capability", lambda *_: known.capability):
+        recorder = record(lambda _: function(), machine)
     memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
     seconds = max(recorder.clock.host, recorder.clock.gpu)
     return Peak(memory.reserved_peak_bytes, memory.allocated_peak_bytes, memory.at_peak, seconds)
@@ -65,14 +74,15 @@ def cuda_peak(
 def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
     """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
     recorder = Recorder(machine, name_of or _phase)
+    recorder.number_read = _refuse_number
     with (
-        _named(recorder), _autocast_simulated(), _modes_in_backward(_CudaIsMeta, machine.functions),
-        _CudaIsMeta(), recorder, machine.functions(),
+        _named(recorder), _autocast_simulated(), _devices_by_number(), _storages_resized(recorder),
+        _modes_in_backward(_CudaIsMeta, machine.functions), _CudaIsMeta(), recorder, machine.functions(),
     ):  # fmt: skip
         try:
             function(recorder)
         except (RuntimeError, AssertionError) as error:
-            if not isinstance(error, NotImplementedError) and "CUDA" not in str(error):
+            if not isinstance(error, _UNKNOWN) and not any(word in str(error) for word in _WITHOUT_GPU):
                 raise
             raise InputError(f"this code cannot be simulated without a GPU: {first_line(error)}") from error
     return recorder
@@ -93,10 +103,20 @@ class _CudaIsMeta(TorchFunctionMode):
         if func in self._replacements:
             return self._replacements[func](*args, **kwargs)
         if func in _READS_NUMBERS and args[0].is_meta:
-            _refuse_number(func)
+            _refuse_number()
         if func is torch.device:  # the code may compare the device; a function that gets it maps it
             return func(*args, **kwargs)
-        return func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+        if func is Tensor.to:
+            args = [CUDA if type(value) is int else value for value in args]
+        args = [_on_meta(value) for value in args]
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = CUDA
+        kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
+        made = func in _FROM_NUMBERS and kwargs.get("device") == META
+        if made and not (args and isinstance(args[0], Tensor) and args[0].is_meta):  # in RAM, then copied, as on CUDA
+            needs_gradient = kwargs.pop("requires_grad", False)
+            return func(*args, **kwargs | {"device": "cpu"}).to(META).requires_grad_(needs_gradient)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -117,22 +137,48 @@ def _modes_in_backward(*modes: Callable) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def _devices_by_number() -> Iterator[None]:
+    """Makes `module.to(0)` inside the block mean the GPU."""
+    parse = torch._C._nn._parse_to
+
+    def parsed(*args, **kwargs):
+        return parse(*(CUDA if type(value) is int else value for value in args), **kwargs)
+
+    with patch.object(torch._C._nn, "_parse_to", parsed):
+        yield
+
+
+@contextmanager
+def _storages_resized(recorder: Recorder) -> Iterator[None]:
+    """Records what `tensor.untyped_storage().resize_(size)` frees and allocates inside the block."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int):
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resized):
+        yield
+
+
 def _on_meta(value):
     if isinstance(value, torch.device):
         return META if value.type == "cuda" else value
     return META if isinstance(value, str) and value.split(":")[0] == "cuda" else value
 
 
-def _refuse_number(func: Callable) -> None:
-    """Raises InputError if the user's own code calls `func`, which reads a tensor's value. An installed package may
-    call it: transformers asks whether a mask is all ones, and gets the value 1."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__":
+def _refuse_number() -> None:
+    """Raises InputError if the user's own code reads a tensor's value. An installed package may do so: transformers
+    asks whether a mask is all ones, and gets the value 1."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back
     file = Path(frame.f_code.co_filename)
     if not {"site-packages", "dist-packages"} & set(file.parts):
         raise InputError(
-            f"{file.name}:{frame.f_lineno}: {func.__name__} reads a number, and the simulation has none; leave it out"
+            f"{file.name}:{frame.f_lineno} reads a tensor's value, and the simulation has none; leave it out"
         )
 
 
@@ -151,6 +197,8 @@ def _autocast_simulated() -> Iterator[None]:
         self._enabled = enabled if on_cuda else self._enabled
 
     def entered(self):
+        if not hasattr(self, "simulated") and self.device == "cuda":
+            raise InputError("torch.autocast('cuda') was made before this function was called: make it inside")
         if self.simulated:
             modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
             modes[-1].__enter__()

@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self._births: dict[int, tuple[list[Operation], int]] = {}  # where each allocation is on the tape: (list, index)
         self._threads: set[int] = set()  # threads that have a workspace
         self._open: list[tuple[Region, str]] = []  # regions being recorded, with the name for their storages
+        self.number_read: Callable[[], None] = lambda: None  # called if code reads a tensor's value, which is then 1
         self._sum: tuple | None = None  # a sum of two gradients, just computed; see _settle
         self._paused = self._ended = False
         self._operations: list[Operation] = []
@@ -99,6 +100,7 @@ class Recorder(TorchDispatchMode):
         elif any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor: the operations on its local tensor come here by themselves
         elif func is _aten._local_scalar_dense.default and args[0].is_meta:  # .item(): the host waits
+            self.number_read()
             self._advance(SYNCHRONIZE)
             return 1.0 if args[0].is_floating_point() else 1
         elif func is _aten.copy_.default and args[1].is_meta and not args[0].is_meta:
@@ -145,6 +147,8 @@ class Recorder(TorchDispatchMode):
             for tensor in results if len(outcome.allocated) < len(results) else ():
                 if tensor.untyped_storage()._cdata not in self._numbers:
                     self._bind(tensor.untyped_storage(), None)  # not on the device
+        if func is _aten.resize_.default:
+            self.resized(result.untyped_storage())
         if not copied_first:
             temporaries = self._temporaries(outcome)
         for number in reversed(temporaries):  # C++ destroys a function's variables last first
@@ -235,6 +239,16 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Records that `storage` has another size now: CUDA allocates the new memory, then frees the old."""
+        old = self._numbers.get(storage._cdata)
+        if place := self._births.get(old):
+            operations, index = place
+            _, size, name = operations[index]
+            if size != storage.nbytes():
+                self._numbers[storage._cdata] = self._born(storage.nbytes(), name)
+                self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
         """Keeps the storage of `tensor` off the tape. The tensor was made inside `paused`."""

@@ -116,7 +116,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     else:
         write_weights(model, weights)
     model = page_locked(model, said.append)
-    model.step.most = settings.batch, settings.seq
+    model.step.most = settings.batch, settings.seq, settings.target_tokens
     for remark in (*said, *remarks(config)):
         _warn(remark)
     return model

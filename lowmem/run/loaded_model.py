@@ -13,7 +13,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
 from lowmem.run.checkpoint import load_newest, save_checkpoint
-from lowmem.run.folder import checkpoints_in, step_of
+from lowmem.run.folder import checkpoint_of, checkpoints_in, step_of
 from lowmem.run.identity import run_identity
 from lowmem.run.learning_rate import COURSE
 from lowmem.run_folder import is_run
@@ -55,12 +55,15 @@ class LoadedModel:
         Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for
         the folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
         folder = Path(folder).expanduser()
-        if not isinstance(done, int) or done < 0:
+        if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
+        if type(keep_last) is not int or keep_last < 1:
+            raise InputError(f"keep_last={keep_last!r}: give a whole number, at least 1")
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
-        if newest is not None and step_of(newest) > done and not self.done:  # a save removes later checkpoints
+        own = self.done and checkpoint_of(folder, self.done).exists()  # it goes on from there
+        if newest is not None and step_of(newest) > done and not own:  # a save removes later checkpoints
             raise InputError(f"{newest} has more steps than {done}: load(..., resume={folder!s}), or another folder")
         self.step.flush()
         state = self.state(done) | {"skipped": 0, "eval_first": None, "recoveries": [], "identity": self.identity()}

@@ -64,8 +64,10 @@ def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder():
 @pytest.mark.parametrize(("change", "said"), [
     ({"labels": None}, "it has no labels"), ({"position_ids": torch.zeros(4, 9)}, "position_ids cannot be used"),
     ({"attention_mask": hf_batch()["attention_mask"].flip(1)}, 'tokenizer.padding_side = "right"'),
-    ({"labels": torch.zeros(4, 8)}, r"input_ids are \[4, 9\] and labels \[4, 8\]"),
-    ({"input_ids": torch.zeros(9)}, r"input_ids \[9\]"),
+    ({"labels": torch.zeros(4, 8).long()}, r"input_ids are \[4, 9\] and labels \[4, 8\]"),
+    ({"input_ids": torch.zeros(9)}, r"input_ids \[9\]"), ({"input_ids": [[1, 2], [3]]}, "lists of rows of equal"),
+    ({"labels": hf_batch()["labels"] + 0.5}, "labels torch.float32: both are integers"),
+    ({"labels": torch.zeros(3, 9).long()}, r"labels \[3, 9\]"),
 ])  # fmt: skip
 def test_a_dict_that_cannot_be_meant_is_refused(change, said):
     with pytest.raises(InputError, match=said):
@@ -81,3 +83,34 @@ def test_labels_that_are_not_shifted_are_refused():
     constant = torch.ones(2, 8, dtype=torch.int64)  # here both are the same
     step.evaluate(Batch(constant, constant))
     step.evaluate(make_batch(0, 2, 8))
+
+
+IDS, LABELS = hf_batch()["input_ids"], hf_batch()["input_ids"].roll(-1, 1)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"lengths": torch.full((3,), 9)}, r"lengths of a Batch is \[3\]: it must be \[4\]"),
+    ({"lengths": torch.tensor([9, 9, 9, 8])}, "a label is beyond its row's length"),
+    ({"lengths": torch.zeros(4).long()}, "lengths are from 1 to 9"), ({"lengths": [9] * 4}, "lengths .*is list"),
+    ({"position_ids": torch.full((4, 9), 9)}, "position_ids are from 0 to 8"),
+    ({"position_ids": torch.zeros(4, 8).long()}, r"position_ids of a Batch is \[4, 8\]"),
+    ({"document_ids": torch.zeros(4, 9)}, "document_ids of a Batch is torch.float32: it must be .* torch.int32"),
+    ({"input_ids": IDS[:2]}, r"input_ids of a Batch is \[2, 9\]"), ({"input_ids": IDS.short()}, "is torch.int16"),
+    ({"labels": None}, "labels of a Batch is NoneType"), ({"labels": LABELS[0]}, "have two dimensions"),
+    ({"input_ids": IDS[:0], "labels": LABELS[:0]}, "has no tokens"),
+    ({"lengths": torch.full((4,), 9), "source_mask": torch.ones(4, 2).bool()}, "lengths are for decoders"),
+    ({"source_mask": torch.ones(4, 2)}, "source_mask of a Batch is torch.float32"),
+])  # fmt: skip
+def test_fields_that_do_not_belong_together_are_refused(change, said):
+    """Seen to fail: a row without its length was left out of the loss in silence, labels beyond a length cut off."""
+    with pytest.raises(InputError, match=said):
+        Batch(**{"input_ids": IDS, "labels": LABELS} | change).check_fields()
+
+
+def test_the_targets_of_a_batch_are_no_longer_than_the_plan_allows():
+    step, _ = make_step(model_from_config(T5Config(**T5)))
+    step.most = 4, 15, 6
+    batch = hf_batch() | {"labels": hf_batch(1)["labels"][:, :6]}
+    assert step(batch, 0, 1e-3).updated
+    with pytest.raises(InputError, match="sources have 8 tokens and targets 7, and the plan is for at most 9 and 6"):
+        step({"input_ids": batch["input_ids"][:, :8], "labels": hf_batch(1)["labels"][:, :7]}, 0, 1e-3)

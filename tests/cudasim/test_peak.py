@@ -1,6 +1,7 @@
 """`lowmem.cuda_peak`: the peak of plain PyTorch code that says "cuda", on a machine without a GPU."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import lowmem
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
@@ -143,20 +145,78 @@ def test_the_card_decides():
     assert small.seconds > large.seconds and small.by_name["workspaces"] < large.by_name["workspaces"]
 
 
+READING = (
+    lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.tolist(), lambda x: x.numpy(),
+    lambda x: range(x.long().sum()), lambda x: torch.zeros(x.long().sum(), device="cuda"), lambda x: 3 in x,
+    lambda x: f"{x.sum():.3f}", lambda x: torch.allclose(x, x),
+)  # fmt: skip
 REFUSED = {
-    "item reads a number": lambda x: x.sum().item(), "__bool__ reads a number": lambda x: bool(x.sum() > 0),
-    "tolist reads a number": lambda x: x.tolist(), "numpy reads a number": lambda x: x.numpy(),
     "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
+    "dummy base class": lambda _: torch.cuda.Event(enable_timing=True),
+    "fake tensor": lambda x: torch.compile(Net())(x),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_code_that_needs_numbers_is_refused_in_a_sentence(said):
+@pytest.mark.parametrize(("said", "code"), [*(("reads a tensor's value", code) for code in READING), *REFUSED.items()])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
     with pytest.raises(lowmem.InputError, match=said) as refused:
-        lowmem.cuda_peak(lambda: REFUSED[said](torch.zeros(3, device="cuda")))
+        lowmem.cuda_peak(lambda: code(torch.zeros(3, device="cuda")))
     assert "\n" not in str(refused.value)
     if "reads" in said:
         assert str(refused.value).startswith("test_peak.py:")
+
+
+def test_tensors_made_of_numbers_count_and_so_does_what_is_resized():
+    """Seen to fail: 64 MiB of torch.tensor(list) were nothing until an operation used them."""
+    numbers = [0.0] * MIB
+
+    def made():
+        kept = [torch.tensor(numbers, device="cuda"), torch.as_tensor(numbers, device="cuda:0")]
+        with torch.device("cuda"):
+            kept += [torch.tensor(numbers, requires_grad=True), torch.as_tensor(kept[0], device=0)]
+        assert torch.tensor(numbers).device.type == "cpu" and kept[2].is_leaf and kept[3] is kept[0]
+
+    def resized():
+        grown, emptied = torch.empty(0, device="cuda").resize_(MIB), torch.zeros(8 * MIB, device="cuda")
+        emptied.untyped_storage().resize_(0)
+        del grown
+
+    assert lowmem.cuda_peak(made).allocated_bytes == 3 * 4 * MIB
+    assert lowmem.cuda_peak(resized).allocated_bytes == 9 * 4 * MIB
+    assert lowmem.cuda_peak(lambda: (resized(), resized())).allocated_bytes == 9 * 4 * MIB
+
+
+def test_devices_by_number_are_the_gpu_and_an_autocast_made_before_is_refused():
+    def moved():
+        assert nn.Linear(4, 4).to(0)(torch.zeros(2, 4, device=0)).is_cuda and torch.zeros(1).to(0).is_cuda
+
+    lowmem.cuda_peak(moved)
+    with pytest.warns(UserWarning, match="CUDA is not available") if not torch.cuda.is_available() else nullcontext():
+        before = torch.autocast("cuda", torch.bfloat16)
+    with pytest.raises(lowmem.InputError, match="was made before this function was called: make it inside"):
+        lowmem.cuda_peak(lambda: before(moved)())
+
+
+def test_mixtures_of_experts_run():
+    """Seen to fail: transformers asks for the card's compute capability."""
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
+    )  # fmt: skip
+
+    def trained():
+        model = made_there(lambda: AutoModelForCausalLM.from_config(config))
+        ids = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    assert lowmem.cuda_peak(trained, card="H100").by_name["weights"] > MIB // 8
+
+
+@pytest.mark.parametrize("limit", ["x", "0", -1, True])
+def test_a_limit_that_is_no_size_is_refused(limit):
+    with pytest.raises(lowmem.InputError, match="limit: .*is not a size"):
+        lowmem.cuda_peak(lambda: None, limit=limit)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

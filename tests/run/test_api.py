@@ -131,6 +131,8 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
     for done in (-1, 2.0, "2"):
         with pytest.raises(lowmem.InputError, match=f"{done!r} steps: give a whole number, at least 0"):
             resumed.save(tmp_path / "mine", done)
+    with pytest.raises(lowmem.InputError, match="keep_last=0: give a whole number, at least 1"):
+        resumed.save(tmp_path / "mine", 4, keep_last=0)
     with pytest.raises(lowmem.InputError, match="no batch to evaluate on"):
         resumed.evaluate([])
 
@@ -209,6 +211,12 @@ def test_a_loop_of_one_s_own_is_told_of_bad_arguments_before_anything_changes():
         (lowmem.Batch(good["input_ids"][0], good["labels"][0]), 1e-3, "have two dimensions"),
         (good, "x", "learning_rate is 'x'"),
         (good, float("nan"), "learning_rate is nan"),
+        (good, True, "learning_rate is True"),
+        (
+            lowmem.Batch(good["input_ids"], good["labels"].roll(-1, 1), lengths=torch.full((3,), 16)),
+            1e-3,
+            "lengths of a",
+        ),
         ({name: value.repeat(2, 1) for name, value in good.items()}, 1e-3, "8 rows, and the plan is for at most 4"),
         ({name: value.repeat(1, 2) for name, value in good.items()}, 1e-3, "32 tokens wide"),
         ({name: value + 256 for name, value in good.items()}, 1e-3, "token ids are from 0 to"),
@@ -247,6 +255,9 @@ def test_what_is_in_a_folder_is_not_lost(tmp_path):
     model.save(tmp_path / "mine", 50)
     with pytest.raises(lowmem.InputError, match=r"step-00000050 has more steps than 10: load\(\.\.\., resume="):
         lowmem.load(TINY).save(tmp_path / "mine", 10)
+    model.save(tmp_path / "theirs", 5)
+    with pytest.raises(lowmem.InputError, match=r"step-00000050 has more steps than 10: load\(\.\.\., resume="):
+        lowmem.load(TINY, resume=tmp_path / "theirs").save(tmp_path / "mine", 10)  # of another run
     unfinished = tmp_path / "mine/checkpoints/.tmp-step-00000060"
     unfinished.mkdir()
     with lock_run(tmp_path / "mine"):

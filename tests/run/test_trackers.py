@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from logs import PLAN, logged, row, started
+from lowmem.errors import InputError
 from lowmem.run import trackers
 from lowmem.run.metrics import read_metrics
 from lowmem.run.plots import draw_loss
@@ -347,7 +348,7 @@ def test_samples_and_pictures_are_in_wandbs_run_and_one_that_goes_on_has_its_id(
 
 
 @pytest.mark.parametrize(("typed", "environment", "mode"), [
-    ({}, None, "disabled"), ({}, "offline", "offline"), ({}, "OFFLINE", "offline"), ({}, "Disabled", "disabled"),
+    ({}, None, "disabled"), ({}, "offline", "offline"), ({}, " OFFLINE", "offline"), ({}, "Disabled", "disabled"),
     ({"report_to": "wandb"}, None, "online"), ({"report_to": "all"}, "offline", "offline"),
     ({"report_to": "wandb", "wandb": "offline"}, "disabled", "offline"),
     ({"report_to": "tensorboard"}, "online", "disabled"), ({"report_to": "none"}, "online", "disabled"),
@@ -359,6 +360,12 @@ def test_wandbs_mode_is_what_was_typed_or_the_environment_says(monkeypatch, type
     assert trackers.wandb_mode(Settings(**typed)) == mode
     monkeypatch.setenv("WANDB_DISABLED", "true")  # what Hugging Face's Trainer reads
     assert trackers.wandb_mode(Settings(**typed)) == (mode if typed else "disabled")
+
+
+def test_a_mode_that_wandb_has_not_is_refused(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(InputError, match="the variable WANDB_MODE is 'ofline': it may be online, offline, disabled"):
+        trackers.wandb_mode(Settings())
 
 
 def test_plans_for_a_gpu_draw_its_lines_and_those_for_the_cpu_none_of_a_gpu():
