@@ -1,11 +1,11 @@
 """Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
 
 Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
-may have more than the planned number of positions (rows x width). The cut that is estimated to be fastest is taken. The
-estimated time of a micro-batch is its number of positions, or `least` if it has fewer: launching kernels and reading
-weights take time for any number. Each micro-batch adds `least` / 16, so of cuts with otherwise equal times, the one
-with fewer micro-batches is taken. The cut depends on lengths, layout and device only, so a step can be repeated with
-the same bits.
+may have more than the planned number of positions (rows x width). The cut with the shortest estimated time is taken. A
+micro-batch's time is its number of positions, or `least` if it has fewer: launching kernels and reading weights take
+that long anyway. Each micro-batch adds `least` / 16, so of cuts with otherwise equal times, the one with fewer
+micro-batches is taken. The cut depends on lengths, layout and device only, so a step can be repeated with the same
+bits.
 """
 
 import math
@@ -25,7 +25,7 @@ from lowmem.errors import InputError, first_line
 # takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. The CPU only starts kernels.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
 _DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # of a Batch; others: int64
-WIDTH_MULTIPLE = 8  # a micro-batch's width is a multiple: tensor cores want multiples of 16 bytes, in 16 bit
+WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores want multiples of 16 bytes, 8 numbers of 16 bit
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +35,9 @@ class Batch:
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
-    position_ids: Tensor | None = None  # int64 [B, T], from 0 at every document; None without a document mask
+    position_ids: Tensor | None = None  # int64 [B, T], from 0 in each document; None without a document mask
     document_ids: Tensor | None = None  # int32 [B, T]: number of a position's document; None without a document mask
-    lengths: Tensor | None = None  # int64 [B]: positions of each row without padding; None: rows keep order and width
+    lengths: Tensor | None = None  # int64 [B]: positions of each row without padding; None: rows are used as they are
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
     @classmethod
@@ -125,9 +125,9 @@ class Batch:
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch does not fit the model, an encoder-decoder if `has_sources` and a decoder
-        otherwise. Also raises it unless each row has one label for each position after its source, and if labels are
-        not shifted."""
+        """Raises InputError if the batch is for the other kind of model (`has_sources`: an encoder-decoder). Also
+        raises it if the numbers of labels and of positions after the source differ in a row, or if a decoder's labels
+        are not shifted."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -146,8 +146,8 @@ class Batch:
             )
 
     def _is_not_shifted(self) -> bool:
-        """Returns True if each label but -100 is the token at its own position, and at least one is not the token after
-        it."""
+        """Returns True if every label is the token at its own position, and some label is not the token at the next
+        position. Ignores labels of -100."""
         trained = self.labels != IGNORED_LABEL
         if (trained & (self.labels != self.input_ids)).any():
             return False
@@ -219,9 +219,9 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Cuts rows with these `lengths` into micro-batches that take the least time. Returns (rows, width) of each, in
-    order. `lengths` are sorted, longest first, and at most `seq` tokens. No micro-batch has more than `size` x `seq`
-    positions. A micro-batch of fewer than `least` positions is taken to be as slow as one of `least`."""
+    """Cuts rows into micro-batches whose estimated time is least in total. Returns (number of rows, width) of each, in
+    order. `lengths`: tokens of each row, longest first, at most `seq`. No micro-batch has more than `size` x `seq`
+    positions. Fewer than `least` positions are assumed to take as long as `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # From the last row up: the least time for rows from `first` on, and the number of rows in their first micro-batch.

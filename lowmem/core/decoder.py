@@ -1,14 +1,14 @@
 """Splits any Hugging Face decoder into three callables: embedding, blocks, head.
 
 The step runs block 7 of all micro-batches before block 8 of any. So it needs the model in pieces, and the pieces must
-be the model's own code. So the model's own forward runs, with its list of blocks replaced for the moment:
+be the model's own code. So the model's own forward runs, but its list of blocks is replaced meanwhile:
 
   * by recorders, which store the arguments of each block (masks, rotary tables, ...) and stop the forward pass after
     the last block: the *embedding*;
   * by stubs that return a given hidden state, while the output projection only returns its input: the *final* part.
 
-A third such execution shows what the model does to its logits (logits.py). A model that does not split this way is
-refused by name. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
+A third such run shows what the model does to its logits (logits.py). If a model cannot be split this way, an error
+names it. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -71,7 +71,7 @@ class Decoder:
         self.blocks = self._find_blocks()
         # Each block's layer whose matrix product need not be computed again for backward, or None (products.py).
         self.skippable_layers: list[nn.Module | None] = [None] * len(self.blocks)
-        self.structure: list = []  # of the model, for which they were found (dry_run.py)
+        self.structure: list = []  # structure_of the model when they were found (dry_run.py)
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
@@ -85,7 +85,7 @@ class Decoder:
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
                 "sequence, perhaps), which is not supported"
             )
-        # Whether the head's weight is the token embedding's.
+        # True if the head's weight is the token embedding's.
         self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
 
     @property
@@ -165,7 +165,7 @@ class Decoder:
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """Computes what the model's forward returns if its head returns `output` [B, T, V]."""
+        """Returns the logits of the model's forward, with `output` [B, T, V] instead of the head's output."""
         with forward_replaced(self._head, lambda hidden: output):
             return self.whole(*inputs)
 
@@ -228,7 +228,7 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """Returns {id of a parameter: index of its unit}. Units are the embeddings, each block, and the final norm."""
+        """Returns {id of a parameter: index of its unit}: 0 the embeddings, i + 1 block i, -1 the final norm."""
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -307,8 +307,8 @@ def _stop(value: Tensor) -> None:
 
 
 class AnswerYes(TorchFunctionMode):
-    """Answers True if the model asks a yes-or-no question of a meta tensor, such as "are all tokens real?". Meta
-    tensors have no answer, and True will do to see which modules run."""
+    """Makes `bool(x)` and `y in x` True for a meta tensor x, for example in "are all tokens real?". Meta tensors have
+    no values, and True will do to see which modules run."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
@@ -322,6 +322,6 @@ def forward_replaced(module: nn.Module, call: Callable) -> AbstractContextManage
 
 
 def _packing_known(document_ids: Tensor | None) -> AbstractContextManager:
-    """Makes transformers use `document_ids`, the document of each token, instead of its own guess from the positions.
-    The guess reads a value back from the GPU in every forward pass, and runs other code on fake tensors."""
+    """Makes transformers use `document_ids`, the number of each token's document. Its own guess from the positions
+    reads a value back from the GPU in every forward pass, and runs other code on fake tensors."""
     return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: document_ids)

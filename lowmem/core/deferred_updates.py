@@ -1,10 +1,10 @@
-"""Makes the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
+"""Applies the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
 
 The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order,
 while backward finishes the gradients. A pass over all units may be interrupted and continued.
 
-If memory runs out in an update, that update has changed nothing (optimizers.py), and `run_until` repeats it. So nothing
-is updated twice, and nothing is left out.
+If memory runs out in an update, that update has changed nothing (optimizers.py). The next `run_until` repeats it. So
+nothing is updated twice, and nothing is left out.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Makes the updates of one step after another, each in a pass over all units (the embeddings, each block, the final
-    norm).
+    """Applies the updates of one step after another, each in a pass over all units (the embeddings, each block, the
+    final norm).
 
-    `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1. `units_done`: how many of
-    the `units` this pass has updated; all of them if no update waits.
+    `units`: number of units. `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1.
+    `units_done`: number of units that this pass has updated; equal to `units` if no update is pending.
     """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
@@ -39,7 +39,7 @@ class Updates:
         self.units, self.units_done = units, units
         self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
-        self._next = 0  # The place of the next piece in the pass.
+        self._next = 0  # Index of the next piece in the pass.
         self._torn = False  # True if an error or Ctrl-C ended the update of a piece; it may be half made.
         self.downwards = False  # True if the pass goes from the last unit to the first, in an unfinished step.
 
@@ -48,9 +48,9 @@ class Updates:
         return self.units_done < self.units
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates, which `run_until` makes. They multiply all gradients by `gradient_scale`. The pass
-        goes from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to the
-        first. In a pass downwards, a unit's gradients may still be missing; `run_until` needs them."""
+        """Begins a pass of updates, which `run_until` applies. They multiply all gradients by `gradient_scale`. The
+        pass goes from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to
+        the first. In a pass downwards, a unit's gradients must be final only when `run_until` reaches it."""
         self.hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -62,13 +62,13 @@ class Updates:
         self._wait_for_gradients()
 
     def refuse_halfway(self) -> None:
-        """Raises UpdateInterrupted if a step ended while it made its updates in backward."""
+        """Raises UpdateInterrupted if a step failed while it was applying updates during backward."""
         if self.downwards:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Makes updates of the pass until `units` units (embeddings, blocks, final norm) in all are done. Kernels that
-        are launched later wait for these updates. If memory runs out, the next call continues."""
+        """Applies updates of the pass until `units` units (embeddings, blocks, final norm) in all are updated. Kernels
+        that are launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
@@ -84,7 +84,7 @@ class Updates:
             self._transfers.wait(Lane.COMPUTE, self._updated)
 
     def flush(self) -> None:
-        """Makes all updates that wait. Returns when every optimizer state is back where it is stored."""
+        """Applies all pending updates. Returns when every optimizer state is back where it is stored."""
         self.run_until(self.units)
         self.states.synchronize()
 
@@ -116,7 +116,7 @@ class Updates:
             self.units_done = before
             return
         self._torn = True
-        if part.has_gradient:  # else nothing of it took part in this step
+        if part.has_gradient:  # else this step has used none of its parameters
             with self._transfers.updating():
                 try:
                     self._operations.update(piece, state, self.hyper)

@@ -17,7 +17,7 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
     or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
     too. Returns None if it raises an error again."""
     for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
-        with _without_data(model, dtype, with_buffers), suppress(Exception):  # whatever a model says that needs data
+        with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data may raise errors
             return run()
     return None
 
@@ -41,7 +41,7 @@ def is_ours(hook: object) -> bool:
 
 
 def equal(structure: Sequence, other: Sequence) -> bool:
-    """Returns True if two lists have the same objects, or equal numbers and strings."""
+    """Returns True if both lists have the same objects, or equal values of a type in PLAIN, in the same order."""
     return len(structure) == len(other) and all(map(_same, structure, other))
 
 
@@ -51,8 +51,8 @@ def _same(one, other) -> bool:
 
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Puts parameters (and buffers) of `model` on the meta device inside the block, matrices in `dtype`. Afterwards all
-    are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
+    """Replaces the parameters of `model`, and its buffers if `with_buffers`, by meta tensors inside the block; matrices
+    get `dtype`. Afterwards all are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:

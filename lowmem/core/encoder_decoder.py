@@ -46,13 +46,13 @@ _ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
 
 @dataclass
 class SharedUse:
-    """Records that one block uses a parameter of the embedding unit that other blocks use too.
+    """Records that one block uses a parameter of the embedding unit that other blocks use, too.
 
-    `parameter()` returns that parameter as it is now. `own` is a copy for this block, with its own gradient; None until
-    accumulation.py makes it.
+    `parameter()` returns that parameter as it is now. `own`: a parameter for this block with the same data and a
+    separate gradient; None until accumulation.py makes it.
     """
 
-    name: str  # of the parameter, by the model's own names
+    name: str  # the parameter's name in the model
     parameter: Callable[[], nn.Parameter]
     own: nn.Parameter | None = None
 
@@ -121,11 +121,11 @@ class EncoderDecoder(Decoder):
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, S + T, D] from `input_ids` [B, S + T] int64 and `source_mask` [B, S]
-        bool, and each block's other arguments. The two None arguments are a decoder's: positions are relative, and
-        there is no document mask."""
+        bool, and each block's other arguments. `position_ids` and `document_ids` are not used: positions are relative,
+        and there is no document mask."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
-        # Copies of both, as CUDA's lookup would make them, and the plan's would not.
+        # Copies both: CUDA's lookup would copy them anyway, but a plan's lookup would not.
         of_encoder, of_decoder = (ids.contiguous() for ids in (input_ids[:, :source], input_ids[:, source:]))
         of_encoder = self._encoder.dropout(self._encoder.embed_tokens(of_encoder))
         of_decoder = self._decoder.dropout(self._decoder.embed_tokens(of_decoder))

@@ -23,13 +23,13 @@ class FinalGradients:
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares one pass. `norms_of`: computes the norms of a part's gradient [pieces]. `window`: copies gradients
-        to RAM. `gradient_scale` multiplies the gradients of updates; it and `learning_rate` are used only if `fate` is
-        APPLIED."""
+        """Prepares one pass. `norms_of`: function that returns the norms [pieces] of a part's gradient. `window`:
+        copies gradients to RAM. If `fate` is APPLIED, updates use `learning_rate`, and multiply gradients by
+        `gradient_scale`."""
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final
-        self._norms: dict[int, Tensor] = {}  # [pieces] of the parts whose gradients are final, by id
+        self._norms: dict[int, Tensor] = {}  # norms [pieces] of parts whose gradients are final, by id
 
     def begin(self, losses: Sequence[Tensor]) -> None:
         """Must be called before backward, with the micro-batches' `losses`. Begins the updates if gradients are APPLIED
@@ -42,9 +42,9 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 are the
-        embeddings, unit i is block i - 1. Takes the gradients that have become final since the last call, and sums them
-        over all ranks. Computes their norms, then keeps, sends, drops or applies these gradients."""
+        """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 is the
+        embeddings, unit i is block i - 1. Sums the newly final gradients over all ranks, computes their norms, and
+        keeps, sends, drops or applies them. Raises UpdateInterrupted if one that it should apply is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]

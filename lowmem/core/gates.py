@@ -1,4 +1,4 @@
-"""Computes activation(gate) * up of gated MLPs with one kernel each way (kernels/layer_kernels.py), if a GPU can.
+"""Computes activation(gate) * up of gated MLPs with one kernel per direction (kernels/layer_kernels.py), if a GPU can.
 
 Llama, Qwen, Mistral, Gemma and others compute down(activation(gate(x)) * up(x)), and name the three layers as in
 LAYERS. `activation_of` compares such a module's output with that of SiLU and of GELU with tanh. A module that computes
@@ -86,7 +86,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     try:
         with torch.no_grad():
             truth = type(module).forward(trial, gate)
-    except Exception:  # whatever a module says that needs more arguments, or its layers' weights
+    except Exception:  # a module that needs more arguments, or its layers' weights, may raise any error
         return None
     for activation in (SILU, GELU_TANH):
         found = activation(gate) * up

@@ -1,9 +1,9 @@
 """Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
 
-`cast_explicitly` gives a 16-bit model what autocast would: matrix products in 16 bit, norms and softmax in fp32. The
-casts are explicit because torch.autocast's rules differ between devices. With `fused`, layers use the product in
+`cast_explicitly` makes a 16-bit model compute as autocast would: matrix products in 16 bit, norms and softmax in fp32.
+The casts are explicit because torch.autocast's rules differ between devices. With `fused`, layers use the product in
 kernels/operators.py, which adds a matrix's gradient directly to the fp32 accumulator. That moves 8 bytes per parameter
-and micro-batch instead of 12. `accumulated` registers a parameter for that; others get their gradients from autograd.
+and micro-batch instead of 12. `accumulated` registers a parameter for that; other gradients come from autograd.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def fuse_gelu(model: nn.Module) -> None:
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False) -> None:
     """Makes a model with 16-bit matrices and fp32 vectors (norms, biases) compute products in 16 bit, norms and softmax
-    in fp32. `residual`: the dtype of the residual stream. In 16 bit it is rounded after every half of a block, and
-    saved inputs of blocks take half the memory. `fused`: use kernels/operators.py."""
+    in fp32. `residual`: the dtype of the residual stream. In 16 bit, the stream is rounded after every half of a block,
+    and saved inputs of blocks take half the memory. `fused`: whether layers use kernels/operators.py."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = partial(_embedding_in_fp32, module)
@@ -57,8 +57,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes fused layers call `add_product` with the two factors of `parameter`'s gradient, [M, K] and [K, N] in 16
-    bit."""
+    """Makes fused layers call `add_product` with the factors [M, K] and [K, N], in 16 bit, of the gradient of
+    `parameter`. That function must add their product to the parameter's accumulator."""
     parameter._lowmem_add_product = add_product
 
 
@@ -78,8 +78,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Takes the place of `module.forward` in a linear layer. `norm`: the norm before the layer if a call computes it
-    too, else None. Nothing else then reads that norm's output."""
+    """Replaces the forward of a linear layer. `norm`: the norm before the layer if calls also compute that norm, else
+    None. It is set only if nothing else reads the norm's output."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -105,7 +105,7 @@ class FusedProduct:
 
 class _Product(torch.autograd.Function):
     """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. All are
-    in 16 bit. If `rule` is not None, multiplies the norm of x that `rule` describes; x may then have any dtype."""
+    in 16 bit. If `rule` is not None, first replaces x by its norm, as `rule` says; x may then have any dtype."""
 
     @staticmethod
     def forward(
@@ -151,8 +151,8 @@ def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 def _is_router_or_experts(module: nn.Module) -> bool:
     """Returns True if `module` itself has matrices, its submodules have no parameters, and it is no embedding or
-    convolution. Such a module is the router of a mixture of experts, or has all its experts. A state-space layer has a
-    matrix of decay rates, but also submodules with parameters."""
+    convolution. Such a module is the router of a mixture of experts, or has all its experts. A state-space layer is
+    neither: it has a matrix of decay rates, but also submodules with parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())
@@ -160,8 +160,8 @@ def _is_router_or_experts(module: nn.Module) -> bool:
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts inputs of `module` to the dtype of its matrices: only the hidden state if `hidden`, otherwise all other
-    inputs. A forward pre-hook."""
+    """Casts floating-point inputs of `module` to the dtype of its matrices; a forward pre-hook. Casts only the hidden
+    state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]

@@ -16,42 +16,41 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 class Fate(StrEnum):
     """Names what happens to a gradient when nothing more is added to it (final_gradients.py)."""
 
-    HELD = "held"  # It stays on the GPU until the norm is known. The next forward pass updates with it.
-    SENT = "sent"  # It waits in RAM.
-    DROPPED = "dropped"  # It is freed, because this pass is for the norm alone. A second pass computes it again.
+    HELD = "held"  # It stays on the GPU. The updates in the next forward pass use it.
+    SENT = "sent"  # It is copied to RAM, and waits there for its update.
+    DROPPED = "dropped"  # It is freed: this pass computes only the norm. A second pass computes it again.
     APPLIED = "applied"  # It updates its unit (such as a block) at once, during backward.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the numbers that define how a step is computed. Lists of groups and segments are derived from them when
-    needed. "Streamed" numbers are stored in RAM or on a disk and copied to the GPU when they are used. Units are the
-    embeddings, each block, and the final norm."""
+    """Holds the settings that define how a step is computed. Units are the embeddings, each block, and the final norm.
+    "Streamed" weights and states are stored in RAM or on a disk, and copied to the GPU when they are used."""
 
-    micro_batch: int  # sequences
+    micro_batch: int  # sequences in a micro-batch
     group: int = 1  # micro-batches that pass a segment together
     segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
     # How much the model's n blocks save for backward, from 0 to 2 n:
-    #     kept <= n    the last `kept` blocks save input and matrix products; the others, in segments, only inputs
+    #     kept <= n    the last `kept` blocks save input and matrix products; the others, only inputs of segments
     #     kept > n     the last `kept` - n blocks save their whole graph; the others save input and matrix products
     kept: int = 0
-    states_on_gpu: int = 0  # number of units, from unit 0 on, with optimizer states there; the others' are streamed
-    states_on_disk: int = 0  # number of units, of those with streamed states, whose matrices' states are on a disk
-    weights_on_gpu: int | None = None  # number of units, from unit 0 on, with weights there, and the last; None: all
-    boundaries_in_ram: bool = False  # whether inputs of segments wait in RAM for their backward
-    fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED only if no update waits for the norm
-    gathered: int = 0  # how many blocks, the last ones, keep their gathered weights until backward; others gather twice
+    states_on_gpu: int = 0  # number of units, from unit 0 on, whose states are on the GPU; other states are streamed
+    states_on_disk: int = 0  # number of units with streamed states that have their matrices' states on a disk
+    weights_on_gpu: int | None = None  # units, from 0 on, with weights on the GPU (the last always has); None: all
+    boundaries_in_ram: bool = False  # whether the inputs of segments are in RAM until backward
+    fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED: no update may need the norm
+    gathered: int = 0  # number of last blocks that keep their gathered weights until backward; others gather twice
     evaluation_rows: int | None = None  # sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
 
     def __post_init__(self):
-        object.__setattr__(self, "fate", Fate(self.fate))  # a str where it comes from a file
+        object.__setattr__(self, "fate", Fate(self.fate))  # a str if it comes from a file
         if self.weights_on_gpu is not None and self.states_on_gpu > max(self.weights_on_gpu, 1):
             raise ValueError("if the weights of a unit are streamed, its states are too")
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if all micro-batches must pass each segment together, as one group: a gradient that is sent,
-        dropped or applied during backward must be complete by then."""
+        """Returns True if all micro-batches must pass each segment together, as one group. The reason is that a
+        gradient must be complete before it is sent, dropped or applied during backward."""
         return self.fate is not Fate.HELD
 
     @property
@@ -61,10 +60,10 @@ class Layout:
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each. `positions[i]` is the
-        number of positions of micro-batch i, with padding. A group has at most `self.group` x `self.micro_batch` x
-        `seq` positions, so short micro-batches make larger groups. Raises ValueError if there are several groups
-        although `whole_batch` is True."""
+        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each group. `positions[i]`:
+        number of positions of micro-batch i, padding included. `seq`: number of positions in a row of the batch. A
+        group has at most `self.group` x `self.micro_batch` x `seq` positions, so short micro-batches make larger
+        groups. Raises ValueError if there are several groups although `whole_batch` is True."""
         starts, room = [], 0
         for index, size in enumerate(positions):
             if not starts or size > room:
@@ -92,12 +91,13 @@ class Layout:
 
     def segments(self, blocks: int) -> list[Segment]:
         """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
-        that keeps more than its input is a segment by itself."""
+        that keeps more than its input is a segment by itself. Raises ValueError if a block's weights are streamed and
+        its graph is kept."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)
         products = min(self.kept, blocks) - whole
-        last = blocks - whole - products  # of those that keep inputs alone
+        last = blocks - whole - products  # end of the blocks that keep only inputs
         starts = range(0, last, self.segment_blocks)
         return [
             *(Segment(range(start, min(start + self.segment_blocks, last)), INPUT) for start in starts),

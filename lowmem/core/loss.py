@@ -1,8 +1,8 @@
 """Computes the cross-entropy of a linear head without all logits at once.
 
-The logits of N tokens and V words are N x V fp32 numbers, several times over in a naive loss: 196 MiB each for 1,024
-tokens of GPT-2. Here a chunk of tokens goes through the head at a time. Its loss and gradients are computed while its
-logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
+A naive loss holds several fp32 tensors [N, V] for N tokens and V words: 196 MiB each for 1,024 tokens of GPT-2. Here
+one chunk of tokens at a time goes through the head. Its loss and gradients are computed while its logits exist (as in
+Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 
     z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
     dh = dz W,       dW += dz^T h,                      db += dz
@@ -10,11 +10,10 @@ logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token w
 If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
 
 Precision: logits and dz are in the weights' dtype, f and the softmax in fp32. dW is added in fp32 to the accumulator of
-the (tied) embedding, for a band of words at a time. So there is no second gradient of V x D.
+the (tied) embedding, for a band of words at a time. So there is no second tensor of V x D for the gradient.
 
 Memory: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32 (4 more for a cap),
-and a band of 8,192 x D in 16 bit. With `fused`: 1,024 x V x 2 bytes (98 MiB) and no band: one kernel writes dz over the
-logits, and the product adds to the accumulator.
+and a band of 8,192 x D in 16 bit. With `fused`: 1,024 x V x 2 bytes (98 MiB), no band, and dz overwrites the logits.
 """
 
 import torch
@@ -47,9 +46,9 @@ def linear_cross_entropy(
     """Returns the sum of the losses of all tokens whose label is not -100, in fp32, and the gradient for `hidden`.
 
     `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
-    every gradient, but not the loss. `function`: from the head's output to the model's logits. Gradients are added to
-    `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes none, and the
-    second result is None. `chunk_tokens`: tokens that go through the head at a time. `fused` takes 16-bit operands.
+    every gradient, but not the loss. `function` computes the model's logits from the head's output. Gradients are added
+    to `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes no gradients;
+    the second result is None. `chunk_tokens`: tokens in a chunk. `fused` uses one kernel, and needs 16-bit operands.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -91,14 +90,14 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses [C] of a chunk of C tokens and, unless `scale` is None, the fp32 gradient for their logits [C,
-    V]."""
+    """Returns the losses [C] of `chunk`, the head's input for C tokens. Also returns `scale` times the gradient for the
+    head's output [C, V], in fp32; None if `scale` is None."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
     if bias is not None:
         logits += bias
-    slope = None  # of a cap, without its factors
+    slope = None  # derivative of a cap, without its factors
     if function.inner is not None:
         logits.mul_(function.inner).tanh_()
         slope = None if scale is None else logits.square().neg_().add_(1)
@@ -125,8 +124,9 @@ def _in_one_kernel(
     function: LogitFunction,
     room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Does the same as `_line_by_line`, with one kernel after the product. Writes the logits, and then their gradient,
-    into `room`, a buffer in the weights' dtype with at least C rows."""
+    """Returns the losses [C] of `chunk`, the head's input for C tokens, and `scale` times the gradient for the head's
+    output [C, V]. One kernel computes both after the product. `room`: memory for that gradient, in the weights' dtype,
+    with at least C rows. If `scale` is None, the second result is no gradient."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])

@@ -1,12 +1,12 @@
 """Computes a model's norms with one kernel forward and one backward (kernels/layer_kernels.py), if a GPU runs them.
 
-Any module with Norm in its class's name may be one. Its values decide which: `rule_of` compares it on a few rows with
-LayerNorm and with RMSNorm. A module that computes neither keeps its own forward.
+Any module with Norm in its class's name may be a norm. `rule_of` compares its outputs for a few rows with those of
+LayerNorm and RMSNorm. A module that computes neither keeps its own forward.
 
-In a 16-bit model whose residual stream is fp32, a norm's output is fp32 too, and products that read it cast it to 16
-bit. If nothing reads it without that cast, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per
-element. The gradients of several such products are then added in 16 bit. A single such product computes the norm as
-well, which spares the processor a call of Python in each direction.
+In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and products that read it cast it to 16 bit. If
+all readers cast it, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per element. The gradients of
+several such products are then added in 16 bit. If one product is the only reader, its layer also computes the norm,
+which saves a Python call in each direction.
 """
 
 import copy
@@ -133,13 +133,13 @@ def rule_of(module: nn.Module) -> Rule | None:
     generator = torch.Generator().manual_seed(0)
     trial = copy.deepcopy(module).to_empty(device="cpu").float()
     x = torch.randn(4, weight.numel(), generator=generator) + 0.5
-    x[0] *= epsilon**0.5  # for which epsilon matters
+    x[0] *= epsilon**0.5  # a row for which epsilon matters
     with torch.no_grad():
         for parameter in trial.parameters(recurse=False):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
         try:
             truth = trial(x)
-        except Exception:  # whatever a module says that needs more arguments
+        except Exception:  # a module that needs more arguments may raise any error
             return None
         for rule in (Rule(epsilon, offset, centered) for centered in (True, False) for offset in (0.0, 1.0)):
             found = rule(x, trial.weight, trial._parameters.get("bias"))
@@ -151,10 +151,10 @@ def rule_of(module: nn.Module) -> Rule | None:
 def join_to_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Lets a norm of `model` write `dtype` if everything that reads its output casts it to `dtype`.
+    """Makes a norm of `model` write `dtype` if all readers of its output are in its block and cast it to `dtype`.
 
-    The layer after a norm computes it if three things hold. Nothing else reads the norm's output. The layer makes no
-    other product. Both are in the same one of the `blocks`. `run` runs the model, with parameters on the meta device.
+    The layer after a norm also computes the norm on three conditions. No other layer reads the norm's output. The layer
+    makes one matrix product. One of the `blocks` has both. `run` runs the model, with parameters on the meta device.
     """
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
@@ -190,11 +190,11 @@ class _Readers(LayerMode):
         super().__init__()
         self.exact: set[Norm] = set()  # norms whose output an operation reads without a cast to `dtype`
         self.wide: set[Norm] = set()  # norms whose output has another dtype than `dtype`
-        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules: multiply it by their weight
-        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules: use it in another way
+        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules multiplying it by their weight
+        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules using it in another way
         self.products: Counter[nn.Module | None] = Counter()  # how many matrix products each module makes
         self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
-        self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by address of a storage, which the tensor keeps
+        self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by the storage's address; the tensor keeps it
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Defines the operations that a step is made of; step.py has their order.
 
-The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods. It
-executes each operation once per shape of its arguments.
+The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods, but
+executes each operation only once for each shape of its arguments.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,11 +27,11 @@ Result = TypeVar("Result")
 
 
 class Operations:
-    """Executes the operations of a step on `decoder`, whose numbers are in `store`."""
+    """Executes the operations of a step on `decoder`, whose weights, gradients and states are in `store`."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
-        """Takes `update`, the function that updates weights (UpdateFunction). If it is None, the device and
-        `decoder.fused_kernels` choose one."""
+        """`update`: the function that updates weights (optimizers.UpdateFunction). If it is None,
+        `decoder.fused_kernels` and the device choose the function."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self._update = update or (fused.update if decoder.fused_kernels else eager)
@@ -54,9 +54,9 @@ class Operations:
                 decoder.skippable_layers = [None] * len(decoder.blocks)
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
-        """Returns `run()`. The allocations of `run` must depend only on `kind`, `shapes`, and on which parts have
-        gradients. So the planner (planning/replay.py) calls `run` once for each `kind` and `shapes`, and then repeats
-        the allocations that it recorded. `name`: the planner's name for these allocations."""
+        """Returns `run()`. The planner (planning/replay.py) calls `run` only once for each `kind` and `shapes`, and
+        then repeats the allocations that it recorded. So these must depend only on `kind`, `shapes`, and on which parts
+        have gradients. `name`: the planner's name for these allocations."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -68,9 +68,9 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. `extras`:
-        arguments of all blocks besides their input. Returns the output [B, T, D], and the tensors that
-        `segment_backward` needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. `extras[i]`:
+        arguments of block i other than its input. Returns the output [B, T, D], and the tensors that `segment_backward`
+        needs."""
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
@@ -78,9 +78,9 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Computes the loss of one micro-batch, summed over its tokens, and the gradient of `scale` times that loss for
-        `hidden` [B, T, D]. `hidden` is the last block's output; `labels` belong to its last positions. Adds the
-        gradient of the head's weights to their fp32 accumulator."""
+        """Computes the loss of one micro-batch, summed over its tokens. Also returns the gradient of `scale` times that
+        loss for `hidden` [B, T, D], the last block's output. `labels` belong to the last positions of `hidden`. Adds
+        the gradients of the final norm and the head to their fp32 accumulators."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -92,8 +92,7 @@ class Operations:
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
         """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the
-        segment's output. `saved`: from `segment_forward`. Adds the gradients of the segment's parameters to their
-        accumulators."""
+        segment's output. `saved`: result of `segment_forward`. Adds the parameters' gradients to their accumulators."""
         run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
@@ -114,8 +113,8 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norms(self, part: Part) -> Tensor:
-        """Returns the norms of a part's gradient [pieces] in fp32: one for each range of elements that is updated at
-        once."""
+        """Returns the norms [pieces] of the gradient of `part` in fp32, one for each piece (elements that are updated
+        at once)."""
         norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
         return torch.stack(norms)
 
@@ -131,16 +130,16 @@ class Operations:
     def _repeated(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, or repeats the operations that `recordings` has noted in earlier calls with the same `name`,
-        `segment` and shapes of `arguments`."""
+        """Returns `run()`, or repeats the operations that `recordings` noted in an earlier call with the same `name`,
+        `segment` and shapes of `extras` and `arguments` (the tensors and objects that `run` uses)."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Computes the loss of the head on `final` [B, T, D], summed over tokens. With `scale`, also returns `scale`
-        times the gradient for `final`, and adds the head's own gradients to their accumulators."""
+        """Returns the loss of the head on `final` [B, T, D], summed over tokens, and None. With `scale`, the second
+        result is `scale` times the gradient for `final`, [B x T, D], and the head's gradients are accumulated."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:

@@ -30,7 +30,7 @@ from lowmem.errors import InputError
 
 State = dict[str, Tensor]
 UpdateFunction = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
-BLOCK = 256  # parameters that share a scale in 8-bit states; every slice handed to an update starts at a multiple
+BLOCK = 256  # parameters that share a scale in 8-bit states; every slice that is updated starts at a multiple
 CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the cache, ten times faster than 2**22
 
 
@@ -40,7 +40,7 @@ class Hyperparameters:
 
     learning_rate: float = 0.0
     weight_decay: float = 0.0
-    update: int = 0  # counts from 1
+    update: int = 0  # number of the update, from 1
     gradient_scale: float = 1.0  # multiplies every gradient first
     beta1: float = 0.9
     beta2: float = 0.999
@@ -62,13 +62,13 @@ def checked_rate(rate) -> float:
 class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.
 
-    `rule` updates fp32 master weights [n] and their state in place. It multiplies the fp32 gradient [n] by
-    `gradient_scale` itself. Its last two arguments are the weight decay and scratch memory, [n] fp32. It allocates
-    nothing after its first change.
+    `rule(master, state, gradient, hyperparameters, weight_decay, room)` updates the fp32 weights `master` [n] and their
+    `state` in place. It first multiplies `gradient` [n] fp32 by `gradient_scale`, in place. `room`: scratch memory, [n]
+    fp32. All allocations are made before anything is changed, so running out of memory changes nothing.
     """
 
     name: str
-    entries: dict[str, tuple[int, torch.dtype]]  # of the state, without `low`: {name: (parameters per entry, dtype)}
+    entries: dict[str, tuple[int, torch.dtype]]  # {name: (parameters per entry, dtype)} of state but `low`
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
     any_stream: bool = False  # its kernel (fused.py) runs on the current CUDA stream, whichever that is
 
@@ -79,15 +79,15 @@ class Optimizer:
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: of the working
-    weights."""
+    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: the working weights'
+    dtype."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
 
 def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
-    """Cuts `elements` parameters into ranges of `at_once` (a multiple of BLOCK, or all); the last may be shorter.
-    Returns views of `state` for each range."""
+    """Cuts the `state` of `elements` parameters into views, one dict for each range of `at_once` parameters (a multiple
+    of BLOCK, or all). The last range may be shorter."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
     cut = {name: tensor.split(math.ceil(at_once / per.get(name, 1))) for name, tensor in state.items()}
     ranges = range(math.ceil(elements / at_once))
@@ -103,10 +103,10 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """Updates weights and state in place; an UpdateFunction. `working`: weights [n] in the dtype that computes.
-    `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights decay.
-    `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice is
-    unchanged."""
+    """Updates weights and state in place; an UpdateFunction. `working` [n]: weights in the dtype that forward and
+    backward use. `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights
+    decay. `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice
+    and later ones are unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):

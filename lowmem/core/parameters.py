@@ -1,13 +1,13 @@
 """Stores all numbers in flat tensors: working weights, gradients and optimizer states.
 
-Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One holds its matrices in the
-working dtype, with weight decay. The other holds its vectors (norms and biases) in fp32, without. The model's
-parameters are views of their part's working weights, so an update is a few operations on long vectors. Each parameter
-starts at a multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is updated in
-pieces of at most PIECE elements, which bounds the GPU memory for copies of states (window.py).
+Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One has its matrices in the
+working dtype, with weight decay. The other has its vectors (norms and biases) in fp32, without weight decay. The
+model's parameters are views of their part's working weights, so an update is a few operations on long vectors. Each
+parameter starts at a multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is
+updated in pieces of at most PIECE elements, which bounds the GPU memory for copies of states (window.py).
 
 Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there is one, and the optimizer's state
-(optimizers.py). Each kind of number has a home, the GPU, RAM or a disk, chosen part by part.
+(optimizers.py). Each kind of number is stored on the GPU, in RAM or on a disk, as chosen for each part.
 """
 
 import math
@@ -34,9 +34,9 @@ class Placement:
     """Says where the weights, states and gradients of one part (a unit's matrices or vectors) are stored. Each field
     but `on_disk` is a function (entries, dtype) that returns a tensor of zeros.
 
-    `device` allocates on the device. `weights` and `states` allocate where these are stored; each is `device` itself if
-    that is the device. `gradients` allocates RAM in which gradients wait for their updates; None if they stay on the
-    device. `on_disk`: whether the states are on a disk.
+    `device` allocates on the device. `weights` and `states` allocate the weights and states; each is `device` itself if
+    its numbers are stored on the device. `gradients` allocates RAM in which gradients wait for their updates; None if
+    they stay on the device. `on_disk`: whether the states are on a disk.
     """
 
     device: MakeTensor
@@ -50,10 +50,10 @@ class Placement:
 class Piece:
     """Holds the elements `start` to `stop` - 1 of one part (a unit's matrices or vectors), which are updated at once.
 
-    `state`: {name: tensor} where the optimizer's state is stored. If the weights are in RAM, it has them too, under the
-    key WORKING. An update copies these tensors to the device and back. `fetched_only`: {name: tensor} that is copied to
-    the device only: the gradient, under the key GRADIENT, if it waits in RAM. `homes`: both in one. `on_disk`: names of
-    the tensors on a disk. `streamed`: whether the optimizer's state is not on the device.
+    `state`: {name: tensor} of the optimizer's state, and of the weights (key WORKING) if they are in RAM. An update
+    copies these tensors to the device and back. `fetched_only`: {GRADIENT: the gradient's tensor in RAM} if gradients
+    may wait there, else {}. An update does not copy it back. `homes`: `state` and `fetched_only` in one dict.
+    `on_disk`: names of the tensors on a disk. `streamed`: whether the optimizer's state is not stored on the device.
     """
 
     part: "Part"
@@ -72,10 +72,10 @@ class Part:
     """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
     `gradient` [n] fp32 or None.
 
-    `unit` is the unit's number; 0 are the embeddings. `updates` counts the updates of the weights. `gradient_home` [n]
+    `unit`: number of the unit; 0 is the embeddings. `updates` grows with each update of a piece. `gradient_home` [n]
     fp32: RAM in which the gradient may wait for its update. While it waits there, `gradient_left` is True. `elements`:
-    size of all the parameters, with padding. If several `ranks` store a model together, n is the size of each rank's
-    share. Until the gradients of all ranks are summed, `gradient` is then [n x shares].
+    number of elements of all parameters, with padding. If several `ranks` store a model together, n is the size of one
+    rank's share, and `gradient` is [n x shares] until it is summed over the ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Part:
         self.weights_streamed, self.updates = homes.weights is not homes.device, 0
         self.ranks = ranks if is_matrices else Ranks()
         self.weights_elsewhere = self.weights_streamed or self.ranks.sharing > 1
-        # One number for all: the value of each parameter while its weights are not on the device.
+        # One NaN: the value of all parameters while their weights are not on the device.
         self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
         self.gradient: Tensor | None = None
         self.gradient_left = False
@@ -133,7 +133,7 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the weights of parameter `name` or, if they are stored elsewhere, a tensor of NaN in their shape."""
+        """Returns the weights of parameter `name`, or NaN in its shape if this device does not store all of them."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
@@ -154,8 +154,8 @@ class Part:
         self.gradient, self.gradient_left = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
-        """Copies the fp32 tensor `master` into parameter `name`, from element `start` on, as far as this rank stores
-        these elements. Splits 16-bit weights into two halves."""
+        """Copies `master`, fp32 weights, into parameter `name` from its element `start` on. Skips elements that other
+        ranks store. Splits 16-bit weights into two halves."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
             first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
@@ -189,17 +189,17 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns each parameter's place in the flat tensor of all ranks' shares: {name: [first element, *shape]}."""
+        """Returns {name: [first element, *shape]}: the parameters' places in the flat tensor of all ranks' shares."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
 class Store:
     """Holds all weights, gradients and optimizer states of a decoder, in parts (a unit's matrices or vectors). The
-    constructor allocates them and makes the decoder's parameters views of them.
+    constructor allocates these tensors, and makes the decoder's parameters views of the weights.
 
-    The first units keep their states on the device. The forward pass needs these states first, and their gradients are
-    final last, so copies of them would overlap least with computation. For the same reason the embeddings' gradients
-    never wait in RAM. The embeddings, the last unit and all vectors keep their working weights on the device.
+    The states of the first units are on the device. The next forward pass needs their updates first, and backward
+    finishes their gradients last. So copies of these states would overlap least with computation. For the same reason
+    the embeddings' gradients never wait in RAM. The embeddings, last unit and all vectors have weights on the device.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class Store:
         disk_tensor: MakeTensor | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Allocates all numbers on `device` or as `layout` says. `dtype`: of the matrices' working weights.
-        `host_tensor`, `disk_tensor`: allocate in RAM and on a disk. `ranks`: the processes that train this model
+        """Allocates all numbers on `device` or as `layout` says. `dtype`: the matrices' working dtype. `host_tensor`,
+        `disk_tensor`: functions that allocate in RAM and on a disk. `ranks`: the processes that train this model
         together. Raises ValueError if `layout` has states on a disk and `disk_tensor` is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
@@ -222,7 +222,7 @@ class Store:
         self.parameter_count = sum(p.numel() for p in decoder.model.parameters())
         if disk_tensor is None and layout.units_on_disk(len(decoder.units)):
             raise ValueError("the layout has states on a disk, and there is nothing to make them with")
-        holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several
+        holders: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied weight has several holders
         for module in decoder.model.modules():
             for name, parameter in module._parameters.items():
                 holders.setdefault(id(parameter), []).append((module, name))
@@ -242,8 +242,8 @@ class Store:
         self._part_of = {name: part for part in self.parts for name in part.names()}
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
-        """Returns {(unit's number, True for its matrices or False for its vectors): the Placement}. `disk` allocates on
-        the disk."""
+        """Returns {(a unit's number, True for its matrices or False for its vectors): their Placement}. `units`: number
+        of units. `disk` allocates on the disk."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)

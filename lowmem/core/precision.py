@@ -1,4 +1,4 @@
-"""Stores fp32 master weights as two halves: `working` (16 bit, computes) and `low` (int16). See docs/precision.md.
+"""Stores fp32 master weights as two halves: `working` (16 bit, used to compute) and `low` (int16; docs/precision.md).
 
     bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16)
     fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39)
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-RUN_ELEMENTS = 2**18  # of a tensor that are converted or copied at a time: 1 MiB in fp32
+RUN_ELEMENTS = 2**18  # elements that are converted or copied at a time: 1 MiB in fp32
 WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -74,11 +74,11 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """Computes the step between two values of `low`, 2**(e - 39), for fp16 numbers with exponent fields e. Overwrites
+    """Computes 2**(e - 39), the step that 1 in `low` stands for, for fp16 numbers with exponent fields e. Overwrites
     `bits`, which are these numbers' bits as int32, and returns the steps as fp32.
 
-    A normal number is 2**(e - 15) times a significand of 11 bits. Its fp32 neighbours are multiples of the step, at
-    most 2**13 steps away, even if `working` was rounded up to a power of two.
+    A normal number is 2**(e - 15) times a significand of 11 bits. The fp32 numbers that round to it are whole steps
+    away, at most 2**13, even if `working` was rounded up to a power of two.
     """
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)

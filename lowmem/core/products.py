@@ -2,7 +2,7 @@
 
 These operations take nearly all of a block's time, so only norms, activation functions and sums are computed twice
 (docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
-Often backward does not need a block's last product. `skippable_layers` finds out, and `product_skipped` leaves it out.
+Backward often does not need a block's last product: `skippable_layers` finds such ones, `product_skipped` omits one.
 """
 
 from collections import Counter
@@ -91,8 +91,8 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Returns, when a block is recomputed, the outputs in `kept` (from ProductRecorder) instead of computing them. A
-    product whose entry is None is computed."""
+    """Makes a recomputation take the outputs of products from `kept` (of a ProductRecorder) instead of computing them.
+    A product whose entry is None is computed."""
 
     def __init__(self, kept: Sequence[Kept | None]):
         super().__init__()
@@ -140,7 +140,7 @@ class _LastProduct(LayerMode):
         self.layer: nn.Module | None = None
         self.needed = False
         self.products: Counter[nn.Module | None] = Counter()
-        self._computed_from: set[StorageWeakRef] = set()  # storages of the last product and what is computed from it
+        self._computed_from: set[StorageWeakRef] = set()  # storages of the last product and all computed from it
         self._watch = saved_tensors_hooks(self._saved, lambda tensor: tensor)
 
     def __enter__(self):
@@ -171,9 +171,9 @@ class _LastProduct(LayerMode):
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns for each block of `decoder` the layer whose matrix product a recomputation can leave out: the layer of
-    the block's last product. Returns None for a block that does not run on meta tensors. Also returns None if
-    backward needs that product's values, or the layer makes other products. `dtype`: of the matrices."""
+    """Returns for each block of `decoder` the layer that makes its last matrix product, if a recomputation can leave
+    that product out. Returns None for a block that does not run on meta tensors. Also returns None if backward needs
+    the product's values, or if the layer makes other products. `dtype`: the matrices' dtype."""
     names: dict[tuple, str | None] = {}  # by kind of block
     layers = []
     for index, block in enumerate(decoder.blocks):

@@ -1,8 +1,8 @@
-"""Defines what a training step asks of ranks, the processes that train one model together.
+"""Defines the methods that a training step calls on ranks, the processes that train one model together.
 
-A process that trains alone needs nothing, so `Ranks` does nothing. Its subclass for several ranks is in shares.py.
-The ranks of a machine, or of all machines, store a model together: each an equal share of a unit's matrices, and of
-their gradients and optimizer states. Each rank stores all vectors.
+`Ranks` is for a process that trains alone, and does nothing. Its subclass for several ranks is in shares.py. The ranks
+of a machine, or of all machines, store a model together: each an equal share of a unit's matrices, and of their
+gradients and optimizer states. Each rank stores all vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,16 @@ class Ranks:
     on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
-        """Makes each `sharing` consecutive processes store one copy of the model together. Must be called before a
-        Store is made."""
+        """Divides the processes into groups of `sharing` consecutive ones. Each group stores one copy of the model
+        together. Must be called before a Store is made."""
 
     def share(self, elements: int) -> int:
         """Returns how many elements of a flat tensor of `elements` each process stores, with padding."""
         return elements
 
     def window(self, decoder, store):
-        """Returns a WeightWindow's counterpart that gathers weights from all processes before blocks run. None: this
-        process has all weights."""
+        """Returns an object with WeightWindow's methods that gathers weights from all processes before blocks run.
+        Returns None if this process has all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         """Returns the micro-batches of a step that this process computes."""
@@ -42,13 +42,13 @@ class Ranks:
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
         """Returns (micro-batch, whether its loss counts) for each micro-batch of an evaluation that this process
-        computes. All processes compute the same number: they gather weights together."""
+        computes. All processes compute equally many micro-batches, because they gather weights together."""
         return [(each, True) for each in micro_batches]
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
         """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
-        add to them any more. Returns the parts of this call and of earlier calls whose sums are ready. With `now`,
-        finishes all sums, and returns all these parts."""
+        add to these gradients any more. Returns the parts of this call and of earlier calls whose sums are ready. If
+        `now`, finishes all sums, and returns all parts that have not been returned."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
@@ -56,7 +56,7 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients, in fp64. `norms`: (part, norms of its pieces' gradients [pieces]) of every
+        """Returns the norm of all gradients, in fp64. `norms`: (part, norms [pieces] of its pieces' gradients) of every
         part with a gradient."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
@@ -66,17 +66,17 @@ class Ranks:
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in process 0 alone, where it may read every process's shares (`range_of`). Returns the result of
+        """Calls `work` in process 0 only. There it may read every process's shares (`range_of`). Returns the result of
         `work`, or raises its error, in all processes."""
         return work()
 
     def on_all(self, work: Callable[[], Item]) -> Item:
-        """Calls `work`, which sends nothing to other processes, in all of them. If it raises an error in some of them,
-        raises that of the first one in all."""
+        """Calls `work` in all processes; it must send nothing to others. If it raises errors in some processes, raises
+        the error of the first of them in all. Returns this process's result."""
         return work()
 
     def agree_on(self, value) -> bool:
-        """Returns True if all processes have the same `value`, by its `repr`."""
+        """Returns True if `value` has the same `repr` in all processes."""
         number = int.from_bytes(sha256(repr(value).encode()).digest()[:7])
         return self.most(number) == -self.most(-number)
 

@@ -1,11 +1,10 @@
-"""Runs a segment of blocks forward and backward, and saves as little in between as asked (docs/recompute.md).
+"""Runs a segment of blocks forward and backward (docs/recompute.md). Its `keep` says which tensors it saves in between:
 
     INPUT      saves its input (the boundary); runs again before its backward
     PRODUCTS   saves the outputs of matrix products and attention, too; the rest runs again (products.py)
     ALL        saves its graph; nothing runs again
 
-What runs again gives the same bits, because every block first seeds its device's generator by (run's seed, step,
-micro-batch, block).
+Running again gives the same bits: each block first seeds its device's generator by (seed, step, micro-batch, block).
 """
 
 import hashlib
@@ -45,7 +44,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Holds a range of consecutive blocks that run together, and which of their tensors are saved for backward."""
+    """Describes consecutive blocks that run together, and which of their tensors are saved for backward."""
 
     blocks: range
     keep: str  # INPUT, PRODUCTS or ALL
@@ -55,9 +54,9 @@ class Segment:
 class SavedSegment:
     """Holds the tensors that a segment (blocks that are recomputed together) has saved for its backward."""
 
-    boundary: Tensor  # [B, T, D]
+    boundary: Tensor  # the segment's input [B, T, D]
     products: list[Kept | None] | None = None
-    output: Tensor | None = None  # with its graph
+    output: Tensor | None = None  # the segment's output, with its graph
     in_ram: bool = False  # the boundary is not on the device now (segment_windows.py)
 
 
@@ -65,7 +64,7 @@ def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
 ) -> tuple[Tensor, SavedSegment]:
     """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output, detached, and the tensors that
-    `backward` needs."""
+    `backward` needs. `extras[i]`: arguments of block i other than its input."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -83,8 +82,9 @@ def forward(
 def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
-    """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the segment's
-    output. Hooks add up the parameters' gradients. Frees all of `saved` but the segment's input."""
+    """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D]: the gradient for the segment's
+    output. `extras[i]`: arguments of block i other than its input. Hooks (accumulation.py) add up the parameters'
+    gradients. Frees all of `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

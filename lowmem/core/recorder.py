@@ -34,7 +34,7 @@ _FASTER = {  # the same operators by Python's own names, which take half the tim
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _MASKS = (torch.bool, torch.uint8)
 _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Not new_empty: a product that is skipped leaves one without values (products.py).
+# Not new_empty: a skipped product returns such a tensor without values, which is read (products.py).
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default)
 _active: "Recorder | None" = None
 
@@ -50,18 +50,18 @@ def repeated(function: Callable[..., None], *arguments) -> None:
 
 @dataclass
 class _Call:
-    """Describes a recorded call of `function`. Numbers are indices of the recording's list of values."""
+    """Describes a recorded call of `function`. Integers are indices in the recording's list of values."""
 
     function: Callable
     take: Callable[[list], tuple]  # gets the positional arguments from that list
     keywords: dict[str, Any]
-    results: int | tuple[int | None, ...] | None  # places of the result or of several; None for one that is not used
-    dead: list[int] = field(default_factory=list)  # not used afterwards: the recorded run freed their memory here
+    results: int | tuple[int | None, ...] | None  # index of the result or of each; None if it is not used
+    dead: list[int] = field(default_factory=list)  # not used after this call: the recorded run freed their memory here
 
 
 class Recording:
-    """Repeats the `calls` that a Recorder has noted. `values`: the list of values that calls read and write, filled
-    with constants. `arguments`: pairs (index in `values`, number of the argument that is put there). `result`: the
+    """Repeats the `calls` that a Recorder has noted. `values`: list of values that calls read and write; at first it
+    has only the constants. `arguments`: pairs (index in `values`, number of the argument that is put there). `result`:
     index of the result."""
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
@@ -92,18 +92,18 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations that run inside it. `arguments`: the tensors and objects that a repeat replaces by new ones,
-    a tensor first. `constants`: modules whose parameters and buffers may be used, too.
+    """Notes the operations that run inside `with`. `arguments`: the tensors and objects that a repeat replaces by new
+    ones, a tensor first. `constants`: modules whose parameters and buffers the operations may use, too.
 
-    Autograd adds a second gradient of a tensor in place if nothing else holds the first, but never under a dispatch
-    mode (accumulate in input_buffer.cpp). So this class makes such an addition in place. `alone`: result of `_holders`
-    for a gradient that nothing else holds; None: no addition is made in place.
+    If only autograd holds a tensor's first gradient, autograd adds the second one to it in place, but never under a
+    dispatch mode (accumulate in input_buffer.cpp). So this class makes that addition in place. `alone`: result of
+    `_holders` for a gradient that only autograd holds; None: no addition is made in place.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
         self._device, self._alone = arguments[0].device, alone
-        self.holders: tuple | None = None  # those of the last gradient to which another was added
+        self.holders: tuple | None = None  # counts for the last gradient to which another was added
         self.refusal: str | None = None  # why the run cannot be repeated
         self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
         self._values: list = []
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that hides operations from torch.compile would be the caller of each
+        return False  # else torch.compile's wrapper would be the caller of each operation
 
     def recording(self, result: Tensor) -> Recording | None:
         """Returns the Recording of all calls so far, whose result is `result`; None if they cannot be repeated."""
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
 
     def _result(self, result) -> int | None:
         """Returns a new index, in the list of values, for an operation's result. Returns None if it is no tensor, or if
-        the same elements of the same memory have an index."""
+        a tensor of the same elements of the same memory has an index already."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)
@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _died(self, address: int) -> None:
-        """Notes that the storage at `address`, of a result, was freed after the last call."""
+        """Notes that the storage of a result, at `address`, was freed after the last call."""
         _, places = self._born.pop(address)
         self._unwritten.discard(address)
         self._calls[-1].dead.extend(places.values())
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the _holders of a gradient that nothing but autograd holds, as a Recorder counts them."""
+    """Returns the result of `_holders`, inside a Recorder, for a gradient that only autograd holds."""
     with torch.enable_grad(), Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()
@@ -277,7 +277,7 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Counts the references to the first of `arguments`: to it in C++, to its memory, and to it in Python."""
+    """Counts the references to the first of `arguments`, a tensor: in C++, to its storage, and in Python."""
     first = arguments[0]
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 
@@ -288,8 +288,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _called_by_the_engine() -> bool:
-    """Returns True if autograd's engine called the current operation, and no backward written in Python."""
-    frame = sys._getframe(1).f_back  # of what called the dispatch mode; None in a thread of autograd's own
+    """Returns True if autograd's engine itself called the current operation, and not a backward written in Python."""
+    frame = sys._getframe(1).f_back  # the caller of the dispatch mode; None in one of autograd's threads
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 

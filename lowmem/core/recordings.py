@@ -26,8 +26,8 @@ _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forwa
 
 
 class Recordings:
-    """Records each segment after RUNS_BEFORE runs, and repeats it from then on. Keeps the recordings for the
-    MOST_SHAPES newest shapes of arguments of each segment and direction."""
+    """Records each segment after RUNS_BEFORE runs, and repeats its operations from then on. For each segment and
+    direction (forward, backward), keeps the recordings for the MOST_SHAPES shapes of arguments that were used last."""
 
     def __init__(self):
         self._known: dict[Hashable, dict[tuple, int | Recording | None]] = {}
@@ -37,17 +37,17 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns `run()`, or repeats its recorded operations for these `arguments` and `extras`, and returns their
-        result. The first of `arguments` is a tensor. `extras`: each block's arguments besides its input.
+        """Returns `run()`, or the result of repeating its recorded operations with these `arguments` and `extras`.
 
-        `name`: calls with equal names run the same code. `modules`: those whose parameters and buffers `run` uses.
+        `name`: key of the code that `run` executes. `arguments`: tensors and objects that `run` uses, a tensor first.
+        `extras`: blocks' arguments other than their input. `modules`: modules whose parameters and buffers `run` uses.
         """
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
         if shape is None or torch.is_autocast_enabled(arguments[0].device.type):
             return run()
         known = self._known.setdefault(name, {})
-        known[shape] = found = known.pop(shape, 0)  # the last one now
+        known[shape] = found = known.pop(shape, 0)  # moved to the end: the newest
         if len(known) > MOST_SHAPES:
             del known[next(iter(known))]
         arguments = [*arguments, *_tensors(others)]

@@ -1,9 +1,9 @@
-"""Rotates queries and keys by their positions with one kernel each way (kernels/layer_kernels.py), if a GPU can.
+"""Rotates queries and keys by their positions with one kernel per direction (kernels/layer_kernels.py), if a GPU can.
 
-Rotary embeddings (arXiv:2104.09864) rotate the numbers i and i + R / 2 of each head by an angle, for all i < R / 2.
-The attention of most models in transformers calls a function of its own file for that, `apply_rotary_pos_emb`.
-`rotary_forward` returns the attention's forward with another function under this name, and all other names of that file
-as they are now. The function's values tell which pairs it rotates. A model that rotates others keeps its own function.
+Rotary embeddings (arXiv:2104.09864) rotate the numbers i and i + R / 2 of each head by an angle, for all i < R / 2. The
+attention of most models in transformers calls a function of its own file for that, `apply_rotary_pos_emb`.
+`rotary_forward` returns a copy of the attention's forward that calls another function by this name. All other names of
+that file keep their values. A model whose function rotates other pairs of numbers keeps its own.
 
 Per element of q and k, each direction moves 4 bytes. PyTorch's operators move 20 in forward and 28 in backward.
 """
@@ -43,8 +43,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, rounded once. All have one dtype. No
-    gradient reaches `cos` and `sin`. The results are stored as [B, T, H or G, E]."""
+    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, rounded once. All four arguments have one
+    dtype. No gradient reaches `cos` and `sin`. The results are stored as [B, T, H or G, E]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(q, k, cos, sin)
     return _launch(q, k, cos, sin, backward=False)  # a Function takes ten microseconds more
@@ -65,8 +65,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class RotaryAttention:
-    """Replaces the forward of the attention `module`. Its code is the module's own, with the kernel in place of the
-    function `plain` of its file."""
+    """Replaces the forward of `module`, an attention. Runs the code of `forward`, the module's own, but rotates with
+    the kernel if it takes the arguments, and otherwise with `plain`, the function of the module's file."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
@@ -82,8 +82,8 @@ class RotaryAttention:
 
 
 def rotary_forward(module: nn.Module) -> RotaryAttention | None:
-    """Returns a forward of the attention `module` that uses the kernel. Returns None if the module's own calls no such
-    function, calls one that rotates other pairs, or is wrapped in a decorator that may do something."""
+    """Returns a forward for the attention `module` that uses the kernel. Returns None if the module's own forward calls
+    no `apply_rotary_pos_emb`, if that rotates other pairs, or if an unknown decorator wraps the forward."""
     forward = type(module).forward
     while (inner := getattr(forward, "__wrapped__", None)) is not None and _renames_arguments(forward):
         forward = inner
@@ -101,7 +101,7 @@ def _renames_arguments(wrapper: Callable) -> bool:
 
 
 def _rotate_or(plain: Callable, *given, **keywords):
-    """Calls `rotate` if it can compute what `plain` does with these arguments, else `plain`."""
+    """Calls `rotate` if it takes the arguments `given` (q, k, cos, sin), otherwise `plain`."""
     return rotate(*given) if not keywords and _fit(*given) else plain(*given, **keywords)
 
 
@@ -131,7 +131,7 @@ def _rotates_halves(function: Callable) -> bool:
         try:
             with torch.no_grad():
                 found = function(q.clone(), k.clone(), cos, sin)
-        except Exception:  # whatever a function says that needs more arguments, or rotates whole heads only
+        except Exception:  # a function that needs more arguments, or whole heads, may raise any error
             if width == 8:
                 return False
             continue

@@ -1,9 +1,9 @@
 """Copies weights and boundaries (saved inputs) of segments from RAM to the GPU, and boundaries and gradients to RAM
 (window.py; docs/step.md).
 
-A step of G groups copies each weight that is in RAM to the GPU 2 G times. Besides, updates copy weights together with
-their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with 64 rows of 1,024 tokens; computing
-a segment hides the copy of its boundary.
+For each group of micro-batches, a step copies each weight that is in RAM to the GPU twice. Updates copy weights, too,
+together with their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with 64 rows of 1,024
+tokens. They are copied while other micro-batches or segments are computed.
 """
 
 import math
@@ -19,7 +19,7 @@ from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import Slot, Window
 
 WEIGHT_SLOTS = 2  # segments whose weights are on the device at a time
-LEAVING = 2  # boundaries on their way to RAM, at most
+LEAVING = 2  # most boundaries that are being copied to RAM at a time
 _ALIGNMENT = 256  # elements; each boundary in RAM begins at a multiple
 
 
@@ -41,7 +41,7 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates buffers on the device (slots) that hold the weights of any of `segments`, ranges of blocks."""
+        """Allocates slots (device buffers), each with room for the weights of any of `segments` (ranges of blocks)."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -62,7 +62,7 @@ class WeightWindow:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available on the device, for kernels launched from now on. Queues copies of the
-        weights of the `following` blocks. No update of these blocks may be waiting (deferred_updates.py)."""
+        weights of the `following` blocks. No update of these blocks may be pending (deferred_updates.py)."""
         slot = None
         if self.fetches_any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -82,7 +82,7 @@ class WeightWindow:
         slot = next(slot for slot in slots if slot is not other_than)
         if self._bound is not None and self._bound[1] is slot:
             self._bind(None)
-        slot.inside = None  # until all of it is on its way
+        slot.inside = None  # until all copies are queued
         pairs, mark = [(flat, part.working) for part, flat in self._flat(blocks, slot)], self._window.transfers.mark
         # The copy waits for kernels launched so far, which may use the slot's old weights. It also waits for copies of
         # updated weights to RAM.
@@ -102,8 +102,8 @@ class WeightWindow:
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
 
     def _bind(self, bound: tuple[range, Slot] | None) -> None:
-        """Makes the parameters of some blocks views of a slot (a buffer on the device). `bound`: these blocks and the
-        slot, or None. Parameters that were views of a slot before become NaN."""
+        """Makes the parameters of some blocks views of a slot (a buffer on the device). `bound`: (these blocks, the
+        slot); None for no blocks. Parameters that were views of a slot before become NaN."""
         if self._bound is not None:
             for parameter, absent, _ in self._views(*self._bound):
                 parameter.data = absent
@@ -136,14 +136,14 @@ class WeightWindow:
 
 class BoundaryWindow:
     """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds all boundaries of a group
-    of micro-batches; it grows if a later step needs more. On the device are at most LEAVING boundaries on their way to
-    RAM, and one on its way back."""
+    of micro-batches; it grows if a later step needs more. At a time, at most LEAVING boundaries are being copied to
+    RAM, and one is being copied back."""
 
     def __init__(self, transfers: Transfers, store: Store):
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
         self._buffer: Tensor | None = None
         self._used = 0
-        self._coming: dict[int, Slot] = {}  # by the id of the SavedSegment
+        self._coming: dict[int, Slot] = {}  # slots that are being filled, by the id of their SavedSegment
 
     @property
     def buffer_bytes(self) -> int:
@@ -153,7 +153,7 @@ class BoundaryWindow:
         """Forgets the saved inputs of the previous group of micro-batches. Makes the buffer in RAM large enough for the
         next group: `hidden` has the first block's input [B, T, D] of each micro-batch, `segments` are all segments of
         the model."""
-        self._window.use(*self._coming.values())  # the next owner of this memory must not meet a copy under way
+        self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_room, hidden))
@@ -163,8 +163,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy of the saved input of `segment` to RAM, after the segment's forward. Replaces `saved.boundary`
-        by the tensor in RAM. Does nothing if autograd's graph holds the input anyway, or if it is not contiguous."""
+        """Queues a copy to RAM of the input that `segment` has saved in its forward. Replaces `saved.boundary` by the
+        tensor in RAM. Does nothing if autograd's graph keeps the input anyway, or if it is not contiguous."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -176,9 +176,9 @@ class BoundaryWindow:
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
         """Makes the saved input of the last segment in `saved[index]` available on the device, for kernels launched
-        from now on. `saved[i]` lists the segments of micro-batch i that are still to run backward. Also queues a copy
-        of the saved input that is needed next: that of the next micro-batch or, after the last one, of the first
-        micro-batch in the segment before."""
+        from now on. `saved[i]`: the segments whose backward micro-batch i has not run yet. Also queues a copy of the
+        saved input that is needed next. That is the next micro-batch's for the same segment or, after the last
+        micro-batch, the first micro-batch's for the segment before."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -203,7 +203,7 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM, to wait for their updates. StateWindow copies them back, with the states."""
+    """Copies final gradients to RAM, where they wait for their updates. StateWindow copies them back, with states."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)

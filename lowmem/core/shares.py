@@ -1,4 +1,4 @@
-"""Trains one model on several ranks, each of which stores a share of every unit's matrices (docs/several-gpus.md).
+"""Implements ranks.py for several ranks, each of which stores a share of every unit's matrices (docs/several-gpus.md).
 
 Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
 Subclasses send the numbers: by PyTorch's process groups (lowmem/distributed), or by a simulated link
@@ -34,8 +34,8 @@ class Gatherer:
 
     def __init__(self, part: Part):
         self._part = part
-        self._updates: int | None = None  # of the gathered weights; None if they are not gathered
-        self._coming: object | None = None  # what `_gather` returned, until the weights have arrived
+        self._updates: int | None = None  # `updates` of the part when it was gathered; None if it is not
+        self._coming: object | None = None  # handle from `_gather`, until the weights have arrived
 
     @property
     def is_here(self) -> bool:
@@ -43,8 +43,8 @@ class Gatherer:
         return self._updates == self._part.updates and self._coming is None
 
     def start(self) -> None:
-        """Starts to gather the weights from all ranks, and returns at once. Does nothing if this rank has, or is
-        already gathering, the newest ones."""
+        """Starts to gather the weights from all ranks, and returns at once. Does nothing if this rank has the newest
+        weights, or is gathering them already."""
         if self._updates != self._part.updates:
             self.let_go()
             self._coming, self._updates = self._gather(), self._part.updates
@@ -64,9 +64,9 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """Gathers the weights of blocks before they run; the counterpart of WeightWindow (segment_windows.py) for several
-    ranks. `units`: {block: Gatherer}; key -1 has the embeddings, key n the last unit of a model of n blocks. The
-    weights of these two and of the blocks `staying` are kept until `let_go`."""
+    """Gathers weights from all ranks before the blocks that use them run; several ranks use it instead of WeightWindow
+    (segment_windows.py). `units`: {number of a block: Gatherer}; -1 is the embeddings, n the last unit of a model of n
+    `blocks`. The weights of these two and of the blocks `staying` are kept until `let_go`."""
 
     fetches = True
 
@@ -74,8 +74,8 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Makes a unit that runs without `bring`, as in an evaluation, gather its weights at that moment. All ranks
-        must run the same units in the same order."""
+        """Makes a unit (such as a block) gather its weights when it runs without `bring`, as in an evaluation. All
+        ranks must run the same units in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -92,7 +92,7 @@ class GatheredWeights:
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
         `following` blocks. Frees the weights of all other blocks but `staying`. All ranks must call this in the same
-        order. No update of `blocks` and `following` may be waiting."""
+        order. No update of `blocks` and `following` may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -122,7 +122,7 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Represents rank `rank` of `count`. All of them store a model together until `share_among` divides them.
+    """Represents rank number `rank` of `count`. All ranks store one model together until `share_among` divides them.
 
     Subclasses define these methods:
         gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
@@ -192,7 +192,7 @@ class Shares(Ranks):
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
         """Starts to replace the gradient of `part`, [shares x n], by this rank's share [n] of the sum over all ranks.
-        Returns the part, its old gradient, which must be kept until the sum is made, and the event that says so."""
+        Returns (part, old gradient, event). At the event, the sum is ready and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -213,8 +213,8 @@ class Shares(Ranks):
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of `own` [n] over all machines. Each machine adds up one part of the n numbers, and sends the
-        result to the others."""
+        """Returns the sum of `own` [n] over the ranks that store the same share. Each of them adds up one part of the n
+        numbers, and sends the result to the others."""
         machines = self.count // self.sharing
         if machines == 1:
             return own

@@ -28,7 +28,7 @@ def open_states_file(folder: Path) -> RawIOBase:
 
 
 def check_states_folder(folder: Path) -> None:
-    """Raises InputError if `open_states_file` would. Removes the folders that were created to find that out."""
+    """Raises InputError if no file can be created in `folder`. Removes folders that the check itself has created."""
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     try:
         open_states_file(folder).close()

@@ -1,18 +1,18 @@
 """Makes one optimizer step. The same code trains, is timed, and is simulated for a plan.
 
     for group in groups of micro-batches:
-        forward    for segment: for micro-batch: save the segment's input (its boundary), run without a graph
+        forward    for segment: for micro-batch: run, and save the segment's input (its boundary) or more (recompute.py)
         loss       for micro-batch: final norm and head, chunked; the head's gradient goes into its accumulator
         backward   for segment reversed: for micro-batch: recompute, backward, add to the fp32 accumulators
-    embeddings     for micro-batch: backward, from the gradients of the first block's input
-    norm           over all accumulators; if it is not finite, no update
+    embeddings     for micro-batch: backward, from the gradients for the first block's input
+    norm           norm of all accumulated gradients; if it is not finite, no update
     updates        per unit: just before the next forward pass needs it, in `flush`, or in backward (final_gradients.py)
 
     unit               parameters that are updated together: the embeddings, one block, or the final norm
-    part, piece        a unit's matrices or its vectors; a range of a part's elements that one kernel updates
+    part, piece        a unit's matrices or its vectors; a range of a part's elements that is updated at once
     segment, boundary  consecutive blocks that are recomputed together, and their saved input
     group              micro-batches that pass a segment together before the next segment runs
-    extras             a block's arguments besides its input: masks, position embeddings
+    extras             a block's arguments other than its input: masks, position embeddings
 
 Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/step.md says why, and has drawings.
 """
@@ -43,16 +43,16 @@ from lowmem.core.transfers import Transfers, transfers_for
 from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
-# Where memory ran out: in a step, in a step that has updated some units, in waiting updates, in an evaluation.
+# Where memory ran out: in a step, in a step that may have updated units, in pending updates, in an evaluation.
 STEP, HALFWAY, UPDATES, EVALUATION = "step", "halfway", "updates", "evaluation"
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the figures of one step. `loss`: mean over the tokens with a label, in nats. `grad_norm`: norm of all
-    gradients, before clipping. `updated`: False if `grad_norm` is not finite, so that the step makes no update.
-    `positions`: number of positions that all ranks computed, with padding."""
+    """Holds the loss and other numbers of one step. `loss`: mean over the tokens with a label, in nats. `grad_norm`:
+    norm of all gradients together, before clipping. `updated`: False if `grad_norm` is not finite; the step then
+    updates no weight. `positions`: number of positions that all ranks computed, padding included."""
 
     loss: float
     grad_norm: float
@@ -61,33 +61,33 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Says that `TrainingStep.abandoned` ended a step or an evaluation. Weights and states are those of the last
-    step."""
+    """Says that `TrainingStep.abandoned` ended a step or an evaluation, which has then changed no weight or state."""
 
 
 class TrainingStep:
-    """Makes one optimizer step each time it is called with a batch. Some updates wait for the next forward pass;
-    `flush` makes them at once.
+    """Makes one optimizer step each time it is called with a batch. Some weight updates stay pending until the next
+    forward pass; `flush` applies them at once.
 
     Callers may set two functions. `abandoned()` is called before each micro-batch of each segment. If it returns True,
-    StepAbandoned is raised, unless the step has updated some units. `make_room(where, reason)` is called if memory runs
-    out, after the failed attempt has been freed. It makes room by `change_layout`, and the attempt is repeated, or it
-    raises. `where` is STEP, UPDATES or EVALUATION. It is HALFWAY if some units have been updated: then it must raise.
+    StepAbandoned is raised, unless the step may have updated some units. `make_room(where, reason)` is called if memory
+    runs out, after the failed attempt has been freed. It must save memory by `change_layout`, or raise an error. If it
+    returns, the attempt is repeated. `where`: STEP, UPDATES or EVALUATION. HALFWAY means that some units may have been
+    updated; then `make_room` must raise.
     """
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """Prepares the step for the layout of `store`. `clip_norm`: the largest norm of all gradients together, None
-        for no limit. `seed`: of the dropout masks. `operations`, `transfers`: a simulation's replacements. None: the
-        usual ones for `decoder` and the store's device."""
+        """Prepares the step for the layout of `store`. `hyper`: the optimizer's numbers. `clip_norm`: largest norm of
+        all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`:
+        replacements that a simulation passes; None for the usual ones."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
         self.most: tuple[int, int, int | None] | None = None  # the plan's rows, and tokens of a row and of a target
-        self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # of a micro-batch (batch.py)
+        self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # below which a micro-batch is not faster
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
         self._set_layout(store.layout)
@@ -103,8 +103,8 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
-        """Makes one optimizer step on `batch`: a Batch, or a dict as transformers' models take it (Batch.from_hf). The
-        step's number, `step`, seeds the dropout masks. Some updates may be left to the next step or to `flush`."""
+        """Makes step number `step` on `batch`, a Batch or a dict as transformers' models take it (Batch.from_hf).
+        Dropout masks depend on `step`. Some updates may stay pending until the next step or `flush`."""
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         self._updates.refuse_halfway()
         self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended
@@ -126,7 +126,7 @@ class TrainingStep:
             if gradients.fate is Fate.DROPPED:
                 gradients = self._final_gradients(Fate.APPLIED, factor, learning_rate)
                 self._forward_and_backward(work, gradients)
-            if gradients.fate is not Fate.APPLIED:  # in a second pass: if the loss is not finite
+            if gradients.fate is not Fate.APPLIED:  # also in a second pass, if its loss is not finite
                 self._updates.begin(factor, learning_rate, downwards=False)
         else:
             for part in self.store.parts:
@@ -135,8 +135,8 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Returns this rank's micro-batches of `batch`, on the device, in the layout's groups. With several ranks, each
-        rank has one group. `step`: its number, which seeds dropout. `scale` multiplies the loss before backward."""
+        """Returns the micro-batches of `batch` that this rank computes, on the device, in the layout's groups. With
+        several ranks, each has one group. `step` seeds dropout. `scale` multiplies the loss before backward."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
         several = self.store.ranks.count > 1
@@ -151,7 +151,7 @@ class TrainingStep:
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
         """Runs all groups of micro-batches forward and backward. Returns the sum of all tokens' losses and the norm of
-        all gradients. `work.scale` multiplies the gradients and so the norm, but not this sum."""
+        all gradients. `work.scale` multiplies the gradients and so their norm, but not the sum of losses."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -186,8 +186,8 @@ class TrainingStep:
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
         """Runs all segments forward. Returns three lists with one entry per micro-batch: the last block's output, the
-        blocks' arguments besides their input, and the tensors that each segment saves. No loop in this method or the
-        next two may leave a tensor in a variable: it would stay in memory until the method returns."""
+        blocks' arguments other than their input, and the tensors that each segment saves. No loop in this method or the
+        next two may leave a tensor in a variable: that tensor would stay in memory until the method returns."""
         self._updates.run_until(1)
         self._weights.bring(range(-1, 0))  # the embeddings; only several ranks have to gather them
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
@@ -213,8 +213,8 @@ class TrainingStep:
         return hidden, extras, saved
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns two lists with one entry per micro-batch: the loss, and the gradient for the last block's output.
-        Frees these outputs in `hidden`."""
+        """Runs the head on `hidden`, the last block's output of each micro-batch, and frees these outputs. Returns two
+        lists with one entry per micro-batch: the loss, and the gradient for the last block's output."""
         self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
         losses, output_gradients = [None] * len(hidden), [None] * len(hidden)
@@ -229,8 +229,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments backward. `output_gradients` has the gradient for the last block's output of each
-        micro-batch. Replaces it by the gradient for the first block's input."""
+        """Runs all segments backward. `extras`, `saved`: results of `_forward`. Replaces the entries of
+        `output_gradients`, gradients for the last block's output, by gradients for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -254,7 +254,7 @@ class TrainingStep:
 
     @property
     def updates(self) -> int:
-        """Returns the number of updates so far. Skipped steps do not count."""
+        """Returns how many steps have updated weights or have pending updates. Skipped steps do not count."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -262,16 +262,16 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Makes all waiting updates, and frees the gradients of a step that has failed. Must be called before any code
-        but a training step reads weights or optimizer states. Raises UpdateInterrupted if a step has failed after it
-        updated some units."""
+        """Applies all pending updates. Frees the gradients of a failed step. Must be called before code other than a
+        step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some units."""
         self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
         if any(part.gradient is not None for part in self.store.parts):
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """Returns the loss in nats, summed over the tokens with a label, and their number. Makes waiting updates."""
+        """First applies all pending updates. Returns the loss of `batch` in nats, summed over the tokens with a label,
+        and the number of these tokens."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
@@ -304,8 +304,8 @@ class TrainingStep:
         return self._updates.downwards
 
     def change_layout(self, layout: Layout) -> bool:
-        """Uses `layout` from now on. Optimizer states may move from the device into RAM, and not back. Returns False if
-        CUDA refuses to page-lock that RAM. Raises ValueError if the `fixed_homes` of `layout` differ from now."""
+        """Uses `layout` from now on. May move optimizer states from the device into RAM, but never back. Returns False
+        if CUDA refuses to page-lock that RAM. Raises ValueError if `layout` has other `fixed_homes` than before."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
@@ -322,8 +322,8 @@ class TrainingStep:
         self.segments = layout.segments(len(self._decoder.blocks))
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """Returns `work(*arguments)`. Repeats the call as long as memory runs out and `make_room` makes room. `where`
-        tells `make_room` what failed."""
+        """Returns `work(*arguments)`. If memory runs out, calls `make_room`, and repeats the call if that returns.
+        `where`: the kind of work (STEP, UPDATES or EVALUATION), for `make_room`."""
         while True:
             try:
                 return work(*arguments)
@@ -331,17 +331,17 @@ class TrainingStep:
                 if self.make_room is None:
                     raise
                 reason = str(error).splitlines()[0]
-            # Only here is the error gone, and with its traceback the tensors of the attempt.
+            # Only here have the error and its traceback been freed, and with them the attempt's tensors.
             finish_failed_backward(self.store.device)
             self._discard_attempt()
             self.make_room(HALFWAY if self.halfway else where, reason)
 
     def _discard_attempt(self) -> None:
-        """Drops the gradients of a failed step. Keeps the accumulators while updates wait: they hold the gradients of
-        the step before. A step allocates accumulators only after these updates."""
+        """Drops the gradients of a failed step. While updates are pending, keeps the accumulators: they have the
+        gradients of the step before. A step adds to accumulators only after all pending updates."""
         own = (use.own for use in self._decoder.shared if use.own is not None)
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
-            parameter.grad = None  # one that did not reach its accumulator
+            parameter.grad = None  # a gradient that was not added to its accumulator
         self._accumulation.clear()
         self.boundaries.begin()
         self._gradient_window.release()

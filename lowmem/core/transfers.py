@@ -1,7 +1,7 @@
 """Copies tensors between a device and RAM or a disk. All windows (window.py) use this interface.
 
-A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event says that a lane has done everything
-it was given so far. A copy waits for its lane and for the events it names, and for nothing else.
+A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event occurs when a lane has done all the
+work that it had when the event was made. A copy waits for earlier work of its lane, and for the events it is given.
 
 Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would wait for the
 forward operations queued before it, and so would the next copy into its slot (a buffer on the device).
@@ -17,7 +17,7 @@ from torch import Tensor
 from lowmem.core import homes
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (destination, source)
-MakeTensor = Callable[[int, torch.dtype], Tensor]  # zeros [entries]
+MakeTensor = Callable[[int, torch.dtype], Tensor]  # (entries, dtype) -> zeros [entries]
 
 
 class Lane(StrEnum):
@@ -26,7 +26,7 @@ class Lane(StrEnum):
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward
     UPDATES = "updates"  # the optimizer's rule
-    STATES_IN = "states in"  # and gradients that waited in RAM
+    STATES_IN = "states in"  # also of gradients that waited in RAM
     STATES_OUT = "states out"
     WEIGHTS_IN = "weights in"
     BOUNDARIES_IN = "boundaries in"
@@ -34,19 +34,19 @@ class Lane(StrEnum):
 
 
 class Transfers:
-    """Copies on the CPU, where every copy is done when the call returns. `host_buffer` allocates page-locked memory for
-    copies from and to a disk; it is None if the device's memory is RAM."""
+    """Copies on the CPU, for a device whose memory is RAM: each copy is done when the call returns. `host_buffer`:
+    function that allocates page-locked RAM for copies from and to a disk; None here."""
 
     host_buffer: MakeTensor | None = None
 
     def copy(self, lane: Lane, pairs: Pairs, *after):
         """Copies each (destination, source) on `lane` (a CUDA stream) after the events `after`. On a GPU, queues the
-        copies and returns at once. Returns the event that says that they are done, None on the CPU."""
+        copies and returns at once. Returns an event that occurs when the copies are done; None on the CPU."""
         for destination, source in pairs:
             destination.copy_(source)
 
     def mark(self, lane: Lane):
-        """Returns an event that says that `lane` (a CUDA stream) has done everything it was given so far."""
+        """Returns an event that occurs when `lane` (a CUDA stream) has done all its work so far; None on the CPU."""
 
     def wait(self, lane: Lane, *events) -> None:
         """Makes later work of `lane` (a CUDA stream) wait for `events`. Ignores events that are None."""
@@ -74,8 +74,8 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams, one for each lane (queue of work) but HOST and COMPUTE. UPDATES has a stream only if
-    updates are `concurrent` with forward and backward. Then updates must not allocate memory."""
+    """Copies on CUDA streams. Each lane (queue of work) has one except HOST, COMPUTE and, unless updates are
+    `concurrent` with forward and backward, UPDATES. Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}
@@ -111,5 +111,5 @@ class CudaTransfers(Transfers):
 
 
 def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
-    """Returns the transfers to and from `device`. `concurrent`, `host_buffer`: as for CudaTransfers."""
+    """Returns the transfers to and from `device`. `concurrent`: whether updates have a CUDA stream to themselves."""
     return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

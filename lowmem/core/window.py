@@ -4,8 +4,8 @@
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A home is where numbers are stored; a slot is a buffer on the device; a window has slots (docs/step.md). A slot
-is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
+A home is the place where numbers are stored. A slot is a buffer on the device; a window has several (docs/step.md). A
+slot is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
 """
 
 from collections import deque
@@ -20,17 +20,17 @@ from lowmem.core.optimizers import State
 from lowmem.core.parameters import Piece
 from lowmem.core.transfers import Lane, Pairs, Transfers
 
-AHEAD = 2  # pieces whose states are copied to the device before their updates
-READ_AHEAD = 8  # pieces whose states the operating system is asked to read from a disk in advance
+AHEAD = 2  # number of pieces whose states are copied to the device in advance
+READ_AHEAD = 8  # number of pieces whose states the operating system is asked to read in advance
 
 
 @dataclass(eq=False)
 class Slot:
-    """Holds a buffer on the device: `tensors`, by name, through which numbers stored elsewhere pass.
+    """Holds one buffer on the device. Numbers that are stored elsewhere are copied into its `tensors`, {name: tensor}.
 
-    `inside`: the newest content. Its type depends on the window: StateWindow stores views of `tensors`, WeightWindow a
-    key. `arrived`, `left`: events of the newest copies into the slot and out of it. `buffers`: host memory that copies
-    between the slot and a disk pass through. `owed`: pairs (tensor on a disk, host buffer) still to be written to disk.
+    `inside`: the newest content: views of `tensors` in a StateWindow, a key in a WeightWindow. `arrived`, `left`:
+    events that occur when the newest copies into the slot, and out of it, are done. `buffers`: RAM through which copies
+    between the slot and a disk pass. `owed`: pairs (tensor on a disk, host buffer) still to be written to the disk.
     """
 
     tensors: State
@@ -38,13 +38,13 @@ class Slot:
     arrived: object = None
     inside: object = None
     buffers: State = field(default_factory=dict)
-    views: dict = field(default_factory=dict)  # of tensors and of buffers, made once
+    views: dict = field(default_factory=dict)  # views of `tensors` and `buffers`, made once
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Window:
-    """Holds slots (buffers on the device). `into` and `out` are the lanes (CUDA streams) of copies in and out; `user`
-    is the lane of the kernels that use the slots."""
+    """Copies numbers that are stored elsewhere into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
+    streams) of copies in and out. `user`: lane of the kernels that use the slots."""
 
     def __init__(
         self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
@@ -55,11 +55,11 @@ class Window:
         self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots (buffers on the device), each with the tensors `sizes`, {name: (entries, dtype)}.
-        Does nothing if the slots have these sizes already."""
+        """Allocates `number` slots (buffers on the device). `sizes`: {name: (entries, dtype)} of the tensors in each
+        slot. Does nothing if the slots have these sizes already."""
         if self.slots and sizes == self.sizes:
             return
-        self.use(*self.slots)  # the next owner of the old slots' memory must not meet a copy that is under way
+        self.use(*self.slots)  # copies into the old slots must be done before kernels reuse their memory
         self.slots, self.sizes = [], sizes
         made = [
             {name: torch.empty(entries, dtype=dtype, device=device) for name, (entries, dtype) in sizes.items()}
@@ -102,12 +102,12 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states to the device for their updates, and back. Has AHEAD + 1 slots (buffers on the device).
-    Each is as large as the largest state of a piece (a range of elements that is updated at once) in RAM or on a disk.
+    """Copies optimizer states that are in RAM or on a disk to the device for their updates, and back. Has AHEAD + 1
+    slots (buffers on the device). Each fits the largest state of a piece (a range of elements that is updated at once).
 
-    A pass over the pieces fetches each state ahead of its update and sends it back. So both directions of the bus and
-    the kernels work at once. States on a disk pass through host buffers, one for each slot. The host reads a piece from
-    the disk when it is fetched, and writes it to the disk before the slot is used again.
+    A pass over the pieces copies each state in before its update, and back after it. So copies in both directions and
+    kernels run at the same time. Each slot has host buffers for states on a disk. The host reads a state into them when
+    it is fetched, and writes it to the disk before the slot is used again.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
@@ -118,8 +118,7 @@ class StateWindow:
 
     @property
     def fits(self) -> bool:
-        """Returns True if the slots (buffers on the device) are allocated. Memory may have run out when `fit` allocated
-        them."""
+        """Returns True if the slots (buffers on the device) are allocated, False if memory ran out in `fit`."""
         return bool(self._window.slots)
 
     @property
@@ -136,12 +135,12 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces` (ranges of elements that are updated at once): each is taken, updated and given
-        back, in this order.
+        """Begins a pass over `pieces` (ranges of elements that are updated at once). The caller then takes each piece,
+        updates it and gives it back, in this order.
 
-        If earlier copies may be under way, these must be the pieces of the pass before, in the same order: a fetch
-        waits for its slot, not for an earlier copy of the same state back to RAM. A state that is not given back keeps
-        its stored values.
+        If copies of the last pass may be under way, these must be its pieces, in the same order. A fetch waits until
+        its slot is free, but not until an earlier copy of the same state to RAM is done. If a piece is not given back,
+        its stored state stays unchanged.
         """
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
@@ -200,8 +199,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns host memory for the tensors of `piece` that are on a disk. If the device's memory is RAM, returns the
-        tensors of `slot` itself."""
+        """Returns {name: buffer in RAM} for the tensors of `piece` that are on a disk. If the device's memory is RAM,
+        the buffers are the tensors of `slot`."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -213,16 +212,16 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes the host buffers of `slot` (a buffer on the device) to the disk. The copies from the device must be
-        done."""
+        """Writes the host buffers of `slot` (a buffer on the device) to the disk if they are not yet written. The
+        copies from the device must be done."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns views of `tensors`, buffers of `slot`, cut to the lengths of the tensors in `places`. Stores the views in
-    the slot, because making them takes the CPU time."""
+    """Returns {name: view of that tensor in `tensors`}, each as long as the tensor of that name in `places`. `tensors`
+    are buffers of `slot`. Stores the views in the slot, because making views takes CPU time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}

@@ -21,5 +21,5 @@ class Work:
     positions: int = 0
 
     def group(self, places: slice) -> "Work":
-        """Returns the Work of one group alone. `places`: the group's slice of `micro_batches`."""
+        """Returns a Work with the micro-batches of one group. `places`: the group's slice of `micro_batches`."""
         return Work(self.micro_batches[places], self.dropouts[places], self.scale)

@@ -19,7 +19,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SeveralRanks(Shares):
-    """Represents this process of the default process group. `device_type`: "cuda" or "cpu", on which it trains.
+    """Represents this process of the default process group. `device_type`: "cuda" or "cpu", which it trains on.
     `local_rank`: this process's number on its machine; `on_machine`: number of processes there. By default all
     processes are on one machine."""
 
@@ -130,7 +130,7 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends rank 0 each range of this rank's shares that it asks for, until it has enough."""
+        """Sends rank 0 each range of this rank's shares that rank 0 asks for, until it asks for no more."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])

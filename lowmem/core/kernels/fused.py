@@ -20,7 +20,7 @@ from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.precision import join, split
 from lowmem.core.rotary import rotate, rotate_plainly
 
-OLDEST_CAPABILITY = (7, 5)  # that today's Triton compiles for
+OLDEST_CAPABILITY = (7, 5)  # oldest cards that today's Triton compiles for
 KINDS_OF_LOGITS = (  # (with a bias, function of the logits): Triton compiles a kernel for each
     (False, LogitFunction()),
     (True, LogitFunction()),
@@ -37,8 +37,8 @@ MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and s
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Does the same as optimizers.update in one kernel. With 8-bit moments, bitsandbytes' kernel runs between two of
-    ours, with 4 bytes of temporaries per parameter. Falls back on optimizers.update for optimizers without a kernel."""
+    """Updates weights and state as optimizers.update does, in one kernel. With 8-bit moments, bitsandbytes' kernel runs
+    between two of ours, with 4 bytes of temporaries per parameter. Without a kernel, calls optimizers.update."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -111,8 +111,8 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """Returns the largest relative error (by norm) of the fused loss and its gradients on `device`. The truth is plain
-    PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words` is the size of the vocabulary."""
+    """Returns the largest relative error (by norm) of the fused loss and its gradients on `device`. The reference is
+    plain PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words`: size of the vocabulary."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -133,8 +133,8 @@ def loss_error(
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int = 40, columns: int = 1280) -> float:
-    """Returns the largest relative error (by norm) on `device` of a norm with an output in `dtype`, and of its
-    gradients. The truth is the rule in fp64 on the CPU."""
+    """Returns the largest relative error on `device` of a LayerNorm or RMSNorm (`rule`) with an output in `dtype`, and
+    of its gradients. Each is compared as one vector. The reference is the rule in fp64 on the CPU."""
     generator = torch.Generator().manual_seed(4)
     x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((rows, columns), (columns,), (columns,)))
     bias = bias if rule.centered else None
@@ -151,7 +151,7 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, rows: int =
 
 def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation, size: int = 5000) -> float:
     """Returns the largest relative error (by norm) on `device` of a gated MLP's activation in `dtype`, and of its
-    gradients. The truth is the activation in fp64 on the CPU."""
+    gradients. The reference is the activation in fp64 on the CPU."""
     generator = torch.Generator().manual_seed(5)
     gate, up, gradient = (torch.randn(size, generator=generator).to(dtype) for _ in range(3))
     there = [tensor.to(device, copy=True).requires_grad_() for tensor in (gate, up)]
@@ -165,7 +165,7 @@ def gate_error(device: torch.device, dtype: torch.dtype, activation: Activation,
 
 def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the largest relative error (by norm) on `device` of a rotary embedding in `dtype`, and of its gradients.
-    The truth is `rotate_plainly` in fp64 on the CPU."""
+    The reference is `rotate_plainly` in fp64 on the CPU."""
     generator = torch.Generator().manual_seed(6)
     shapes = (2, 4, 5, 64), (2, 2, 5, 64), (2, 5, 48), (2, 5, 48), (2, 4, 5, 64), (2, 2, 5, 64)
     q, k, cos, sin, *gradients = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -180,12 +180,12 @@ def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Returns the largest relative error (by norm) in pairs (found on a device, truth in fp64 on the CPU)."""
+    """Returns the largest relative error (by norm) in pairs (found on a device, reference in fp64 on the CPU)."""
     return _largest(((found.cpu().double() - truth).norm() / truth.norm()).item() for found, truth in pairs)
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """Returns the largest number, or NaN if any is NaN, which max() may pass over."""
+    """Returns the largest number, or NaN if any number is NaN, which max() may ignore."""
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
@@ -210,8 +210,8 @@ def largest_ulps(
     size: int = 4097,
 ) -> dict[str, float]:
     """Returns {weight or moment: largest error of one update by `rule` on `device`}, compared with optimizers.py on the
-    CPU. Errors are in units of the last place of the larger of old and new value. A weight counts as at least the
-    learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
+    CPU. Errors are in units of the last place of the old or the new value, whichever is larger. For a weight, this
+    value is at least the learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -1,9 +1,9 @@
-"""Defines the Triton kernels of layers: norms, gated MLPs, rotary embeddings, in one pass over memory each way.
+"""Defines the Triton kernels of layers: norms, gated MLPs, rotary embeddings, with one pass over memory per direction.
 
 Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
 PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
 sums over rows, for the gradients of weight and bias, are made in two steps: each program adds up its rows, and PyTorch
-adds the programs' sums. Their order depends on the number of rows alone, so the bits do, too.
+adds the programs' sums. The order of addition, and so the bits, depend only on the number of rows.
 
 Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and compiled for sm_75 to sm_90.
 """
@@ -40,9 +40,9 @@ def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
     offset: float,
 ) -> None:  # fmt: skip
-    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D]. `gradient` [N, D] is the gradient for y of
-    `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32,
-    each added up over N / P rows."""
+    """Writes the gradient for `x` [N, D] into `x_gradient` [N, D]. `gradient` [N, D] is the gradient for the output of
+    `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2, P, D] fp32.
+    Each of the P rows is a sum over N / P rows of `x`."""
     rows, columns = x.shape
     if not rows:
         return
@@ -165,8 +165,8 @@ def _gated_backward(gradient_at, gate_at, up_at, of_gate_at, of_up_at, n, linear
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
     """Rotates `q` [B, H, T, E] and `k` [B, G, T, E], for H heads of queries and G of keys. Writes `new_q` and `new_k`,
-    whose memory is [B, T, H or G, E]. `cos` and `sin` [B or 1, T, R] are of the angles for the first R numbers of each
-    head; the others are copied. `backward`: q, k and the results are gradients. Each last dimension is contiguous."""
+    whose memory is [B, T, H or G, E]. `cos`, `sin` [B or 1, T, R]: tables for the first R numbers of each head; other
+    numbers are copied. `backward`: whether q, k and the results are gradients. Each last dimension is contiguous."""
     batch, q_heads, tokens, width = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:
@@ -181,7 +181,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
 
 @cache
 def _power_of_2(number: int) -> int:
-    """Returns the next power of two, 0 for 0."""
+    """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return triton.next_power_of_2(number) if number else 0
 
 

@@ -1,7 +1,7 @@
 """Registers this project's operators for GPUs, `torch.ops.lowmem`: one pass over memory instead of PyTorch's several.
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
-    cross_entropy               a row of logits: its loss, its gradient in its place    (triton_kernels.py)
+    cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
     normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
     gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
