@@ -217,6 +217,17 @@ def test_behind_generation_marks_a_text_ends_once_and_that_end_is_trained(tmp_pa
     assert tokens_of(train)[-2:] == ([END, ord("\n")] if "eos" in end else [ord("\n"), END])
 
 
+def test_generation_marks_around_nothing_are_none(tmp_path):
+    """Seen to fail: no example had a token to train on, whatever its length."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    assert trained_text(load(path, tokenizer, seq=128, batch=1).train.batch(0)) == "Two.Three.$"
+
+
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_always(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = (

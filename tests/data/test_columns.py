@@ -34,8 +34,16 @@ def test_a_table_s_named_columns_are_read(tmp_path):
 def test_columns_of_a_csv_file_may_be_separated_as_spreadsheets_of_some_languages_do(tmp_path, mark):
     (tmp_path / "a.csv").write_text(f'prompt{mark}completion\n"1, 1?"{mark}two, or so\n')
     assert trained_text(in_order(tmp_path / "a.csv", seq=32).batch(0)) == "two, or so$"
+    (tmp_path / "a.csv").write_text(f'"a, b"{mark}prompt{mark}completion\nx{mark}"1, 1?"{mark}two\n')
+    assert trained_text(in_order(tmp_path / "a.csv", seq=32).batch(0)) == "two$"
     (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b{mark}c\n")
     with pytest.raises(InputError, match="does not have the 2 fields .* quote fields that contain"):
+        in_order(tmp_path / "a.csv", seq=32)
+
+
+def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"prompt,completion\ra,b\r")
+    with pytest.raises(InputError, match="bad CSV: its lines end in carriage returns alone"):
         in_order(tmp_path / "a.csv", seq=32)
 
 

@@ -19,7 +19,7 @@ LLAMA = FAMILIES["llama"]()
 EXPORTED = (
     {"gradient_checkpointing": True}, {"return_dict": False}, {"output_hidden_states": True},
     {"output_hidden_states": True, "return_dict": False}, {"output_attentions": True}, {"pad_token_id": -1},
-    {"torchscript": True},
+    {"torchscript": True}, {"output_router_logits": True},
 )  # fmt: skip
 LEFT_OUT = (
     {"_attn_implementation": "flash_attention_2"}, {"attn_implementation": "flash_attention_3"},

@@ -6,19 +6,39 @@ import json
 import math
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from logs import PLAN, logged, row, started
+from lowmem import terminal
 from lowmem.core.batch import Batch
 from lowmem.core.step import StepResult
+from lowmem.errors import LowmemError
 from lowmem.run.log import RunLog
 from lowmem.run.main import main
 from lowmem.run.metrics import read_metrics, step_row, write_json
 from lowmem.settings import Settings
 from lowmem.units import GIB
+from runs import failing
+
+# --- answers
+
+
+def test_an_answer_that_a_full_disk_does_not_take_is_an_error_and_a_closed_pipe_is_none(monkeypatch):
+    lost: list[int] = []
+    monkeypatch.setattr(terminal.os, "dup2", lambda _, stream: lost.append(stream))
+    for number, streams in ((errno.ENOSPC, [1]), (errno.EPIPE, [1, 2])):
+        lost.clear()
+        monkeypatch.setattr(sys, "stdout", Mock(flush=failing(number)))
+        with pytest.raises(LowmemError, match="could not be written: No space") if streams == [1] else nullcontext():
+            with terminal.output(needed=True):
+                print("answer")
+        assert lost == streams
+
 
 # --- files
 

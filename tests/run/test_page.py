@@ -133,6 +133,7 @@ def test_a_long_run_is_thinned_out_and_its_loss_is_smoothed(run):
 @pytest.mark.parametrize(("words", "said"), [
     ([], "required: RUN"), (["nowhere"], "nowhere is no run folder"),
     (["RUN", "--out", "nowhere/page.html"], "there is no folder nowhere"), (["DAMAGED"], "its files cannot be shown"),
+    (["RUN/log.txt"], "log.txt is no run folder"), (["RUN", "--out", "/proc/page.html"], "report: /proc/page.html: "),
     (["RUN", "--outt", "x"], "--outt"), (["RUN", "--out", "RUN/log.txt"], "is there already, and is not an .html"),
 ])  # fmt: skip
 def test_what_is_no_run_is_refused_in_a_sentence(words, said, run, tmp_path, monkeypatch, capsys):

@@ -299,10 +299,11 @@ def test_with_a_document_mask_attention_stops_at_a_documents_end(train, tmp_path
 
 def test_where_nothing_can_be_held_out_the_figures_are_null(train, tmp_path):
     data = write_rows(tmp_path / "one.jsonl", [{"text": "a text of little more than 32 bytes"}])
-    assert train(tmp_path / "out", "--data", data) == 0
+    assert train(tmp_path / "out", "--data", data, "--eval-every", "1") == 0
     loss = stored(tmp_path / "out/report.json")["loss"]
     assert loss["eval_first"] is loss["eval_last"] is None and loss["last"] < loss["first"]
-    assert "nothing held out" in (tmp_path / "out/log.txt").read_text()
+    log = (tmp_path / "out/log.txt").read_text()
+    assert "nothing held out" in log and "nothing is held out, so --eval-every does nothing" in log
 
 
 def test_evaluations_and_checkpoints_come_as_often_as_asked_for(finished, train, tmp_path):
