@@ -41,7 +41,7 @@ class Accumulation:
         self.clear()
 
     def clear(self) -> None:
-        """Zeroes the blocks' own gradients for shared parameters."""
+        """Sets to zero the separate gradients that several blocks have for one parameter that they share."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

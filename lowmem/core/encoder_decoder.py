@@ -189,7 +189,7 @@ class EncoderDecoder(Decoder):
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Returns True if the model of `config` is split by EncoderDecoder."""
+    """Returns True for T5 and mT5, which EncoderDecoder trains. Decoder trains all other models."""
     return config.model_type in ENCODER_DECODERS
 
 

@@ -105,7 +105,8 @@ class FusedProduct:
 
 class _Product(torch.autograd.Function):
     """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. All are
-    in 16 bit. If `rule` is not None, first replaces x by its norm, as `rule` says; x may then have any dtype."""
+    in 16 bit. If `rule` is not None, first normalizes x as `rule` says (LayerNorm, RMSNorm); x may then have any
+    dtype."""
 
     @staticmethod
     def forward(

@@ -10,10 +10,11 @@ Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
 
 Precision: logits and dz are in the weights' dtype, f and the softmax in fp32. dW is added in fp32 to the accumulator of
-the (tied) embedding, for a band of words at a time. So there is no second tensor of V x D for the gradient.
+the (tied) embedding, for a band of 8,192 words at a time. So there is no second tensor of V x D for it.
 
-Memory: chunk_tokens x V x (4 + 2) bytes in 16 bit (147 MiB for GPT-2 at 512 tokens) or x 4 in fp32 (4 more for a cap),
-and a band of 8,192 x D in 16 bit. With `fused`: 1,024 x V x 2 bytes (98 MiB), no band, and dz overwrites the logits.
+Memory for each logit of a chunk: 2 bytes, and 4 for its fp32 copy (147 MiB for GPT-2 at 512 tokens). In fp32, 4 bytes,
+and 4 more if a cap is in the model. In 16 bit, also one band. With `fused`: 2 bytes for each of 1,024 x V logits (98
+MiB), and no band, because dz overwrites the logits.
 """
 
 import torch

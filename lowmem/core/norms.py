@@ -123,7 +123,7 @@ def normalize_backward(
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the rule that `module` follows; None if it is neither LayerNorm nor RMSNorm over the last dimension."""
+    """Returns the formula of the norm `module`; None if it is neither LayerNorm nor RMSNorm over the last dimension."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     given = [parameter for parameter in module._parameters.values() if parameter is not None]

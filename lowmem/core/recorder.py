@@ -243,8 +243,8 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _result(self, result) -> int | None:
-        """Returns a new index, in the list of values, for an operation's result. Returns None if it is no tensor, or if
-        a tensor of the same elements of the same memory has an index already."""
+        """Adds an operation's result to the list of values, and returns its index there. Returns None if it is no
+        tensor, or if the list has a tensor with the same storage, offset, shape and strides."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)

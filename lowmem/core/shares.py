@@ -224,7 +224,7 @@ class Shares(Ranks):
         return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
-        """Replaces the gradients of vectors, which every rank stores whole, by their sums over all ranks."""
+        """Sums the gradients of one-dimensional parameters over all ranks, in place. Every rank stores them whole."""
         if not self._vectors:
             return
         sizes = [part.working.numel() for part in self._vectors]

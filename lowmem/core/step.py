@@ -229,8 +229,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments backward. `extras`, `saved`: results of `_forward`. Replaces the entries of
-        `output_gradients`, gradients for the last block's output, by gradients for the first block's input."""
+        """Runs all segments backward, the last one first. `extras`, `saved`: results of `_forward`. `output_gradients`:
+        of the last block's output, for each micro-batch; become those of the first block's input, in place."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)

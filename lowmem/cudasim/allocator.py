@@ -125,8 +125,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the first address from which `size` bytes are free or unmapped. The address begins an unmapped range,
-        or a free range that ends at an unmapped one."""
+        """Returns the lowest address at which `size` bytes have room if more pages are mapped. All of them are free or
+        unmapped. The address begins an unmapped range, or the free range directly before one."""
         for address in sorted(self.unmapped):
             start = end = self._starts.get(address, address)
             while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):

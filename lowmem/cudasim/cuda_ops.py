@@ -72,9 +72,9 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-    From PyTorch 2.14 on "efficient" takes grouped queries, and the first two take one head of keys for all queries
-    (seen on 2.14). Sources: native/transformers/cuda/sdp_utils.cpp ("main": see the module), sdp_utils_cpp.h (2.13 and
-    2.14)."""
+    From PyTorch 2.14 on, "efficient" supports grouped-query attention, and "flash" and "efficient" support one head of
+    keys for all queries (observed). Sources: PyTorch's native/transformers/cuda/sdp_utils.cpp (main branch) and
+    sdp_utils_cpp.h (2.13 and 2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
@@ -112,7 +112,7 @@ def attention_kernel(
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Runs the attention operator that `chosen` (attention_kernel) names for these arguments: "flash", "efficient" or
-    "math". Source: native/transformers/attention.cpp ("recent": see the module)."""
+    "math". Source: native/transformers/attention.cpp (recent)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -143,7 +143,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp ("recent": see the module) does on CUDA: with a fused
+    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused
     dropout, and the mask added in place. Tensors are freed in the order in which the C++ code frees them."""
     dtype = query.dtype
     if dtype in _16_BIT:
@@ -175,7 +175,7 @@ def _linear(input, weight, bias=None):
 
 def _dropout(input, p=0.5, training=True, inplace=False):
     """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Does not replace dropout in
-    place, which saves noise of the input's dtype. Source: native/Dropout.cpp ("recent": see the module)."""
+    place, which saves noise of the input's dtype. Source: native/Dropout.cpp (recent)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
@@ -183,7 +183,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 def _softmax(input, dim, dtype=None):
     """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. bf16 inputs are not replaced.
-    Source: native/SoftMax.cpp ("main": see the module)."""
+    Source: native/SoftMax.cpp (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)

@@ -15,7 +15,8 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Holds the properties in which devices differ. The functions take an operation as (func, args, kwargs, result)."""
+    """Describes a simulated device: its times and its hidden memory. Fields that are functions are called with one
+    operation: (func, args, kwargs, result)."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # returns the sizes of an operation's temporaries

@@ -71,8 +71,9 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
 
 
 def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Returns the type of an operation's results (None for nothing) and their shapes. Returns _FIRST if the result is
-    the first argument. Returns _RUN (run it each time) if results share memory with arguments or each other."""
+    """Describes an operation's results, so that later calls need not run it. Returns their container (Tensor, tuple or
+    list; None for no result) and their shapes, or _FIRST if the result is the first argument. Returns _RUN if results
+    share memory with arguments or each other: such an operation must run each time."""
     if torch.Tag.inplace_view in func.tags or is_view(func):
         return _RUN
     if args and result is args[0]:

@@ -209,8 +209,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside the block on another tape, which is then dropped. Regions that are recorded there can
-        be replayed on this tape. The code must free all that it allocates."""
+        """Records the code inside the block on a temporary tape, which is dropped afterwards. The regions that it
+        recorded stay, and can be replayed on this tape. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

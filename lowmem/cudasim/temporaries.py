@@ -180,8 +180,8 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the sizes of tables of sorted lookups, and of their sums in fp32. Up to 3,072 lookups are not sorted and
-    need neither. A sum adds up to ten lookups of one word. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    """Returns the sizes of the kernel's buffers: the sorted lookups, and partial sums in fp32, of up to ten lookups of
+    one word each. Up to 3,072 lookups need no buffer. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:

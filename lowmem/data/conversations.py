@@ -96,8 +96,8 @@ def system_text(record: Record) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses the JSON `text` inside a row. Raises InputError for other text, with the message "{place}: {this_is} not
-    JSON". For example, `this_is` is "tools is"."""
+    """Parses the JSON `text` inside a row. If it is not valid, raises InputError: "{place}: {this_is} not JSON".
+    `place`: the file and the row. `this_is`: subject and verb, such as "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:

@@ -177,9 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns (record, iterator over all records). The record's columns decide the format; it is None if there are no
-    records. It is the first record that has a value in a used column, or that has no used column at all. If none of the
-    first _MOST_BLANK records is such a record, it is the last of them."""
+    """Returns (record, iterator over all records). The record's columns decide the format. It is the first one that is
+    not blank in all columns that are used; one without any used column counts, too. If the first _MOST_BLANK records
+    are all blank, it is the last of them. It is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

@@ -135,8 +135,8 @@ def content_key(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that are needed; it counts
-    only for streamed sources. `evaluated`: the sources of --eval-data. Raises InputError if a file cannot be read."""
+    """Returns a hash of everything that decides the tokens. `rows_limit`: number of needed rows, which counts only for
+    streamed sources. `evaluated`: the sources of --eval-data. Raises InputError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

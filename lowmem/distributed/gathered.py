@@ -16,7 +16,7 @@ from lowmem.core.shares import Gatherer
 
 
 class _Flat(nn.Module):
-    """Holds all matrices of one unit as one parameter [ranks x share]."""
+    """Holds all matrices of one unit, such as a block, as one flat parameter of ranks * share numbers."""
 
     def __init__(self, part: Part, mesh: DeviceMesh):
         super().__init__()

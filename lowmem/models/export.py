@@ -92,7 +92,8 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes `parameters` as they come, each at its place in a file. Returns a sentence if values are not finite."""
+    """Writes `parameters` in the order in which they come, each at its place in a file. The places follow from `order`
+    and `shapes`. Returns a list: one warning if a value is not finite, else empty."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
     split = split_state_dict_into_shards_factory(

@@ -129,7 +129,8 @@ def _unpacked() -> dict:
 
 
 def main(path: Path, folder: Path) -> int:
-    """Converts, prints sentences for the user to stdout and an error to stderr. Returns the exit code."""
+    """Converts the GGUF file `path` to safetensors in `folder`. Prints remarks to stdout and an error to stderr.
+    Returns the exit code."""
     # transformers parses the header four times, and makes the table of names for each module: 20 s instead of 8.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)

@@ -155,7 +155,7 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Returns " of NAME" for the base model of the adapter in `folder`, or "" if it is not known."""
+    """Returns a part of a message: " of NAME", the base model of the adapter in `folder`, or "" if it is unknown."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):

@@ -63,7 +63,7 @@ class Columns:
         return min(bisect_left(column.choices.kept, self.simulations.blocks), self.last_kept(column))
 
     def streamed_bytes(self, column: Column, on_gpu: int) -> int:
-        """Returns the bytes in RAM that a layout with the index `on_gpu` copies to the GPU when needed."""
+        """Returns the bytes in RAM that are copied to the GPU when needed. `on_gpu`: index in `choices.on_gpu`."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, column.choices.on_gpu[on_gpu])
 
     def may_fit(self, column: Column, kept: int, on_gpu: int, limit_bytes: int | None) -> bool:
@@ -95,8 +95,8 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units with states on a disk that keeps RAM within `limit_bytes`, None if no
-        number does. `on_gpu`: an index in `choices.on_gpu`."""
+        """Returns how many units must have their states on a disk to keep RAM within `limit_bytes`; None if no number
+        is enough. `on_gpu`: index in `choices.on_gpu`, the numbers of units on the GPU to try."""
         layout, disk = column.layout(0, on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, on_gpu)
         if not disk:
@@ -177,8 +177,8 @@ class Columns:
         return share * self.simulated(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the seconds of all layouts with this micro-batch. Two runs of forward and backward
-        count 1.5 times: the first run makes no updates, and updates take less than half of a step."""
+        """Returns a lower bound for the step time of all layouts with this micro-batch. If forward and backward run
+        twice, it is 1.5 times as high: the first run makes no updates, which take less than half of a step."""
         column = Column(replace(choices, base=Layout(1), on_gpu=(0,)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])

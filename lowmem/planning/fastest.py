@@ -2,8 +2,8 @@
 
 The search counts allocated bytes, but the allocator may need more. So the layout that the search finds is run through
 the model of the allocator. If memory runs out there, the search is repeated without this layout. If the search finds
-nothing, the layouts that take the least memory are tried. The smallest caps are computed from the same layouts. So
-there is a plan under each cap that a refusal names.
+nothing, the layouts that take the least memory are tried. The smallest caps, which a refusal names, are computed from
+these layouts, too. So there is a plan under each cap that is named.
 """
 
 from bisect import bisect_left

@@ -55,7 +55,7 @@ class Found:
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
     """Returns the faster of two layouts, `one` if both are as fast. Either may be None. If either has states on a disk
-    and they differ by at most 0.2%, returns that with fewer bytes there, then that with less computing time."""
+    and their times differ by at most 0.2%, fewer bytes on the disk decide, and then less computing time."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -138,8 +138,9 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with an index `on_gpu` from `fewest` to `most`. With more units on the GPU, a step
-        gets faster until it waits for no copy, then slower. Stops early if nothing left is expected to beat `best`."""
+        """Returns the fastest layout whose index in `choices.on_gpu` is from `fewest` to `most`. Units on the GPU need
+        no copies, but their memory could keep products. So a step gets faster until it waits for no copy, and then
+        slower. Stops early if no layout left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.on_gpu < most and found.waits:
@@ -198,7 +199,8 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
 
     def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns the largest index `kept` that fits with the index `on_gpu`. The index 0 must fit."""
+        """Returns the largest index in `choices.kept` whose layout fits into GPU memory. `on_gpu`: index in
+        `choices.on_gpu`. The index 0 must fit."""
         columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
         places = range(columns.last_kept(column) + 1)
         beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))

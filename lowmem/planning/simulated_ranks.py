@@ -100,8 +100,9 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates a transfer of `size_bytes` each way over the link for `among`, once the link and the card are free.
-        Does not wait. Returns the simulated time of its end. Inside `beside`, each transfer follows the one before."""
+        """Simulates a transfer of `size_bytes` in each direction on the link that connects `among`. It begins when the
+        link is idle and the card has done its earlier work, or inside `beside` after the transfer before. Returns the
+        simulated time of its end, and does not wait for it."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)

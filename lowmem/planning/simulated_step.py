@@ -219,7 +219,8 @@ def record_step(
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns four fields of SimulatedStep: in_ram, state_bytes, disk_bytes and weight_bytes."""
+    """Returns the bytes that `store` and `step` hold, as four fields of SimulatedStep: in_ram, state_bytes, disk_bytes
+    and weight_bytes."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:

@@ -20,8 +20,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's step in different layouts, for one target, and stores the results. `base` describes the
-    step; each method replaces its layout by the one that is asked for."""
+    """Simulates one decoder's training step on one target device, in different layouts, and stores the results. `base`
+    describes the step. Each method simulates `base` with the layout that it is given."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -65,8 +65,8 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how much less RAM `layout` takes because states are on a disk. These are the bytes of the states,
-        minus those of the buffers in RAM through which the states pass."""
+        """Returns how many bytes of RAM `layout` saves by optimizer states on a disk. It copies them through buffers in
+        RAM, so the bytes of these are subtracted."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
@@ -78,7 +78,7 @@ class Simulations:
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns the number of sequences in a group. With several ranks, the whole batch of a rank is one group."""
+        """Returns the number of sequences that pass a segment together. With several ranks, these are all of a rank."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property

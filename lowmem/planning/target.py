@@ -1,4 +1,4 @@
-"""Defines the question that a plan answers, and determines the precision and the card that the plan is for."""
+"""Defines the input of planning (`Question`), and determines the precision and the GPU that a plan is for."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -55,7 +55,8 @@ def save_checkpoint(
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
     """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. It has the weights and optimizer states
-    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns its rows as text; None: no rows.
+    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the rows of
+    its metrics.jsonl as text; None: it has no such file.
 
     Call TrainingStep.flush before, so that no update is pending. All ranks must call this; rank 0 writes. Keeps the
     newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later

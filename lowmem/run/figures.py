@@ -140,7 +140,7 @@ def smoothed(rows: list[dict]) -> dict[int, float]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Returns {path: its last part}; the whole paths if two have the same last part."""
+    """Returns {path: its last part}. If any two last parts are equal, returns {path: path}."""
     short = {path: Path(path).name or Path(path).resolve().name or path for path in paths}  # "." has no name
     return short if len(set(short.values())) == len(short) else {path: path for path in short}
 

@@ -59,8 +59,9 @@ class RunLog:
             self.say(f"times and memory of {counted(unknown, 'earlier steps')} are not in {self._folder}/metrics.jsonl")
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
-        """Opens the files, the progress bar and the trackers. `first_step` of `last_step` steps are done. `plan`:
-        content of plan.json. `held_out`: held-out losses after `first_step`, as in a row of metrics.jsonl."""
+        """Opens the files, the progress bar and the trackers. `first_step`: number of steps done, 0 in a new
+        run. `last_step`: number of all steps. `plan`: content of plan.json. `held_out`: held-out losses after
+        `first_step`, as in a row of metrics.jsonl."""
         metrics, samples = self._folder / "metrics.jsonl", self._folder / "samples.jsonl"
         replace_file(metrics, as_lines(self.rows))
         replace_file(samples, as_lines(self.samples)) if self.samples else samples.unlink(missing_ok=True)

@@ -79,8 +79,8 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 
 def _step_made(row: dict) -> tuple[str, ...]:
-    """Returns values of `row` that differ between the steps of different runs. Held-out losses are not among them,
-    because one that a stop had skipped may have been added later."""
+    """Returns the values of `row` that tell whether two rows come from the same run. Held-out losses are not among
+    them: a stop can skip an evaluation, and its loss is added to the row later."""
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 

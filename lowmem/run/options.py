@@ -70,7 +70,8 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Returns `value` if `typed` switches a flag on (``--bf16``: "bf16", for --precision); NOTHING if it means off."""
+    """Parses the text of a flag that stands for another option, such as ``--bf16`` for ``--precision bf16``. Returns
+    `value` ("bf16") if `typed` switches the flag on, and NOTHING if it switches it off."""
     return value if switch(typed) else NOTHING
 
 

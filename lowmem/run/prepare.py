@@ -105,7 +105,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns the Question that a plan answers: precision, card, the model's config, and settings adapted to it."""
+    """Returns what planning needs: precision, GPU, the model's config, and the settings adapted to this config."""
     precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)

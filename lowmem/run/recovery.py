@@ -93,9 +93,9 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Goes on with the layout after the last of `measures`, which a checkpoint has stored. If the plan has changed
-        since, for example because of other caps, uses the new plan's layout. Its micro-batch is then at most that of
-        the last measure, because the micro-batch changes the bits of the weights."""
+        """Goes on with the layout that the last of `measures` led to: what the run had done when memory ran out. If
+        the plan has changed since, for example because of other caps, uses the new plan's layout. Its micro-batch is
+        then made as small as that of the last measure, because only equal micro-batches give equal bits."""
         self.measures += measures
         if not measures:
             return
@@ -170,9 +170,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group (micro-batches
-    that pass a segment together) keeps its number of sequences in two cases. Either it had several micro-batches, or
-    the layout needs the whole batch as one group. Otherwise a group stays one micro-batch, which is now smaller."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
+    micro-batches that pass a segment (blocks that are recomputed together) before the next one. A group of several
+    micro-batches keeps its sequences, and so does a group that must be the whole batch. A group of one shrinks."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)

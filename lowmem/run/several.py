@@ -39,9 +39,9 @@ class QuietLog:
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
-    """Returns `question` for one rank of `mesh`: its share of the batch and of the RAM cap. `on_this_machine`: number
-    of ranks that share the RAM cap. `micro_batch`: the checkpoint's, used if the settings have none. Raises InputError
-    for settings that several ranks do not support yet."""
+    """Returns `question`, the input of planning, for one rank of `mesh`: its share of the batch and of the RAM cap.
+    `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: that of the checkpoint, for settings that
+    give none. Raises InputError for settings that several ranks do not support yet."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
