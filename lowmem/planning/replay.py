@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Extra, kind_of
@@ -73,7 +73,8 @@ class ReplayedOperations:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # embeddings and head may add to these parts' gradients
         self._rehearsed: set[tuple] = set()
-        self._kinds_in_group: dict[tuple[int, Segment], tuple] = {}  # by id of the extras, which are alive
+        self._segments: dict[Segment, tuple] = {}  # keep, kinds of blocks, and whether it is the first
+        self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
         self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
             self._rehearsed = known.setdefault("rehearsed", set())
@@ -96,10 +97,11 @@ class ReplayedOperations:
             return operation(*arguments)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
-        self._kinds_in_group.clear()  # the extras of the group before are gone
-        run, key = self._operations.embed, ("embed", micro_batch.input_ids.shape)
+        run, shape = self._operations.embed, micro_batch.input_ids.shape
         call = partial(self._run, run, micro_batch, dropout)
-        return self._once(key, "embeddings", call, arguments=_tensors_of(micro_batch))
+        hidden, extras = self._once(("embed", shape), "embeddings", call, arguments=_tensors_of(micro_batch))
+        self._shapes[id(extras)] = shape
+        return hidden, extras
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
         run, key = self._operations.head, ("head", hidden.shape, labels.shape)
@@ -186,16 +188,12 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key. Segments with equal keys make equal allocations: they have blocks of equal kinds, and other
-        arguments of blocks (`extras`) of equal shapes."""
-        kind = self._kinds_in_group.get((id(extras), segment))
-        if kind is None:
-            leaves = tree_leaves([extras[index] for index in segment.blocks])
-            shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        """Returns a key. Segments with equal keys make equal allocations: they have blocks of equal kinds, and their
+        `extras` (other arguments of blocks) were made of token ids of equal shapes."""
+        if segment not in self._segments:
             kinds = tuple(self._kinds[index] for index in segment.blocks)
-            kind = segment.keep, kinds, segment.blocks.start == 0, shapes
-            self._kinds_in_group[id(extras), segment] = kind
-        return kind
+            self._segments[segment] = segment.keep, kinds, segment.blocks.start == 0
+        return *self._segments[segment], self._shapes[id(extras)]
 
     def _parts_of(self, segment: Segment) -> list[Part]:
         return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding
