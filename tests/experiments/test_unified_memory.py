@@ -204,9 +204,12 @@ def test_a_fused_model_is_the_stock_model(mode):
         assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14), name
 
 
-def test_a_dropped_residual_would_be_found(monkeypatch):
-    """One of the known system's fusions is this."""
+def test_fused_functions_are_the_stock_model_and_a_dropped_residual_would_be_found(monkeypatch):
+    """Without the compiler. One of the known system's fusions drops the residual."""
     monkeypatch.setattr(fusion, "compiled", lambda function: function)
+    (logits, found), (stock_logits, stock) = gradients("all"), gradients("none")
+    assert torch.allclose(logits, stock_logits, rtol=1e-12, atol=1e-13)
+    assert all(torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14) for name, gradient in stock.items())
     monkeypatch.setattr(fusion, "ffn", lambda normed, residual, weights, p, real=fusion.ffn: real(
         normed, torch.zeros_like(residual), weights, p))  # fmt: skip
     assert not torch.allclose(gradients("all")[0], gradients("none")[0], rtol=1e-3)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import lowmem
+from lowmem.__main__ import main as command
 from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
 from lowmem.run.folder import lock_run
@@ -194,9 +195,9 @@ def test_bad_usage_of_the_command(words, code, said):
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_command_plans_and_trains(tmp_path):
-    done = python("-m", "lowmem", *"plan --model gpt2 --gpu t4 --seq 64 --batch 2".split())
-    assert done.returncode == 0 and done.stdout.startswith("Fits: ")
+def test_the_command_plans_and_trains(tmp_path, capsys):
+    assert command("plan --model gpt2 --gpu t4 --seq 64 --batch 2".split()) == 0
+    assert capsys.readouterr().out.startswith("Fits: ")
     options = "--seq 16 --batch 4 --micro-batch 4 --steps 1 --device cpu".split()
     done = python("-m", "lowmem", "train", "--demo", *options, "--out", tmp_path / "demo")
     assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
