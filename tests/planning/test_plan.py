@@ -804,7 +804,7 @@ def test_if_ram_has_no_room_for_the_inputs_of_short_segments_longer_ones_are_cho
     assert tighter.layout.boundaries_in_ram and tighter.layout.states_on_disk == tighter.units
 
 
-def test_the_plan_with_the_fastest_disk_traffic_is_chosen_not_the_one_that_is_fastest_without_a_disk():
+def test_the_plan_with_the_fastest_disk_traffic_is_chosen():
     """Gradients that are sent to RAM save a second pass, but take the room of states, which go to the disk."""
     case = {"config": DEEP, "gpu_limit_bytes": 600 * MIB, "micro_batch": 1, "weights": "resident", "gradients": "auto"}
     dropped = plan_for(**case | {"gradients": "resident"})
