@@ -48,7 +48,7 @@ def at_clock(card: Card, share: float) -> Card:
 
 def step_times() -> list[Point]:
     points = []
-    for group in _measurements()["step_times"]:
+    for group in measurements()["step_times"]:
         for row in group["points"]:
             shape = dict(zip(group["columns"], row, strict=True))
             points.append(Point(group, shape, shape.pop("seconds")))
@@ -68,7 +68,7 @@ class Peak:
 
 def peaks() -> list[Peak]:
     found = []
-    for group in _measurements()["peaks"]:
+    for group in measurements()["peaks"]:
         for batch, tokens, *megabytes in group["points"]:
             found += [
                 Peak(group["model"], batch, tokens, eager, round(size * 1e6))
@@ -78,5 +78,5 @@ def peaks() -> list[Peak]:
     return found
 
 
-def _measurements() -> dict[str, list[dict[str, Any]]]:
+def measurements() -> dict[str, list[dict[str, Any]]]:
     return json.loads(MEASUREMENTS.read_text(encoding="utf-8"))

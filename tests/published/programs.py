@@ -21,6 +21,7 @@ from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
 from tests.published.points import Point
 
 META = torch.device("meta")
+NANOGPT, BOOK, MASK, NATIVE, FLASH = "nanogpt", "book", "book, mask", "book, native", "book, flash"  # kinds of GPT
 Step = Callable[[], None]
 
 
@@ -82,9 +83,9 @@ LLAMA_3_2_1B = LlamaConfig(
 )  # fmt: skip
 
 
-def _gpt(book: bool, point: Point) -> tuple[nn.Module, Step]:
+def _gpt(kind: str, point: Point) -> tuple[nn.Module, Step]:
     with META:
-        model = GPT(book, point.shape["tokens"])
+        model = GPT(kind, point.shape["tokens"])
     tokens = _tokens(point)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
@@ -118,24 +119,27 @@ def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
 
 
 _PROGRAMS = {
-    "cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": partial(_gpt, False), "book": partial(_gpt, True),
+    "cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": partial(_gpt, NANOGPT), "book": partial(_gpt, BOOK),
     "gpt2-medium": _gpt2_medium,
 }  # fmt: skip
 GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1
 
 
 class GPT(nn.Module):
-    """GPT-2 small with T x T matrices: as nanoGPT and build-nanogpt had it before flash attention, head tied. Or, of a
-    `book`, as rasbt/LLMs-from-scratch builds it: norms and GELU from single operations, dropout, a head of its own."""
+    """GPT-2 small. NANOGPT: with T x T matrices, as nanoGPT and build-nanogpt had it before flash attention, head tied.
+    BOOK: as rasbt/LLMs-from-scratch builds it, with norms and GELU from single operations, dropout, and a head of its
+    own. MASK: makes the causal mask when it is needed. NATIVE: norms and GELU, too, are PyTorch's. FLASH: attention,
+    too."""
 
-    def __init__(self, book: bool, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
+    def __init__(self, kind: str, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
         super().__init__()
-        block, norm = (_BookBlock, _SingleOperationsNorm) if book else (_Block, nn.LayerNorm)
-        self.dropout = BOOK_DROPOUT if book else None
+        block = _Block if kind == NANOGPT else partial(_BookBlock, kind)
+        norm = _SingleOperationsNorm if kind in (BOOK, MASK) else nn.LayerNorm
+        self.dropout = None if kind == NANOGPT else BOOK_DROPOUT
         self.embedding, self.positions = nn.Embedding(GPT2_VOCABULARY, width), nn.Embedding(tokens, width)
         self.blocks = nn.Sequential(*(block(tokens, width, heads) for _ in range(layers)))
         self.norm, self.head = norm(width), nn.Linear(width, GPT2_VOCABULARY, bias=False)
-        if not book:
+        if kind == NANOGPT:
             self.head.weight = self.embedding.weight
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -176,22 +180,35 @@ class _SingleOperationsNorm(nn.Module):
 
 
 class _BookBlock(nn.Module):
-    def __init__(self, tokens: int, width: int, heads: int):
+    def __init__(self, kind: str, tokens: int, width: int, heads: int):
         super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = _SingleOperationsNorm(width), _SingleOperationsNorm(width)
-        self.projections = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.heads, self.kind = heads, kind
+        norm = _SingleOperationsNorm if kind in (BOOK, MASK) else nn.LayerNorm
+        self.norm_1, self.norm_2 = norm(width), norm(width)
+        widths = (3 * width,) if kind == FLASH else (width,) * 3
+        self.projections = nn.ModuleList(nn.Linear(width, outputs, bias=False) for outputs in widths)
         self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.register_buffer("mask", torch.ones(tokens, tokens).triu(1))
+        if kind == BOOK:
+            self.register_buffer("mask", torch.ones(tokens, tokens).triu(1))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = F.dropout(self.attend(self.norm_1(x_BTD)), BOOK_DROPOUT) + x_BTD
-        y = self.up(self.norm_2(x_BTD))
-        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3))))
-        return F.dropout(self.down(y), BOOK_DROPOUT) + x_BTD
+        x_BTD = F.dropout(self.attend(self.norm_1(x_BTD)), BOOK_DROPOUT, self.training) + x_BTD
+        return F.dropout(self.down(self.gelu(self.up(self.norm_2(x_BTD)))), BOOK_DROPOUT, self.training) + x_BTD
+
+    def gelu(self, y: Tensor) -> Tensor:
+        if self.kind in (NATIVE, FLASH):
+            return F.gelu(y, approximate="tanh")
+        return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * torch.pow(y, 3))))
 
     def attend(self, x_BTD: Tensor) -> Tensor:
-        k, q, v = (made(x_BTD).unflatten(2, (self.heads, -1)).transpose(1, 2) for made in self.projections)
-        scores_BHTT = (q @ k.transpose(2, 3)).masked_fill_(self.mask.bool(), float("-inf"))
-        weights_BHTT = F.dropout(torch.softmax(scores_BHTT / k.size(-1) ** 0.5, dim=-1), BOOK_DROPOUT)
-        return self.out((weights_BHTT @ v).transpose(1, 2).contiguous().view(x_BTD.shape))
+        made, dropout = [project(x_BTD) for project in self.projections], BOOK_DROPOUT if self.training else 0.0
+        if self.kind == FLASH:
+            q, k, v = made.pop().unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            k, q, v = (made.pop(0).unflatten(2, (self.heads, -1)).transpose(1, 2) for _ in range(3))
+            tokens = q.size(2)
+            mask = self.mask if self.kind == BOOK else torch.ones(tokens, tokens, device=q.device).bool().triu(1)
+            scores_BHTT = (q @ k.transpose(2, 3)).masked_fill_(mask.bool()[:tokens, :tokens], float("-inf"))
+            y = F.dropout(torch.softmax(scores_BHTT / k.size(-1) ** 0.5, dim=-1), dropout) @ v
+        return self.out(y.transpose(1, 2).contiguous().view(x_BTD.shape))

@@ -8,7 +8,9 @@ import statistics
 from pathlib import Path
 
 from experiments.harness.tables import markdown, put
+from lowmem.units import GIB
 from tests.published.points import Point, peaks, step_times
+from tests.published.reserved import reserved
 
 FOLDER = Path(__file__).resolve().parent
 PREDICTIONS, README = FOLDER / "predictions.json", FOLDER / "README.md"
@@ -57,7 +59,7 @@ def median_size(group: list[float]) -> float:
 
 
 def tables() -> str:
-    return "\n\n".join((_step_table(), _peak_table()))
+    return "\n\n".join((_step_table(), _peak_table(), _reserved_table()))
 
 
 def _peak_table() -> str:
@@ -71,6 +73,20 @@ def _peak_table() -> str:
         for name, group in groups.items()
     ]
     return markdown(("peaks", "points", "error, median size", "from", "to", "within 1%"), lines)
+
+
+def reserved_errors() -> list[float]:
+    """Predicted over measured - 1."""
+    predicted = predictions()["reserved_bytes"]
+    return [size / GIB / point.gib - 1 for point, size in zip(reserved(), predicted, strict=True)]
+
+
+def _reserved_table() -> str:
+    lines = [
+        (point.program, point.precision, f"{point.gib:.4f}", f"{error:+.2%}")
+        for point, error in zip(reserved(), reserved_errors(), strict=True)
+    ]
+    return markdown(("program", "precision", "GiB reserved", "error"), lines)
 
 
 def _step_table() -> str:

@@ -18,6 +18,7 @@ from tests.published import table
 from tests.published.peaks import peak_bytes
 from tests.published.points import peaks, step_times
 from tests.published.programs import build
+from tests.published.reserved import reserved, reserved_bytes
 from tests.published.simulated import simulate
 
 ROWS = Path(__file__).resolve().parents[2] / "experiments/gpu_acceptance/results/rows.jsonl"
@@ -58,6 +59,12 @@ def test_peaks_of_others_are_predicted_no_worse_than_they_were():
     assert (len(errors), table.within_a_percent(errors)) >= (85, 82)
     assert table.median_size(errors) <= 0.0025
     assert max(map(abs, errors)) < 0.012
+
+
+def test_reserved_memory_of_others_is_predicted_no_worse_than_it_was():
+    """Nothing was fitted to these five."""
+    assert max(map(abs, table.reserved_errors())) < 0.0035
+    assert reserved_bytes(reserved()[-1]) == table.predictions()["reserved_bytes"][-1]
 
 
 @pytest.mark.parametrize("number", SMALLEST_STEPS.values(), ids=map(str, SMALLEST_STEPS))
