@@ -27,7 +27,7 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Flags in a setting's metadata. A flag says what a change of the setting affects, such as the plan."""
+    """Flags in a setting's metadata. A flag says what a change of the setting would change."""
 
     RUN = auto()  # the bits of a run; a resumed run must have the same value
     TOKENS = auto()  # the tokens of a data set

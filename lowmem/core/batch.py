@@ -68,6 +68,8 @@ class Batch:
         if input_ids.dim() != 2 or mask.shape != input_ids.shape or labels.dim() != 2 or len(labels) != len(input_ids):
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
             raise InputError(f"input_ids and attention_mask must be [B, T] both, and labels [B, T]: {shapes}")
+        if not input_ids.numel() or not labels.numel():
+            raise InputError("the batch has no tokens")
         if input_ids.is_floating_point() or labels.is_floating_point():
             raise InputError(f"input_ids are {input_ids.dtype} and labels {labels.dtype}: both are integers")
         input_ids, labels = input_ids.long(), labels.long()
@@ -90,6 +92,11 @@ class Batch:
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
+    @property
+    def sources(self) -> int:
+        """Returns the number of tokens of each source, 0 for a decoder's batch."""
+        return 0 if self.source_mask is None else self.source_mask.shape[-1]
+
     def check_fields(self) -> None:
         """Raises InputError unless the fields are tensors with the dtypes and shapes that the class names. Also raises
         it for positions outside a row, and for `lengths` that leave out a label."""
@@ -101,11 +108,7 @@ class Batch:
         if self.input_ids.dim() != 2 or self.labels.dim() != 2:
             raise InputError("input_ids and labels have two dimensions, [rows, tokens]: write ids[None] for one row")
         rows, width = self.labels.shape
-        shapes = {
-            "input_ids": self.input_ids.shape[1:],
-            "source_mask": () if self.source_mask is None else self.source_mask.shape[1:],
-            "lengths": (),
-        }
+        shapes = {"input_ids": self.input_ids.shape[1:], "source_mask": (self.sources,), "lengths": ()}
         for name, tensor in vars(self).items():
             shape = [rows, *shapes.get(name, (width,))]
             if tensor is not None and list(tensor.shape) != shape:
@@ -120,7 +123,7 @@ class Batch:
             raise InputError("lengths are for decoders: an encoder-decoder's batch has a source_mask")
         if not 1 <= self.lengths.min() <= self.lengths.max() <= width:
             raise InputError(f"lengths are from 1 to {width}, the width of the rows")
-        beyond = torch.arange(width) >= self.lengths[:, None]
+        beyond = torch.arange(width, device=self.lengths.device) >= self.lengths[:, None]
         if (beyond & (self.labels != IGNORED_LABEL)).any():
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
@@ -132,9 +135,8 @@ class Batch:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
             raise InputError("this model is a decoder: its batches have no source_mask")
-        sources = 0 if self.source_mask is None else self.source_mask.shape[1]
-        if self.input_ids.shape[1] != sources + self.labels.shape[1]:
-            behind = f" behind sources of {sources}" if has_sources else ""
+        if self.input_ids.shape[1] != self.sources + self.labels.shape[1]:
+            behind = f" behind sources of {self.sources}" if has_sources else ""
             raise InputError(
                 f"input_ids are {self.input_ids.shape[1]} in a row, and labels {self.labels.shape[1]}{behind}; each "
                 "position needs one"
@@ -203,9 +205,9 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
     if width > widest:
         raise InputError(f"the batch is {width} tokens wide, and the plan is for at most {widest}: set Settings(seq=)")
     target = batch.labels.shape[1]
-    if most_target is not None and (target > most_target or width - target > widest - most_target):
+    if most_target is not None and (target > most_target or batch.sources > widest - most_target):
         raise InputError(
-            f"sources have {width - target} tokens and targets {target}, and the plan is for at most "
+            f"sources have {batch.sources} tokens and targets {target}, and the plan is for at most "
             f"{widest - most_target} and {most_target}: set Settings(seq=, target_tokens=)"
         )
     lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())

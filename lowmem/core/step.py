@@ -61,7 +61,7 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Says that `TrainingStep.abandoned` ended a step or an evaluation, which has then changed no weight or state."""
+    """Says that `TrainingStep.abandoned` ended a step or an evaluation, which applied only earlier steps' updates."""
 
 
 class TrainingStep:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,9 +30,9 @@ from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 _UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
-_WITHOUT_GPU = "CUDA", "accelerator", "meta tensors", "dummy base class"  # in PyTorch's errors
+_WITHOUT_GPU = "CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class"  # in PyTorch's errors
 _READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
-_FROM_NUMBERS = torch.tensor, torch.as_tensor, torch.asarray
+_FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MODES = "__torch_function__", "__torch_dispatch__"
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -56,7 +57,7 @@ def cuda_peak(
     `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction. Raises
     SimulatedOutOfMemory if the function does not complete under the cap. `expandable_segments` is the allocator's
     setting of that name. Raises InputError for code that needs numbers or a real GPU: .item(), boolean masks, custom
-    CUDA extensions, functions of torch.cuda.
+    CUDA extensions, most functions of torch.cuda.
     """
     try:
         limit_bytes = parse_size(f"{limit}") if limit is not None else None
@@ -75,9 +76,10 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
     """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
     recorder = Recorder(machine, name_of or _phase)
     recorder.number_read = _refuse_number
+    cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
         _named(recorder), _autocast_simulated(), _devices_by_number(), _storages_resized(recorder),
-        _modes_in_backward(_CudaIsMeta, machine.functions), _CudaIsMeta(), recorder, machine.functions(),
+        _modes_in_backward(cuda_is_meta, machine.functions), cuda_is_meta(), recorder, machine.functions(),
     ):  # fmt: skip
         try:
             function(recorder)
@@ -89,7 +91,12 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA."""
+    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA. `note` records a tensor
+    that a function in _FROM_NUMBERS has made, because no dispatch mode sees that."""
+
+    def __init__(self, note: Callable[[Tensor], None]):
+        super().__init__()
+        self._note = note
 
     _replacements = {  # keys are compared by equality: Python wraps a property's getter again at each access
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
@@ -102,21 +109,19 @@ class _CudaIsMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self._replacements:
             return self._replacements[func](*args, **kwargs)
-        if func in _READS_NUMBERS and args[0].is_meta:
+        given = [*args, *kwargs.values()]
+        if func in _READS_NUMBERS and any(isinstance(value, Tensor) and value.is_meta for value in given):
             _refuse_number()
         if func is torch.device:  # the code may compare the device; a function that gets it maps it
-            return func(*args, **kwargs)
+            return func(*[f"cuda:{value}" if type(value) is int else value for value in args[:1]], *args[1:], **kwargs)
         if func is Tensor.to:
             args = [CUDA if type(value) is int else value for value in args]
-        args = [_on_meta(value) for value in args]
         if type(kwargs.get("device")) is int:
             kwargs["device"] = CUDA
-        kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
-        made = func in _FROM_NUMBERS and kwargs.get("device") == META
-        if made and not (args and isinstance(args[0], Tensor) and args[0].is_meta):  # in RAM, then copied, as on CUDA
-            needs_gradient = kwargs.pop("requires_grad", False)
-            return func(*args, **kwargs | {"device": "cpu"}).to(META).requires_grad_(needs_gradient)
-        return func(*args, **kwargs)
+        result = func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+        if func in _FROM_NUMBERS:
+            self._note(result)
+        return result
 
 
 @contextmanager
@@ -197,15 +202,16 @@ def _autocast_simulated() -> Iterator[None]:
         self._enabled = enabled if on_cuda else self._enabled
 
     def entered(self):
-        if not hasattr(self, "simulated") and self.device == "cuda":
+        simulated = getattr(self, "simulated", None)
+        if simulated is None and self.device == "cuda":
             raise InputError("torch.autocast('cuda') was made before this function was called: make it inside")
-        if self.simulated:
+        if simulated:
             modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
             modes[-1].__enter__()
         return enter(self)
 
     def left(self, *exception):
-        if self.simulated:
+        if getattr(self, "simulated", False):
             modes.pop().__exit__(*exception)
         return leave(self, *exception)
 

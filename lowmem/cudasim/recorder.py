@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -147,8 +148,9 @@ class Recorder(TorchDispatchMode):
             for tensor in results if len(outcome.allocated) < len(results) else ():
                 if tensor.untyped_storage()._cdata not in self._numbers:
                     self._bind(tensor.untyped_storage(), None)  # not on the device
-        if func is _aten.resize_.default:
-            self.resized(result.untyped_storage())
+        if _may_resize(func):
+            for tensor in tensors_in(result):
+                self.resized(tensor.untyped_storage())
         if not copied_first:
             temporaries = self._temporaries(outcome)
         for number in reversed(temporaries):  # C++ destroys a function's variables last first
@@ -325,6 +327,12 @@ class Recorder(TorchDispatchMode):
             chunks.pop()
         self._operations = []
         chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))
+
+
+@cache
+def _may_resize(func) -> bool:
+    """Returns True if an operator may give the storages of its results, which are arguments, another size."""
+    return func in (_aten.resize_.default, _aten.resize_as_.default) or any(a.is_out for a in func._schema.arguments)
 
 
 def _called_by_the_engine() -> bool:

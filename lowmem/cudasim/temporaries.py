@@ -110,8 +110,8 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Returns the bytes of the buffer in which the kernel adds up its output if heads are wider than 128. Sums of
-    narrower heads stay in registers. Source: transformers/cuda/mem_eff_attention/kernel_forward.h."""
+    """Returns the bytes of the buffer in which the kernel adds up its output, in 16 bit if heads are wider than
+    128. Other sums stay in registers. Source: transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()

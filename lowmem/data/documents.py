@@ -136,7 +136,8 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens, or of the
     examples. Takes whole documents in the order of their content's hash, so equal documents stay together. Skips a
     document that would make the held-out part more than twice as large as wanted. If that fails with packed text, such
-    as one book, holds out the last tokens. Holds out nothing if a part would not fill a row of `seq` input tokens."""
+    as one book, holds out the last tokens. Holds out nothing if there are not two rows of `seq` input tokens. Raises
+    InputError if `fraction` leaves less than a row to train on."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -148,7 +149,8 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     if fraction == 0 or sizes.sum() < 2 * smallest:
         return nothing("there is too little of it" if fraction else "--eval-fraction 0")
     if sizes.sum() < target + smallest:
-        raise InputError(f"--eval-fraction {fraction:g} leaves too little to train on; give a smaller one")
+        place = documents.files[0].rstrip(":")
+        raise InputError(f"{place}: --eval-fraction {fraction:g} leaves too little to train on; give a smaller one")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0

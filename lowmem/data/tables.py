@@ -109,7 +109,7 @@ def _csv_rows(path: Path) -> Iterator[Record]:
             yield Record(f"{path}:{reader.line_num}", row)
     except csv.Error as error:
         old = "new-line character" in str(error)
-        said = "its lines end in carriage returns alone; save it with other line ends" if old else error
+        said = "a carriage return alone; quote that field, or save the file with other line ends" if old else error
         raise InputError(f"{path}:{reader.reader.line_num}: bad CSV: {said}") from error
 
 

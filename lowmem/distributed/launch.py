@@ -29,17 +29,14 @@ def local_ranks() -> int:
 @contextmanager
 def joined(device: str) -> Iterator:
     """Yields this process's Ranks (core/ranks.py). With several processes, each has a separate GPU, unless `device` is
-    "cpu" or there is no GPU. Raises InputError if there are fewer GPUs than processes. Must be called before CUDA
-    starts."""
+    "cpu" or there is no GPU. Raises InputError for variables that torchrun would not set, and if there are fewer GPUs
+    than processes. Raises LowmemError if the processes do not meet. Must be called before CUDA starts."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):
         yield Ranks()
         return
-    if wrong := [name for name in _NUMBERS if not os.environ.get(name, "").isdecimal()]:
-        given = os.environ.get(wrong[0])
-        said = "not set" if given is None else f"{given!r}, not a number"
-        raise InputError(f"WORLD_SIZE is set and {wrong[0]} is {said}: start with torchrun, or unset WORLD_SIZE")
+    _check_variables()
     import torch
     import torch.distributed as dist
 
@@ -63,6 +60,18 @@ def joined(device: str) -> Iterator:
     ranks = SeveralRanks("cuda" if on_gpu else "cpu", _variable("LOCAL_RANK", 0), local_ranks())
     yield ranks
     dist.destroy_process_group()  # not after an error: others may wait in a collective
+
+
+def _check_variables() -> None:
+    """Raises InputError unless the variables are those of one of torchrun's processes."""
+    given = {name: os.environ.get(name) for name in (*_NUMBERS, "MASTER_ADDR")}
+    for name, value in given.items():
+        if value is None or (name in _NUMBERS and not value.isdecimal()):
+            said = "not set" if value is None else f"{value!r}, not a number"
+            raise InputError(f"WORLD_SIZE is set and {name} is {said}: start with torchrun, or unset WORLD_SIZE")
+    if not _variable("RANK", 0) < _variable("WORLD_SIZE", 0) or _variable("MASTER_PORT", 0) >= 2**16:
+        said = " ".join(f"{name}={value}" for name, value in given.items())
+        raise InputError(f"{said} do not fit together: start with torchrun, or unset WORLD_SIZE")
 
 
 def _variable(name: str, otherwise: int) -> int:

@@ -32,8 +32,9 @@ _COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections o
 
 
 def make_plan(question: Question) -> Plan:
-    """Returns the plan for `question`. At a terminal, first prints that planning takes a while. Raises PlanError with
-    the smallest caps that would do if nothing fits, and InputError if the architecture cannot be trained in pieces."""
+    """Returns the plan for `question`. For a GPU, first prints at a terminal that planning takes a while. Raises
+    PlanError if nothing fits (with the smallest caps that would do), or if too little RAM is free here. Raises
+    InputError if the architecture cannot be trained in pieces."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)

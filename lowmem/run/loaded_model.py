@@ -52,8 +52,9 @@ class LoadedModel:
         `lowmem.load(settings, resume=folder)` goes on from there with the same bits, if the loop gives the same batches
         and learning rates.
 
-        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for
-        the folder of a run of the scripts, and LowmemError if the disk is full; earlier checkpoints are then intact."""
+        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for a
+        wrong `done` or `keep_last`, for the folder of a run of the scripts, and for later checkpoints of another loop.
+        Raises LowmemError if the disk is full; earlier checkpoints are then intact."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")

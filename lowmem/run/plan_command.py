@@ -3,6 +3,7 @@ a GPU nor the model's weights."""
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from lowmem.cudasim.gpus import CARDS
@@ -56,7 +57,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
         plan = plan_for(question, gpus, machines)
     except PlanError as error:
         if as_json:
-            with output(needed=True):
+            with suppress(LowmemError), output(needed=True):  # the refusal itself is said all the same
                 print(json.dumps(refused(question.settings, error), indent=2), flush=True)
         raise
     with output(needed=True):

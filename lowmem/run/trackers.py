@@ -45,7 +45,7 @@ _POINTS_TOGETHER = 500  # per line in such a chart, because wandb gets the whole
 
 class Trackers:
     """Passes values to each tracker of a training run until that tracker fails. Raises InputError if TensorBoard is
-    asked for and not installed.
+    asked for and not installed, and for a WANDB_MODE that wandb does not have.
 
     The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. A tracker's `leave`
     frees its threads and processes, and has its own time limit.

@@ -68,6 +68,7 @@ def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder():
     ({"input_ids": torch.zeros(9)}, r"input_ids \[9\]"), ({"input_ids": [[1, 2], [3]]}, "lists of rows of equal"),
     ({"labels": hf_batch()["labels"] + 0.5}, "labels torch.float32: both are integers"),
     ({"labels": torch.zeros(3, 9).long()}, r"labels \[3, 9\]"),
+    ({"input_ids": [[], []], "labels": [[], []], "attention_mask": None}, "the batch has no tokens"),
 ])  # fmt: skip
 def test_a_dict_that_cannot_be_meant_is_refused(change, said):
     with pytest.raises(InputError, match=said):
@@ -100,6 +101,7 @@ IDS, LABELS = hf_batch()["input_ids"], hf_batch()["input_ids"].roll(-1, 1)
     ({"input_ids": IDS[:0], "labels": LABELS[:0]}, "has no tokens"),
     ({"lengths": torch.full((4,), 9), "source_mask": torch.ones(4, 2).bool()}, "lengths are for decoders"),
     ({"source_mask": torch.ones(4, 2)}, "source_mask of a Batch is torch.float32"),
+    ({"source_mask": torch.ones(4).bool()}, r"source_mask of a Batch is \[4\]: it must be \[4, 4\]"),
 ])  # fmt: skip
 def test_fields_that_do_not_belong_together_are_refused(change, said):
     """Seen to fail: a row without its length was left out of the loss in silence, labels beyond a length cut off."""

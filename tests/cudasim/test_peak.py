@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_the_card_decides():
 READING = (
     lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.tolist(), lambda x: x.numpy(),
     lambda x: range(x.long().sum()), lambda x: torch.zeros(x.long().sum(), device="cuda"), lambda x: 3 in x,
-    lambda x: f"{x.sum():.3f}", lambda x: torch.allclose(x, x),
+    lambda x: f"{x.sum():.3f}", lambda x: torch.allclose(x, x), lambda x: torch.allclose(input=x, other=x),
 )  # fmt: skip
 REFUSED = {
     "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
@@ -174,15 +175,23 @@ def test_tensors_made_of_numbers_count_and_so_does_what_is_resized():
     def made():
         kept = [torch.tensor(numbers, device="cuda"), torch.as_tensor(numbers, device="cuda:0")]
         with torch.device("cuda"):
-            kept += [torch.tensor(numbers, requires_grad=True), torch.as_tensor(kept[0], device=0)]
+            kept += [torch.tensor(numbers, requires_grad=True), torch.as_tensor(data=kept[0], device=0)]
         assert torch.tensor(numbers).device.type == "cpu" and kept[2].is_leaf and kept[3] is kept[0]
+        kept += [kept[0].new_tensor(numbers), torch.as_tensor(torch.zeros(MIB, requires_grad=True), device="cuda")]
+        torch.tensor([kept[0][0], kept[0][1]], device="cuda")
 
     def resized():
         grown, emptied = torch.empty(0, device="cuda").resize_(MIB), torch.zeros(8 * MIB, device="cuda")
         emptied.untyped_storage().resize_(0)
         del grown
 
-    assert lowmem.cuda_peak(made).allocated_bytes == 3 * 4 * MIB
+    def written():
+        a, b, c = (torch.empty(size, device="cuda") for size in (MIB, 0, 0))
+        torch.mul(a, a, out=b)
+        c.resize_as_(b)
+
+    assert lowmem.cuda_peak(made).allocated_bytes == 5 * 4 * MIB + 512
+    assert lowmem.cuda_peak(written).allocated_bytes == 3 * 4 * MIB
     assert lowmem.cuda_peak(resized).allocated_bytes == 9 * 4 * MIB
     assert lowmem.cuda_peak(lambda: (resized(), resized())).allocated_bytes == 9 * 4 * MIB
 
@@ -190,12 +199,16 @@ def test_tensors_made_of_numbers_count_and_so_does_what_is_resized():
 def test_devices_by_number_are_the_gpu_and_an_autocast_made_before_is_refused():
     def moved():
         assert nn.Linear(4, 4).to(0)(torch.zeros(2, 4, device=0)).is_cuda and torch.zeros(1).to(0).is_cuda
+        with torch.device(0):
+            assert torch.zeros(2, device=torch.device(0)).is_cuda and torch.zeros(2).is_cuda
 
     lowmem.cuda_peak(moved)
     with pytest.warns(UserWarning, match="CUDA is not available") if not torch.cuda.is_available() else nullcontext():
         before = torch.autocast("cuda", torch.bfloat16)
     with pytest.raises(lowmem.InputError, match="was made before this function was called: make it inside"):
         lowmem.cuda_peak(lambda: before(moved)())
+    on_cpu = torch.autocast("cpu", torch.bfloat16)
+    lowmem.cuda_peak(lambda: on_cpu(moved)())
 
 
 def test_mixtures_of_experts_run():
@@ -207,10 +220,12 @@ def test_mixtures_of_experts_run():
 
     def trained():
         model = made_there(lambda: AutoModelForCausalLM.from_config(config))
+        sizes.append(4 * sum(parameter.numel() for parameter in model.parameters()))
         ids = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
         model(input_ids=ids, labels=ids).loss.backward()
 
-    assert lowmem.cuda_peak(trained, card="H100").by_name["weights"] > MIB // 8
+    sizes: list[int] = []
+    assert lowmem.cuda_peak(trained, card="H100").by_name["weights"] == pytest.approx(sizes[0], rel=0.01)
 
 
 @pytest.mark.parametrize("limit", ["x", "0", -1, True])
@@ -223,6 +238,8 @@ def test_a_limit_that_is_no_size_is_refused(limit):
 def test_code_that_needs_a_gpu_is_refused_and_other_errors_are_its_own():
     with pytest.raises(lowmem.InputError, match="without a GPU"):
         lowmem.cuda_peak(torch.cuda.synchronize)
+    with pytest.raises(RuntimeError, match="my accelerator"):
+        lowmem.cuda_peak(Mock(side_effect=RuntimeError("my accelerator pedal")))
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         lowmem.cuda_peak(lambda: torch.zeros(2, 3, device="cuda") @ torch.zeros(2, 3, device="cuda"))
     with pytest.raises(lowmem.InputError, match="no such card"):

@@ -43,7 +43,7 @@ def test_columns_of_a_csv_file_may_be_separated_as_spreadsheets_of_some_language
 
 def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"prompt,completion\ra,b\r")
-    with pytest.raises(InputError, match="bad CSV: its lines end in carriage returns alone"):
+    with pytest.raises(InputError, match="bad CSV: a carriage return alone; quote that field"):
         in_order(tmp_path / "a.csv", seq=32)
 
 

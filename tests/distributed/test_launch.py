@@ -23,6 +23,7 @@ def set_variables(monkeypatch, **changed: str | None) -> None:
 
 @pytest.mark.parametrize(("name", "value", "said"), [
     ("RANK", None, "RANK is not set"), ("RANK", "", "RANK is '', not a number"), ("MASTER_PORT", "abc", "is 'abc'"),
+    ("MASTER_ADDR", None, "MASTER_ADDR is not set"),
     ("WORLD_SIZE", "two", "WORLD_SIZE is 'two'"), ("LOCAL_WORLD_SIZE", "-1", "LOCAL_WORLD_SIZE is '-1'"),
 ])  # fmt: skip
 def test_variables_that_are_missing_or_no_numbers_are_refused(monkeypatch, name, value, said):
@@ -30,6 +31,14 @@ def test_variables_that_are_missing_or_no_numbers_are_refused(monkeypatch, name,
     set_variables(monkeypatch, **{name: value})
     assert launched_rank() == first_rank_here() == 0
     with pytest.raises(InputError, match=f"{said}.*: start with torchrun, or unset WORLD_SIZE"), joined("cpu"):
+        pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "99999")])
+def test_variables_that_do_not_fit_together_are_refused(monkeypatch, name, value):
+    """Seen to fail: the process waited for the others, for two hours."""
+    set_variables(monkeypatch, **{name: value})
+    with pytest.raises(InputError, match=f"{name}={value} .*do not fit together: start with torchrun"), joined("cpu"):
         pass
 
 
