@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.long_text import WINDOW, LongText, Tokens
+from lowmem.errors import InputError
 
 # The Rust tokenizer needs about 150 bytes per token until a call returns; a token has at least one byte.
 BATCH_BYTES = 2**20
@@ -59,7 +60,7 @@ class Encoder:
             ids = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
             )["input_ids"]
-        return [np.asarray(one, np.int32)[:, None] for one in ids]
+        return [_int32(one)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
         """Returns each text's (id, begin, end) per token, int32 [tokens, 3]. The postprocessor is off meanwhile."""
@@ -70,9 +71,16 @@ class Encoder:
             self._backend.post_processor = processor
         found = []
         for one in encoded:
-            ids, places = np.asarray(one.ids, np.int32)[:, None], np.asarray(one.offsets, np.int32).reshape(-1, 2)
+            ids, places = _int32(one.ids)[:, None], np.asarray(one.offsets, np.int32).reshape(-1, 2)
             found.append(np.hstack([ids, places]))
         return found
+
+
+def _int32(ids: list[int]) -> np.ndarray:
+    try:
+        return np.asarray(ids, np.int32)
+    except OverflowError:
+        raise InputError(f"the tokenizer gives token id {max(ids)}, which is no id of a model") from None
 
 
 def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:

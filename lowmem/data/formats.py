@@ -216,7 +216,12 @@ def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Returns the ids of the special tokens that the tokenizer puts before a text."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
-    return tuple(whole[: starts[0]]) if starts else ()
+    begin = tuple(whole[: starts[0]]) if starts else ()
+    if None in (tokens := tokenizer.convert_ids_to_tokens(begin)):
+        raise InputError(
+            f"the tokenizer gives token id {begin[tokens.index(None)]} before a text, and has no such token"
+        )
+    return begin
 
 
 def _are_filled(record: Record, columns: Iterable[str]) -> bool:

@@ -50,6 +50,7 @@ _SIZES = (  # transformers' common names for the sizes of a model
     *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads"),
 )
+_MOST_LAYERS = 10_000  # to build more takes minutes
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
@@ -149,6 +150,9 @@ def _read_config(path: Path) -> PretrainedConfig:
     for name in (own for common in _SIZES for own in (common, theirs.get(common))):
         if isinstance(size := fields.get(name), int) and size < 1:
             raise InputError(f"{path}: {name} is {size}, and it must be at least 1")
+    layers = fields.get("num_hidden_layers", fields.get(theirs.get("num_hidden_layers")))
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise InputError(f"{path}: {layers:,} layers are more than {_MOST_LAYERS:,}, the most that are built here")
     try:
         config = CONFIG_MAPPING[kind].from_dict(without_switches(fields))
         config.get_text_config()  # some have several
@@ -196,6 +200,8 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
     table = rotary.get("original_max_position_embeddings")
+    if rotary.get("rope_type") == "longrope" and not isinstance(table, int):
+        raise InputError(f"original_max_position_embeddings is {table!r} in config.json: it must be a whole number")
     if rotary.get("rope_type") == "longrope" and seq > table:
         raise InputError(
             f"--seq {seq} is longer than {table} tokens, from which on longrope (in this config.json) computes with "

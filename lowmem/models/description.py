@@ -206,7 +206,8 @@ def _rope_scaling(kind: str, rope: dict) -> dict | None:
 def _in_version_4(fields: dict) -> bool:
     """Returns True if transformers 4 reads the exported config `fields` as transformers 5 does."""
     rope = fields.get("rope_parameters") or {}
-    full, sliding = (rope.get(kind, {}).get("rope_theta") for kind in ("full_attention", "sliding_attention"))
+    kinds = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
+    full, sliding = (kind.get("rope_theta") if isinstance(kind, dict) else None for kind in kinds)
     needs_one = ROPE_NAMES_BY_ATTENTION.get(fields["model_type"], ("", ""))[1] is None
     return "torch_dtype" in fields and not (needs_one and full != sliding)
 

@@ -7,6 +7,8 @@ with the model, then bytes are read by offset. A memory map would count as RAM u
 import json
 import math
 import re
+import struct
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,10 +94,30 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason[:200]}); download it again") from None
     content, keys = _state_dict(path, content)
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    return _in_order({name: _bin_entry(path, name, tensor) for name, tensor in tensors.items()}), keys
+    members = _stored_members(path)
+    return _in_order({name: _bin_entry(path, name, tensor, members) for name, tensor in tensors.items()}), keys
 
 
-def _bin_entry(path: Path, name: str, tensor: Tensor) -> Entry:
+def _stored_members(path: Path) -> dict[int, int]:
+    """Returns {offset in the file: bytes} of the members of a zip file that are not compressed."""
+    if not zipfile.is_zipfile(path):  # from before torch 1.6
+        return {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        members = {}
+        for member in archive.infolist():
+            file.seek(member.header_offset)
+            header = file.read(30)
+            begin = member.header_offset + 30 + sum(struct.unpack("<2H", header[26:]))  # behind its name and extra
+            if member.compress_type == zipfile.ZIP_STORED:
+                members[begin] = member.file_size
+        return members
+
+
+def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
+    """Returns the entry of `tensor` in the file `path`. `members`: those of the zip file (_stored_members). PyTorch
+    computes where a storage is from the layout of files that it has written itself. So that is compared with them."""
+    if tensor.is_neg() or tensor.is_conj():
+        raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         raise InputError(f"{path}: {name} is stored as {kind}; save it dense (tensor.to_dense())")
@@ -105,6 +127,9 @@ def _bin_entry(path: Path, name: str, tensor: Tensor) -> Entry:
             f"{path} was written before torch 1.6 and cannot be read piece by piece; load it once with "
             "AutoModelForCausalLM.from_pretrained, save it with save_pretrained, and give that folder"
         )
+    stored_bytes = tensor.untyped_storage().nbytes()
+    if stored_bytes and members.get(storage_offset_bytes) != stored_bytes:
+        raise InputError(f"{path} was packed by another program than PyTorch; unpack it, and save it with torch.save")
     offset_bytes = storage_offset_bytes + tensor.storage_offset() * tensor.element_size()
     dtype, stored = tensor.dtype if tensor.dtype in _FLOATS.values() else None, str(tensor.dtype).removeprefix("torch.")
     stride = None if tensor.is_contiguous() else tensor.stride()

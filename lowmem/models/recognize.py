@@ -197,6 +197,8 @@ def check_fields(path: Path, fields: dict) -> None:
         raise needs_code(path, f"{named}, without a model_type,")
     if kind is None:
         raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")
+    if "attribute_map" in fields:
+        raise InputError(f"{path}: attribute_map is no field of a config.json: remove it")
     if quantised := fields.get("quantization_config"):
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise InputError(

@@ -11,7 +11,7 @@ from lowmem.data import tokenizer as module
 from lowmem.data.encoder import Encoder
 from lowmem.data.tokenizer import byte_level_tokenizer, is_byte_level, load_tokenizer, tokenizer_blamed
 from lowmem.errors import InputError
-from tests.data.loading import POINTER
+from tests.data.loading import POINTER, load
 
 BYTES = byte_level_tokenizer()
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -181,6 +181,31 @@ def test_byte_order_marks_change_nothing(tmp_path, bpe_tokenizer, name):
     loaded = load_tokenizer(str(tmp_path), "pretrained", 400)
     assert loaded.get_vocab() == bpe_tokenizer.get_vocab() and loaded.name_or_path == str(tmp_path)
     loaded.save_pretrained(tmp_path / "saved")
+
+
+END = "<|endoftext|>"
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {END: {"id": END, "ids": [9999], "tokens": [END]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "number"), [
+    (lambda fields: fields["model"]["vocab"].update({"q": 2**32 - 1}), 2**32 - 1),
+    (lambda fields: fields.update(post_processor=TEMPLATE), 9999),
+], ids=["beyond int32", "without a token"])  # fmt: skip
+def test_ids_that_no_model_has_are_refused(tmp_path, change, number):
+    """Seen to fail: ended in a traceback."""
+    BYTES.save_pretrained(tmp_path / "model")
+    fields = json.loads((tmp_path / "model/tokenizer.json").read_text())
+    change(fields)
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("quick quick " * 40)
+    with pytest.raises(InputError, match=f"the tokenizer gives token id {number}"):
+        load(tmp_path / "a.txt", tokenizer)
 
 
 def test_a_model_with_too_few_ids_is_refused(tmp_path, no_hub):

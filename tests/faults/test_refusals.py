@@ -136,6 +136,8 @@ def test_help_exits_with_0_and_fits_80_columns(program):
     "config",
     [
         {"model_type": "gpt2", "n_layer": 0},
+        {"model_type": "gpt2", "n_layer": 10**9},
+        {"model_type": "gpt2", "attribute_map": {"vocab_size": "foo"}},
         {"model_type": ["gpt2"]},
         {"model_type": "llama", "vocab_size": 100, "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 5},
     ],

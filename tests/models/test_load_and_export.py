@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import threading
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -254,6 +255,30 @@ def test_file_cut_after_its_header_was_read_is_named(gpt2, tmp_path):
 def test_bin_of_before_torch_1_6_is_refused(gpt2, tmp_path):
     torch.save(gpt2.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(InputError, match="before torch 1.6 .* save_pretrained"):
+        read_weights(build_model(gpt2.config), str(tmp_path))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_bin_that_another_program_has_packed_is_refused(gpt2, tmp_path, compression):
+    """Seen to fail: its numbers were read at other places, as PyTorch finds them in files of its own."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(gpt2.state_dict(), path)
+    assert list(read_weights(build_model(gpt2.config), str(tmp_path)))
+    with zipfile.ZipFile(path) as own:
+        members = {name: own.read(name) for name in own.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as other:
+        for name, content in members.items():
+            other.writestr(name, content)
+    with pytest.raises(InputError, match="was packed by another program than PyTorch; unpack it"):
+        read_weights(build_model(gpt2.config), str(tmp_path))
+
+
+def test_a_view_with_a_flag_is_refused(gpt2, tmp_path):
+    """Seen to fail: it was read with the other sign."""
+    name = "transformer.h.0.ln_1.bias"
+    tensors = gpt2.state_dict()
+    torch.save(tensors | {name: torch._neg_view(torch.ones_like(tensors[name]))}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=f"{name} is stored as a view with a flag"):
         read_weights(build_model(gpt2.config), str(tmp_path))
 
 
@@ -726,5 +751,10 @@ def test_sequences_beyond_the_model_are_refused():
     check_length(family_config("bloom"), 10**6)  # ALiBi: no table of positions
     longrope = MORE_FAMILIES["longrope"]()
     check_length(longrope, 32)
+    for odd in (None, "32"):
+        other = copy.deepcopy(longrope)
+        other.rope_parameters["original_max_position_embeddings"] = odd
+        with pytest.raises(InputError, match="original_max_position_embeddings is .* it must be a whole number"):
+            check_length(other, 32)
     with pytest.raises(InputError, match="--seq 33 is longer than 32 tokens, from which on longrope"):
         check_length(longrope, 33)
