@@ -133,13 +133,15 @@ def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
     """Returns layouts to go on with if memory runs out, in the order of `shares`. For each share, searches for the
-    fastest that allocates at most this share of the GPU bytes of `found`. The same kinds of tensors may be in RAM or on
-    a disk as in `found`. The micro-batch is the same, and no more units are on the GPU."""
-    choices = found.column.choices
-    units = found.layout.states_on_gpu if found.layout.weights_on_gpu is None else found.layout.weights_on_gpu
+    fastest that allocates at most this share of the GPU bytes of `found`. A run can change to it: the micro-batch and
+    `fixed_homes` are the same, and no more units have states on the GPU."""
+    choices, layout = found.column.choices, found.layout
+    numbers = (layout.weights_on_gpu,)
+    if layout.weights_on_gpu is None:
+        numbers = tuple(each for each in choices.on_gpu if each <= layout.states_on_gpu)
     base = replace(choices.base, states_on_disk=found.layout.states_on_disk)
     fixed = replace(choices, base=base, disk=0, micro_batches=(found.layout.micro_batch,))
-    fixed = replace(fixed, on_gpu=tuple(each for each in choices.on_gpu if each <= units))
+    fixed = replace(fixed, on_gpu=numbers)
     columns, allocated = Columns(simulations), simulations.allocated_bytes(found.layout)
     smaller = (Search(columns, Room(int(share * allocated), room.ram)).fastest(fixed) for share in shares)
     return list(dict.fromkeys(each.layout for each in smaller if each is not None and each.layout != found.layout))

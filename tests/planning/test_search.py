@@ -183,6 +183,16 @@ def test_smaller_layouts_fit_into_less_and_change_no_bit(everything, simulations
             assert completes(simulations.record(smaller), room.gpu)
 
 
+def test_smaller_layouts_have_homes_that_a_run_can_change():
+    """Seen to fail: they had weights of fewer units on the GPU, so a run that ran out of memory could use none."""
+    config = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=200, n_positions=512)
+    simulations = Simulations(lambda: decoder(config), replace(CASE, seq=512), gpu_target(SLOW_BUS))
+    streamed = replace(CHOICES, base=Layout(1, weights_on_gpu=1), kept=range(5), on_gpu=(1, 2, 3, 4))
+    found = fastest_layout([[streamed]], simulations, Room(None, None))
+    smaller = smaller_layouts(simulations, found, Room(None, None), (0.95, 0.85, 0.7))
+    assert smaller and {each.fixed_homes for each in smaller} == {found.layout.fixed_homes}
+
+
 # --- the caps that are named, and those above them
 
 
