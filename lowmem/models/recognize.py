@@ -169,6 +169,8 @@ def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
     if not folders:
         return None
     newest = max(folders, key=lambda path: int(path.name[11:]))
+    if _has(newest, "adapter_config.json"):
+        return InputError(f"{newest} {_FOLDERS['adapter_config.json'].format(base=_adapted(newest))}")
     return InputError(
         f"{model} holds checkpoints of Hugging Face's Trainer and no model itself; give {newest}, the newest"
     )

@@ -25,6 +25,10 @@ MADE_UP = {  # {file name: content} of a folder that is not a model; its kind an
         {f"checkpoint-{step}/config.json": GPT2 for step in (500, 1000, 90)} | {"checkpoint-best/x": ""},
         ["Hugging Face's Trainer", "checkpoint-1000, the newest"],
     ),
+    "trainer output with adapters": (
+        {"checkpoint-5/adapter_config.json": {"base_model_name_or_path": "org/base"}},
+        ["checkpoint-5 is a LoRA or PEFT adapter of org/base", "merge_and_unload"],
+    ),
     "umt5": ({"config.json": {"model_type": "umt5", "is_encoder_decoder": True}}, ["umt5 is an encoder-decoder"]),
     "bart": (
         {"config.json": BART | {"architectures": ["BartForConditionalGeneration"]}},
