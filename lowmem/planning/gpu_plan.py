@@ -129,21 +129,21 @@ def gpu_plan(question: Question) -> Plan:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         room = case.room(free_bytes)
         less = fastest_layout(ways(same, simulations), simulations, room)
-        return plan if less is None else _next_to(case.plan_with_smaller(less, room), plan)
+        return plan if less is None else _with_faster(case.plan_with_smaller(less, room), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
         without = replace(found, layout=layout, simulated=simulations.record(layout))
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
-            return _next_to(plan, case.plan(without))
+            return _with_faster(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
         sent = [[which for which in fates if which.base.fate is Fate.SENT] for fates in ways(settings, simulations)]
         faster = fastest_layout(list(filter(None, sent)), simulations, replace(room, ram=None))
         if faster is not None and faster.seconds < _WORTH_SAYING * found.seconds:
-            return _next_to(plan, case.plan(faster))
+            return _with_faster(plan, case.plan(faster))
     return replace(plan, faster_with_ram=_faster_with_ram(case, room, found, plan.gpu_reserved_peak_bytes))
 
 
-def _next_to(plan: Plan, faster: Plan) -> Plan:
+def _with_faster(plan: Plan, faster: Plan) -> Plan:
     return replace(plan, faster_with_ram=(faster.ram_bytes, faster.step_seconds))
 
 
