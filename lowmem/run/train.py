@@ -63,7 +63,7 @@ def train(session: Session, stop: StopRequest) -> None:
             with saver.saved_if_memory_runs_out(done - 1):
                 result = step(batch, done - 1, rate)
         except StepAbandoned:
-            saver.save(done - 1)
+            saver.save(done - 1)  # raises Stopped
         evaluating = evaluation.due(session, done)
         saving = saver.due(done) or done == steps
         if evaluating or saving:
