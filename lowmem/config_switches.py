@@ -15,9 +15,9 @@ from lowmem.errors import InputError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Two attributes of a config hold the user's values, {field: value}.
-OWN = "own_switches"  # training overrides these; the export has them again
-LEFT_OUT = "left_out_switches"  # these are not exported
+# A config holds the user's values, {field: value}, in two attributes.
+OWN = "own_switches"  # values that training overrides, and that the export has again
+LEFT_OUT = "left_out_switches"  # values that are not exported
 _NEEDED = {  # {field: values that training can have}
     **dict.fromkeys(
         ("gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript"),

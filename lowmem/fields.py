@@ -1,7 +1,7 @@
 """Checks the value of one setting: its type, its range, and how a text or a path is written.
 
-settings.py calls `checked` for every field, and checks combinations of values itself. run/cli.py calls `checked` for
-every value of a --config file, so that one message can name all bad values.
+settings.py calls `checked` for every field. Combinations of values are checked there. run/cli.py also calls `checked`,
+for every value of a --config file. So one message can name all bad values.
 """
 
 import sys

@@ -7,7 +7,7 @@ then updates lists of tensors. Code that needs numbers or a real GPU is refused.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,20 +142,14 @@ def _modes_in_backward(*modes: Callable) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def _devices_by_number() -> Iterator[None]:
+def _devices_by_number() -> AbstractContextManager:
     """Makes `module.to(0)` inside the block mean the GPU."""
     parse = torch._C._nn._parse_to
-
-    def parsed(*args, **kwargs):
-        return parse(*(CUDA if type(value) is int else value for value in args), **kwargs)
-
-    with patch.object(torch._C._nn, "_parse_to", parsed):
-        yield
+    parsed = lambda *args, **options: parse(*(CUDA if type(each) is int else each for each in args), **options)  # noqa: E731
+    return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
-@contextmanager
-def _storages_resized(recorder: Recorder) -> Iterator[None]:
+def _storages_resized(recorder: Recorder) -> AbstractContextManager:
     """Records what `tensor.untyped_storage().resize_(size)` frees and allocates inside the block."""
     resize = torch.UntypedStorage.resize_
 
@@ -164,8 +158,7 @@ def _storages_resized(recorder: Recorder) -> Iterator[None]:
         recorder.resized(storage)
         return result
 
-    with patch.object(torch.UntypedStorage, "resize_", resized):
-        yield
+    return patch.object(torch.UntypedStorage, "resize_", resized)
 
 
 def _on_meta(value):
@@ -202,10 +195,9 @@ def _autocast_simulated() -> Iterator[None]:
         self._enabled = enabled if on_cuda else self._enabled
 
     def entered(self):
-        simulated = getattr(self, "simulated", None)
-        if simulated is None and self.device == "cuda":
+        if not hasattr(self, "simulated") and self.device == "cuda":
             raise InputError("torch.autocast('cuda') was made before this function was called: make it inside")
-        if simulated:
+        if getattr(self, "simulated", False):
             modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
             modes[-1].__enter__()
         return enter(self)
