@@ -96,7 +96,19 @@ class EncoderDecoder(Decoder):
     needs_sources = True
 
     def _refuse_unsupported(self) -> None:
-        pass  # `take_apart` chooses by the config
+        config = self.model.config
+        start, buckets = decoder_start(config), config.relative_attention_num_buckets
+        distance = config.relative_attention_max_distance
+        if type(start) is not int or not 0 <= start < config.vocab_size:
+            raise InputError(
+                f"{self.architecture}: targets begin with decoder_start_token_id, which is {start!r}, and the model "
+                f"has the ids 0 to {config.vocab_size - 1}; correct its config.json"
+            )
+        if not 2 <= buckets // 2 < distance:
+            raise InputError(
+                f"{self.architecture}: relative_attention_num_buckets is {buckets}, and it must be at least 4 and at "
+                f"most {2 * distance - 1} (2 x relative_attention_max_distance - 1); correct its config.json"
+            )
 
     def _find_blocks(self) -> Sequence[nn.Module]:
         model = self.model

@@ -121,8 +121,11 @@ def sample(
     tokens = inputs["input_ids"][0].tolist()
     if decoder.needs_sources:  # the prompt is a source, which ends as in training
         source = tokens if tokens[-1:] == [end] else [*tokens, end]
-        start = decoder_start(decoder.model.config)
-        inputs = {"input_ids": inputs["input_ids"].new_tensor([source]), "decoder_start_token_id": start}
+        config = decoder.model.config
+        inputs = {
+            "input_ids": inputs["input_ids"].new_tensor([source]), "decoder_start_token_id": decoder_start(config),
+            "use_cache": config.num_decoder_layers <= config.num_layers,  # transformers' has the encoder's layers
+        }  # fmt: skip
     elif tokens[1:][-1:] == [end] and not prompt.endswith(tokenizer.eos_token):
         inputs = {name: values[:, :-1] for name, values in inputs.items()}  # this tokenizer ends every text
     prompt_tokens = inputs["input_ids"].shape[1]

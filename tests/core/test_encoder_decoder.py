@@ -145,6 +145,18 @@ def test_other_encoder_decoders_are_refused_by_name():
         take_apart(model)
 
 
+@pytest.mark.parametrize("fields, reason", [
+    ({"decoder_start_token_id": 5000}, "decoder_start_token_id, which is 5000, and the model has the ids 0 to 96"),
+    ({"decoder_start_token_id": "0"}, "decoder_start_token_id, which is '0'"),
+    ({"decoder_start_token_id": None, "pad_token_id": -1}, "decoder_start_token_id, which is -1"),
+    ({"relative_attention_num_buckets": 1}, "relative_attention_num_buckets is 1, and it must be at least 4"),
+    ({"relative_attention_max_distance": 4}, "is 8, and it must be at least 4 and at most 7"),
+])  # fmt: skip
+def test_fields_that_index_past_a_table_are_refused(fields, reason):
+    with pytest.raises(InputError, match=reason):
+        take_apart(T5ForConditionalGeneration(T5Config(**T5 | fields)))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("clip_norm", [0.5, None])
 def test_fp32_follows_plain_transformers_and_torch_adamw(gated, clip_norm):
