@@ -16,7 +16,7 @@ from pathlib import Path
 from experiments.bigger_models import plans, today
 from experiments.gpu_acceptance import predicted
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of
+from experiments.harness.options import exit_code_of, parser_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.memory_estimation import run as memory_estimation
 from experiments.memory_estimation.several_gpus import published as several_gpus
@@ -94,4 +94,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

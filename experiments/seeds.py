@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from experiments.claims import CLAIMS, Claim
 from experiments.harness import rows as row_file
-from experiments.harness.options import make_folder, parser_of
+from experiments.harness.options import exit_code_of, make_folder, parser_of
 from experiments.harness.rows import ROOT
 from lowmem.errors import InputError
 
@@ -140,4 +140,4 @@ def _faint(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

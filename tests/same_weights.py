@@ -31,6 +31,7 @@ from safetensors import safe_open
 from torch import Tensor, uint8
 
 from experiments.harness.trees import unpacked
+from lowmem.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "train_gpt2_large.py"
@@ -279,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_inputs(inputs)
         try:
             before, after = (tree_of(*pair) for pair in zip((options.before, options.after), folders, strict=True))
-        except ValueError as error:
+        except InputError as error:
             parser.error(str(error))
         for name, run in chosen.items():
             if run.needs is not None and importlib.util.find_spec(run.needs) is None:

@@ -18,8 +18,9 @@ from pathlib import Path
 from experiments.bench.cases import CASES, IN_PROCESS, PROCESSES, ROOT, tokenized, whole_process
 from experiments.bench.table import RESULTS, tables
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.harness.trees import unpacked
+from lowmem.errors import InputError
 
 PROGRAM = "experiments.bench.run"
 
@@ -29,9 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
     parser.add_argument("--before", metavar="COMMIT", help="time that commit, too, by turns with this tree")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="processes per case and tree (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, metavar="N", help="processes per case and tree (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
+    chosen = [case for case in CASES if options.only in case]
+    if not chosen:
+        raise InputError(f"--only {options.only}: no case has that in its name; there are {', '.join(CASES)}")
     os.environ |= {"OMP_NUM_THREADS": "1"}
     common = {"sources": row_file.sources(PROGRAM), "rounds": options.rounds} | row_file.made_by(PROGRAM, arguments)
     made = []
@@ -40,9 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.before is not None:
             trees["before"] = unpacked(options.before, Path(folder))
             common["before_commit"] = named(options.before)
-        for case in CASES:
-            if options.only not in case:
-                continue
+        check_rows(options.out, "--out")
+        for case in chosen:
             in_both = trees if case not in IN_PROCESS or _has(case, trees.get("before", ROOT)) else {"after": ROOT}
             found = least_of_rounds(case, in_both, options.rounds)
             made.append(common | {"case": case} | found)
@@ -89,4 +94,4 @@ def _has(case: str, tree: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

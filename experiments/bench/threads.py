@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments.bench.table import THREADS
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, under_runs
+from experiments.harness.options import at_least, check_rows, exit_code_of, parser_of, positive, under_runs
 
 PROGRAM = "experiments.bench.threads"
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,16 +30,17 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = parser_of(PROGRAM, __doc__)
-    parser.add_argument("--busy", type=int, nargs="+", default=BUSY, help="numbers of other processes")
+    parser.add_argument("--busy", type=at_least(int, 0), nargs="+", default=BUSY, help="numbers of other processes")
     parser.add_argument("--spin", nargs="+", default=SPIN_COUNTS, help="values of GOMP_SPINCOUNT; 'lowmem' chooses one")
-    parser.add_argument("--steps", type=int, default=12, help="training steps in each process (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each setting (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=12, help="training steps in each process (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=2, help="processes of each setting (%(default)s)")
     parser.add_argument("--out", type=Path, default=under_runs(THREADS), metavar="ROWS.jsonl")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(step_seconds(options.steps)))
         return 0
+    check_rows(options.out, "--out")
     common = row_file.made_by(PROGRAM, arguments) | {"sources": row_file.sources(PROGRAM)}
     for busy in options.busy:
         found: dict[str, list[float]] = {spin: [] for spin in options.spin}
@@ -96,4 +97,4 @@ def other_processes(count: int):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -23,6 +23,7 @@ from typing import Any
 
 import lowmem
 from experiments.bigger_models.shapes import SHAPES
+from experiments.harness.options import exit_code_of
 from experiments.harness.planned_rows import PlannedRows
 from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.planning.plan import Plan
@@ -160,4 +161,4 @@ ROWS = PlannedRows(
 main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import lowmem
 from experiments.bigger_models.plans import KIND, RESULTS, line, values_of
+from experiments.harness.options import exit_code_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown
 from lowmem.settings import Settings
@@ -121,4 +122,4 @@ ROWS = PlannedRows("experiments.bigger_models.today", __doc__.split("\n")[0], RE
 main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

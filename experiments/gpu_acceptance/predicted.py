@@ -9,8 +9,8 @@ sequences per step. Each step is compared, by the same clock, with two runs with
              distance from 1 is the cost of caps, recompute and update
     plain    forward and backward of the stock `transformers` model under bf16 autocast, uncompiled, at its best
 
-The job `denominator` measures the stock model, which shows how good that clock is. Ten minutes per card; its rows
-replace the card's older ones.
+The job `denominator` measures the stock model, which shows how good that clock is. Ten minutes per card; a row
+replaces the older one of its case.
 """
 
 import sys
@@ -21,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import exit_code_of, parser_of, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, under_runs
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -40,6 +40,7 @@ SEQ, BATCHES = 1024, (1, 2, 4, 8, 16, 32, 64)
 RAM_LIMITS = {"gpt2-large": None, "gpt2-xl": 16 * GIB}
 RESULTS = Path(__file__).parent / "results"
 NAME = "predicted.jsonl"
+KEY = ("card", "model", "batch")  # a row replaces an older one of the same
 PROGRAM = "experiments.gpu_acceptance.predicted"
 
 
@@ -54,10 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def predict(cards: list[str], path: Path) -> int:
-    for card in map(card_named, cards):
-        row_file.write(path, [row for row in row_file.read(path) if row["card"] != card.name])
+    known = [card_named(name) for name in cards]
+    check_rows(path, "--out")
+    for card in known:
         for row in rows_of(card, ["--gpus", card.name]):
-            row_file.append(path, row)
+            others = [old for old in row_file.read(path) if any(old[name] != row[name] for name in KEY)]
+            row_file.write(path, [*others, row])
     return 0
 
 

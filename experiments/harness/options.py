@@ -83,11 +83,11 @@ def make_folder(path: Path, *older: str) -> None:
         raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error
 
 
-def check_rows(path: Path) -> None:
-    """Raises InputError, before the work, if no row can be added to the file."""
+def check_rows(path: Path, option: str = "--rows") -> None:
+    """Raises InputError, before the work, if no row can be added to the file that `option` names."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise InputError(f"--rows {path} cannot be written: {error.strerror or error}") from error
+        raise InputError(f"{option} {path} cannot be written: {error.strerror or error}") from error

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import under_runs
+from experiments.harness.options import check_rows, under_runs
+from lowmem.errors import InputError
 
 Section = tuple[tuple[str, ...], str, Callable[[list[dict]], str]]  # sections of its rows, title, table
 
@@ -32,12 +33,17 @@ def measure(
     parser.add_argument("--matching", default="", metavar="TEXT", help="only command lines with this text in them")
     parser.add_argument("--rows", type=Path, default=under_runs(committed), metavar="ROWS.jsonl")
     options = parser.parse_args(arguments)
+    chosen = [
+        (section, words) for section in options.only or cases for words in cases[section] if options.matching in words
+    ]
+    if not chosen:
+        raise InputError(f"--matching {options.matching}: no command line has that in it")
+    check_rows(options.rows)
     common = {"sources": sources or row_file.sources(program)} | row_file.made_by(program, arguments)
-    for section in options.only or cases:
-        for words in (words for words in cases[section] if options.matching in words):
-            print(section, words, flush=True)
-            row = common | {"section": section, "options": words} | values_of(section, words)
-            row_file.append(options.rows, row)
+    for section, words in chosen:
+        print(section, words, flush=True)
+        row = common | {"section": section, "options": words} | values_of(section, words)
+        row_file.append(options.rows, row)
     print(page_of(row_file.read(options.rows)))
     return 0
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from experiments.harness import rows
-from experiments.harness.options import parser_of, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.host_time.cases import Case, Run, operator_cases, product_case, step_case, update_case
 from experiments.host_time.table import table
 from lowmem import device as devices
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (torch.cuda.is_available() and rows.on_stand_in()):
         print("host_time: this runs on the stand-in only; on a GPU the host's time is not seen alone", file=sys.stderr)
         return 2
+    check_rows(options.out, "--out")
     device = devices.select_device("cuda")
     devices.make_deterministic(device)
     card = card_for(Settings())
@@ -156,10 +157,10 @@ def _constants(target: Target) -> dict[str, float]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of("experiments.host_time.run", __doc__)
-    parser.add_argument("--rounds", type=int, default=50, help="how often each case is timed (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=50, help="how often each case is timed (%(default)s)")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), help="rows are added to it (%(default)s)")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

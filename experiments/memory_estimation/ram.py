@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness.models import MODELS
-from experiments.harness.options import exit_code_of, parser_of, under_runs
+from experiments.harness.options import exit_code_of, make_folder, parser_of, under_runs
 from experiments.harness.rows import made_by
 from experiments.harness.whole_runs import check_room, ram_of, report_of
 from experiments.memory_estimation import rows as row_file
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    make_folder(options.out)
     for name in options.models:
         row = trained(name)
         row_file.replace(options.out / NAME, [row])

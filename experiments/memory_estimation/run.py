@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from experiments.harness.models import MODELS
-from experiments.harness.options import exit_code_of, parser_of, positive, size, under_runs
+from experiments.harness.options import exit_code_of, make_folder, parser_of, positive, size, under_runs
 from experiments.harness.rows import made_by, plan_sources
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.estimate import LARGEST_BATCH, LOWMEM, SMALLEST, lowmem_row, plain_rows, smallest_row
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     limit_bytes = options.limit
     card = _card_here() if options.measure else card_named(options.gpu)
     shared = {"sources": sources()} | made_by(PROGRAM, arguments)
+    make_folder(options.out)
     path = options.out / row_file.NAME
     everything = row_file.read(path)
     tasks = [(name, options.methods, options.seq, card, limit_bytes) for name in options.only or MODELS]

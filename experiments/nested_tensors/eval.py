@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from experiments.harness import rows as row_file
 from experiments.harness.comparison import worst
-from experiments.harness.options import parser_of, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, under_runs
 from experiments.nested_tensors.main import add_device_options, chosen_device, on_device
 from experiments.nested_tensors.picture import DISTANCE_EDGES, LOGIT_EDGES
 from experiments.nested_tensors.ragged import (
@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, allowed = chosen_device(parser, options), TOLERANCES[options.dtype]
     common = {"sources": row_file.sources(PROGRAM)} | row_file.made_by(PROGRAM, arguments)
     common |= on_device(device, options.dtype)
+    check_rows(options.rows)
     largest = 0.0
     for shape in options.model or SHAPES:
         for kind in options.lengths or LENGTHS:
@@ -166,4 +167,4 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_code_of(main))

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from experiments.harness.options import at_least, make_folder, parser_of, positive
+from experiments.harness.options import at_least, exit_code_of, make_folder, parser_of, positive
 from experiments.nested_tensors.ragged import (
     DTYPES,
     KINDS,
@@ -222,4 +222,4 @@ def wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

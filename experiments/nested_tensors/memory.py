@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, positive, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.nested_tensors.main import add_sample_options, chosen_device, on_device
 from experiments.nested_tensors.ragged import MODES, SHAPES
 from experiments.nested_tensors.table import PEAK_ROWS, STAGE_ROWS, modes_table
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     common = {"sources": row_file.sources(PROGRAM), "threads": options.threads} | row_file.made_by(PROGRAM, arguments)
     common |= on_device(chosen_device(parser, options), options.dtype)
     common |= {"num_samples": options.num_samples, "batch_size": options.batch_size}
+    check_rows(options.out, "--out")
     made = []
     for model in options.model or SHAPES:
         for mode in MODES:
@@ -68,4 +69,4 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -8,7 +8,7 @@ time goes, memory over time, and the distribution of outputs.
 
 import sys
 
-from experiments.harness.options import parser_of, positive
+from experiments.harness.options import exit_code_of, parser_of, positive
 from experiments.nested_tensors import eval, memory, table, time_profiling
 from experiments.nested_tensors.main import OUT, add_sample_options, chosen_device, chosen_samples, make_out
 from experiments.nested_tensors.ragged import SHAPES
@@ -57,4 +57,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, positive, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.nested_tensors.main import (
     OUT,
     add_sample_options,
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, samples = chosen_device(parser, options), chosen_samples(parser, options)
     path = options.out / "plots" / picture_name(options.data)
     make_out(parser, path.parent)
+    check_rows(options.rows)
     common = {"sources": row_file.sources(PROGRAM), "threads": torch.get_num_threads()}
     common |= on_device(device, options.dtype)
     common |= row_file.made_by(PROGRAM, arguments)
@@ -129,4 +130,4 @@ class StageClock:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

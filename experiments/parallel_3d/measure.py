@@ -11,6 +11,7 @@ import sys
 
 from experiments.harness import rows as row_file
 from experiments.harness import sections
+from experiments.harness.options import exit_code_of
 from experiments.parallel_3d import run, table
 from experiments.parallel_3d.table import ROWS
 
@@ -59,4 +60,4 @@ def values_of(section: str, words: str) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

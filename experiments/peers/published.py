@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import Qwen2Config
 
+from experiments.harness.options import exit_code_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown
 from lowmem.cudasim.gpus import card_named
@@ -85,4 +86,4 @@ ROWS = PlannedRows("experiments.peers.published", __doc__.split("\n")[0], RESULT
 main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -28,7 +28,7 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import probe
-from experiments.harness.options import exit_code_of, parser_of, positive, under_runs
+from experiments.harness.options import exit_code_of, make_folder, parser_of, positive, under_runs
 from experiments.peers.table import update_table
 from experiments.peers.updates import CANDIDATES, Candidate, Gradients, Update, random_gradients
 from lowmem.errors import InputError
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    make_folder(options.out)
     found = measure(options.parameters, options.repeats, ["python", "-m", "experiments.peers.update", *arguments])
     path = options.out / NAME
     for row in found:

@@ -12,6 +12,7 @@ import shlex
 import sys
 
 from experiments.harness import killed, sections
+from experiments.harness.options import exit_code_of
 from experiments.pipeline_parallel import run, table
 
 PROGRAM = "experiments.pipeline_parallel.measure"
@@ -81,4 +82,4 @@ def values_of(section: str, words: str) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

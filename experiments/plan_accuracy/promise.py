@@ -22,12 +22,13 @@ import torch
 from experiments.harness import rows
 from experiments.harness.measured import measure, train
 from experiments.harness.models import MODELS
-from experiments.harness.options import under_runs
+from experiments.harness.options import check_rows, exit_code_of, under_runs
 from experiments.plan_accuracy.cases import PROMISED, Case
 from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
+from lowmem.errors import InputError
 from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import fastest
@@ -153,6 +154,9 @@ def main(arguments: list[str] | None = None) -> int:
     common = rows.made_by(PROGRAM, typed) | {"sources": rows.sources(PROGRAM)}
     done = {row["name"] for row in rows.read(options.rows) if row["sources"] == common["sources"]}
     cases = [case for case in PROMISED if case.name not in done and any(text in case.name for text in options.only)]
+    if not any(text in case.name for case in PROMISED for text in options.only):
+        raise InputError(f"--only {' '.join(options.only)}: no cell has that in its name")
+    check_rows(options.rows)
     if options.card is not None:
         return 1 if run_card([case for case in cases if case.card == options.card], options.rows, common) else 0
     codes = []
@@ -163,4 +167,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

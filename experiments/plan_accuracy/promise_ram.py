@@ -16,9 +16,10 @@ from pathlib import Path
 
 from experiments.harness import rows
 from experiments.harness.models import MODELS
-from experiments.harness.options import under_runs
+from experiments.harness.options import check_rows, exit_code_of, under_runs
 from experiments.plan_accuracy.cases import PROMISED_RAM, Case
 from experiments.plan_accuracy.whole_life import run_process
+from lowmem.errors import InputError
 from lowmem.planning.ram import PROCESS_VARIES_BYTES, TRAINING_BYTES
 from lowmem.units import MIB, format_size
 
@@ -80,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("start it on the stand-in: .venv-cuda/bin/python -m stand_in --ram -- -m " + PROGRAM)
     common = rows.made_by(PROGRAM, typed) | {"sources": rows.sources(PROGRAM)}
     done = {row["name"] for row in rows.read(options.rows) if row["sources"] == common["sources"]}
+    if not any(text in case.name for case in PROMISED_RAM for text in options.only):
+        raise InputError(f"--only {' '.join(options.only)}: no cell has that in its name")
+    check_rows(options.rows)
     failed = 0
     for case in PROMISED_RAM:
         if case.name in done or not any(text in case.name for text in options.only):
@@ -96,4 +100,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

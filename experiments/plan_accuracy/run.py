@@ -15,9 +15,10 @@ from itertools import groupby
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.plan_accuracy.cases import CASES
 from experiments.plan_accuracy.table import RESULTS, line, newest
+from lowmem.errors import InputError
 
 PROGRAM = "experiments.plan_accuracy.run"
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = parser_of(PROGRAM, __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have this in their name")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of those every N-th")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="of those every N-th")
     parser.add_argument("--again", action="store_true", help="also cases that have a row of these sources")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--out", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl")
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(case.name for case in wanted))
         return 0
+    if not wanted:
+        raise InputError(f"--only {options.only}: no case has that in its name; --list names them")
+    check_rows(options.out, "--out")
     through = row_file.through_stand_in()
     common = {
         "command": shlex.join(["python", *through, "-m", PROGRAM, *map(row_file.portable, arguments)]),
@@ -64,4 +68,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from experiments.harness import rows
-from experiments.harness.options import under_runs
+from experiments.harness.options import check_rows, exit_code_of, under_runs
 from experiments.plan_accuracy.table import WHOLE_LIFE
 
 PROGRAM = "experiments.plan_accuracy.whole_life"
@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         row["case"] for row in rows.read(options.rows)
         if row.get("sources") == common["sources"] and row["batch"] == options.batch and row["ok"]
     }  # fmt: skip
+    check_rows(options.rows)
     failed = 0
     for name in options.only:
         if name in done:
@@ -107,4 +108,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from experiments.harness import rows as row_file
-from experiments.harness.options import parser_of, positive, under_runs
+from experiments.harness.options import check_rows, exit_code_of, parser_of, positive, under_runs
 from experiments.harness.rows import ROOT
 from experiments.harness.tables import Page
 from experiments.harness.torchrun import ranks_of, start
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=under_runs(RESULTS), metavar="ROWS.jsonl", help="%(default)s")
     options = parser.parse_args(arguments)
     common, drawn = row_file.made_by(PROGRAM, arguments), random.Random(options.seed)
+    check_rows(options.rows)
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name) / "whole"
         process = started(whole)
@@ -134,4 +135,4 @@ def pages() -> list[Page]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

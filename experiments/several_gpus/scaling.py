@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import lowmem
+from experiments.harness.options import exit_code_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import Page, markdown
 from lowmem.settings import Settings
@@ -133,4 +134,4 @@ ROWS = PlannedRows(
 main = ROWS.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -13,6 +13,7 @@ import shlex
 import sys
 
 from experiments.harness import killed, sections
+from experiments.harness.options import exit_code_of
 from experiments.tensor_parallel import run, table
 
 PROGRAM = "experiments.tensor_parallel.measure"
@@ -72,4 +73,4 @@ def values_of(section: str, words: str) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from experiments.harness import rows as row_file
 from experiments.harness import samples
-from experiments.harness.options import make_folder
+from experiments.harness.options import exit_code_of, make_folder
 from experiments.unified_memory import fusion, library, passes, schedule
 from experiments.unified_memory.options import DTYPES, SEQ, SMALLEST, check, parser
 from experiments.unified_memory.picture import draw_resident
@@ -251,4 +251,4 @@ def _said(report: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -7,6 +7,7 @@ import pytest
 from experiments.bench import cases, run, table, threads
 from experiments.harness import rows as row_file
 from experiments.harness.trees import unpacked
+from lowmem.errors import InputError
 
 
 def test_no_case_lacks_a_row():
@@ -49,7 +50,7 @@ def test_two_trees_are_timed_by_turns_and_the_least_counts(tmp_path, monkeypatch
 
 def test_a_commit_that_is_not_there_is_an_error(tmp_path):
     """Either way: git has no such commit, or this is no checkout."""
-    with pytest.raises(ValueError, match="no such commit: fatal"):
+    with pytest.raises(InputError, match="no such commit: fatal"):
         unpacked("no such commit", tmp_path)
     assert not any(tmp_path.iterdir())
 

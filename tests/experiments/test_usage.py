@@ -1,11 +1,15 @@
 """What an experiment cannot do is refused in a sentence, with exit code 2, before anything is written or started."""
 
+import importlib
+
 import pytest
 import torch
 
 from experiments.bigger_models import recipe, train_gptj
 from experiments.code_generation import compare
 from experiments.harness import group
+from experiments.harness.options import exit_code_of
+from experiments.harness.rows import ROOT
 from experiments.memory_estimation import run as memory_estimation
 from experiments.nested_tensors import main as nested_tensors
 from experiments.parallel_3d import run as parallel_3d
@@ -134,3 +138,52 @@ def test_what_cannot_run_is_refused_before_anything_is_written(program, words, s
         code = ended.code
     assert code == 2 and said in " ".join(capsys.readouterr().err.split())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    "program, words, said",
+    [
+        ("bench.run", "--only dancing", "--only dancing: no case has that in its name; there are plan"),
+        ("bench.run", "--only load --before no-such-commit", "no-such-commit: fatal"),
+        ("bench.run", "--rounds 0", "invalid whole number of at least 1 value: '0'"),
+        ("bench.run", "--out {}", "cannot be written"),
+        ("bench.threads", "--steps 0", "invalid whole number of at least 1 value: '0'"),
+        ("bench.threads", "--out {}", "cannot be written"),
+        ("gpu_acceptance.predicted", "--gpus h200 abacus", "abacus"),
+        ("gpu_acceptance.predicted", "--out {}", "cannot be written"),
+        ("memory_estimation.ram", "--out {}", "cannot be written"),
+        ("memory_estimation.run", "--out {}", "cannot be written"),
+        ("memory_estimation.several_gpus.published", "--out {}", "cannot be written"),
+        ("nested_tensors.eval", "--rows {}", "cannot be written"),
+        ("nested_tensors.memory", "--out {}", "cannot be written"),
+        ("nested_tensors.time_profiling", "--rows {}", "cannot be written"),
+        ("parallel_3d.measure", "--matching dancing", "--matching dancing: no command line has that in it"),
+        ("parallel_3d.measure", "--rows {}", "cannot be written"),
+        ("peers.update", "--out {}", "cannot be written"),
+        ("plan_accuracy.run", "--every 0", "invalid whole number of at least 1 value: '0'"),
+        ("plan_accuracy.run", "--only dancing", "--only dancing: no case has that in its name; --list names them"),
+        ("plan_accuracy.run", "--out {}", "cannot be written"),
+        ("several_gpus.killed", "--rows {}", "cannot be written"),
+    ],
+)
+def test_a_measurement_is_refused_before_its_work(program, words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module(f"experiments.{program}").main
+    try:
+        code = exit_code_of(lambda: main(words.format(f"{__file__}/rows.jsonl").split()))
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_program_says_its_errors_and_ctrl_c_in_a_sentence():
+    """All but those that only other programs start, and those whose `main` does so itself."""
+    own = {"bigger_models/train_gptj", "bigger_models/train_t5", "bigger_models/on_card", "gpu_acceptance/__main__"}
+    own |= {"harness/child", "bench/cases", "plan_accuracy/cell", "peers/attempt", "memory_estimation/measure"}
+    folder, missing = ROOT / "experiments", set()
+    for path in folder.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "    sys.exit(" in text.partition('if __name__ == "__main__":')[2] and "exit_code_of(" not in text:
+            missing.add(path.relative_to(folder).with_suffix("").as_posix())
+    assert missing == own

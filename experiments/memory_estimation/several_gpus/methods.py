@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from experiments.harness.options import exit_code_of
 from experiments.memory_estimation.several_gpus.rank import METHODS, PLAIN, RankPeak, peak_of, record, tensor_ranks
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
@@ -196,4 +197,4 @@ def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: T
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from experiments.harness.models import MODELS
-from experiments.harness.options import exit_code_of, parser_of, under_runs
+from experiments.harness.options import exit_code_of, make_folder, parser_of, under_runs
 from experiments.harness.rows import made_by, plan_sources
 from experiments.memory_estimation import rows as row_file
 from experiments.memory_estimation.several_gpus.rank import RankPeak, peak_of, record
@@ -185,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace, shared: dict) -> int:
+    make_folder(options.out)
     for name in options.only or RUNS:
         row = compared(RUNS[name]) | shared
         row_file.replace(options.out / NAME, [row])
