@@ -129,7 +129,7 @@ def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predicted, "RAM_LIMITS", {"gpt2-demo": None})
     monkeypatch.setattr(predicted, "BATCHES", (1, 2))
     monkeypatch.setattr(predicted, "SEQ", 32)
-    older, others = ({"card": card, "batch": 2} for card in ("rtx3060", "h200"))
+    older, others = ({"card": card, "model": "gpt2-demo", "batch": 2} for card in ("rtx3060", "h200"))
     for row_before in (older, others):
         append(tmp_path / predicted.NAME, row_before)
     assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 0
@@ -149,8 +149,22 @@ def test_predicted_rows_are_made_shown_and_drawn(tmp_path, monkeypatch, capsys):
     assert list(table._measured_points(measured)) == [("RTX 3060", 65536, 1.2, "xl exact")]
 
 
+def test_an_interrupted_prediction_loses_no_older_row(tmp_path, monkeypatch):
+    older = [{"card": "rtx3060", "model": "gpt2", "batch": batch, "age": "old"} for batch in (1, 2)]
+    for row in older:
+        append(tmp_path / predicted.NAME, row)
+
+    def interrupted(card, arguments):
+        yield older[0] | {"age": "new"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predicted, "rows_of", interrupted)
+    assert predicted.main(["--gpus", "rtx3060", "--out", str(tmp_path)]) == 1
+    assert [(row["batch"], row["age"]) for row in read(tmp_path / predicted.NAME)] == [(2, "old"), (1, "new")]
+
+
 def test_a_card_that_is_not_known_is_refused(tmp_path, capsys):
-    assert predicted.main(["--gpus", "rtx0", "--out", str(tmp_path)]) == 2
+    assert predicted.main(["--gpus", "h200", "rtx0", "--out", str(tmp_path)]) == 2
     assert "rtx0" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
