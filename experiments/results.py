@@ -4,12 +4,14 @@ The tables between the marks of README.md, docs/results.md and each experiment's
 and the rows disagree.
 """
 
+import sys
 from pathlib import Path
 
 from experiments.bigger_models import table as bigger_models
 from experiments.bigger_models import today
 from experiments.code_generation import table as code_generation
 from experiments.gpu_acceptance import table as speed
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, put_all
 from experiments.memory_estimation import pictures as memory_pictures
 from experiments.memory_estimation import table as memory
@@ -79,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.results", __doc__, main))

@@ -1,8 +1,10 @@
 """The README's tables, made from rows: `python -m experiments.bench.table` puts them between its marks."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 
 FOLDER = Path(__file__).resolve().parent
@@ -91,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.bench.table", __doc__, main))

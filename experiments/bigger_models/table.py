@@ -1,5 +1,6 @@
 """The tables of tables.md and the README's verdict, from rows: `python -m experiments.bigger_models.table`."""
 
+import sys
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -8,6 +9,7 @@ from experiments.bigger_models.measure import CARD_CASES, LEARNED, ON_CARD, RAM_
 from experiments.bigger_models.plans import CASES, KIND, LADDER_CARD, LADDER_LIMITS, NO_CAP, RESIDENT, SMALLEST
 from experiments.bigger_models.shapes import SHAPES
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all, runs_twice
 from lowmem.units import GIB, counted
 
@@ -299,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.bigger_models.table", __doc__, main))

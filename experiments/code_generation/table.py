@@ -1,9 +1,11 @@
 """The README's table, made from rows: `python -m experiments.code_generation.table`."""
 
+import sys
 from pathlib import Path
 
 from experiments.code_generation.page import COLUMNS, ROWS
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 
 FOLDER = Path(__file__).resolve().parent
@@ -45,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.code_generation.table", __doc__, main))

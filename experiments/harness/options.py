@@ -20,6 +20,12 @@ def parser_of(program: str, doc: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m {program}", description=doc.split("\n")[0], allow_abbrev=False)
 
 
+def without_options(program: str, doc: str, command: Callable[[], None]) -> int:
+    """Runs a command that takes no option but --help, before anything is written. Returns its exit code."""
+    parser_of(program, doc).parse_args()
+    return exit_code_of(lambda: command() or 0)
+
+
 def exit_code_of(command: Callable[[], int]) -> int:
     """Returns what a command returns, or the exit code of its error, which one process says."""
     try:

@@ -1,9 +1,11 @@
 """The README's table, made from rows: python -m experiments.host_time.table puts it between the README's marks."""
 
 import re
+import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 
 BEGIN = "<!-- host time -->"
@@ -86,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.host_time.table", __doc__, main))

@@ -2,9 +2,11 @@
 the rows in results/. A test fails when they and the committed rows disagree."""
 
 import statistics
+import sys
 from collections.abc import Iterable
 
 from experiments.harness.models import MODELS
+from experiments.harness.options import without_options
 from experiments.harness.rows import is_measured
 from experiments.harness.tables import Page, markdown, put_all, runs_twice
 from experiments.memory_estimation import ram
@@ -317,4 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.memory_estimation.table", __doc__, main))

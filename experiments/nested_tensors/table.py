@@ -2,10 +2,12 @@
 
 import re
 import statistics
+import sys
 from pathlib import Path
 
 from experiments.harness import pictures
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 from experiments.nested_tensors.picture import draw_memory, draw_outputs
 from lowmem.units import MIB
@@ -211,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.nested_tensors.table", __doc__, main))

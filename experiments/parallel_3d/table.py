@@ -1,8 +1,10 @@
 """The README's tables, made from rows: `python -m experiments.parallel_3d.table`."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.sections import page
 from experiments.harness.tables import Page, markdown, put_all
 from experiments.parallel_3d import run
@@ -86,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.parallel_3d.table", __doc__, main))

@@ -1,9 +1,11 @@
 """The tables of tables.md and the README, from the rows in results/: `python -m experiments.peers.table`. A test fails
 when they and the committed rows disagree."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 from experiments.peers import published
 from experiments.peers.catalogue import PEERS
@@ -133,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.peers.table", __doc__, main))

@@ -1,10 +1,12 @@
 """The tables of README.md and tables.md, and pictures, from rows: `python -m experiments.pipeline_parallel.table`."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
 from experiments.harness.curves import draw_curves
+from experiments.harness.options import without_options
 from experiments.harness.sections import newest, page
 from experiments.harness.tables import Page, learned_table, markdown, put_all
 from experiments.pipeline_parallel import curves
@@ -174,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.pipeline_parallel.table", __doc__, main))

@@ -1,9 +1,11 @@
 """The tables of README.md and promise.md, and the picture, from rows: `python -m experiments.plan_accuracy.table`."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import pictures
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.tables import Page, markdown, put_all
 from experiments.plan_accuracy.cases import CASES, PROMISED, PROMISED_RAM, Case
 from lowmem.planning.ram import PHASES
@@ -233,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.plan_accuracy.table", __doc__, main))

@@ -1,10 +1,12 @@
 """The tables of README.md and tables.md, made from rows: `python -m experiments.tensor_parallel.table`."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from experiments.harness import killed
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.sections import page
 from experiments.harness.tables import Page, learned_table, markdown, put_all
 from experiments.tensor_parallel import curves, run, theory
@@ -149,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.tensor_parallel.table", __doc__, main))

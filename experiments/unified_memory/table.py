@@ -1,8 +1,10 @@
 """The tables of tables.md, made from rows: `python -m experiments.unified_memory.table`."""
 
+import sys
 from pathlib import Path
 
 from experiments.harness import rows as row_file
+from experiments.harness.options import without_options
 from experiments.harness.sections import page
 from experiments.harness.tables import Page, markdown, put_all
 from experiments.unified_memory.picture import draw_resident
@@ -168,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_options("experiments.unified_memory.table", __doc__, main))

@@ -1,6 +1,7 @@
 """What an experiment cannot do is refused in a sentence, with exit code 2, before anything is written or started."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from experiments.bigger_models import recipe, train_gptj
 from experiments.code_generation import compare
 from experiments.harness import group
-from experiments.harness.options import exit_code_of
+from experiments.harness.options import exit_code_of, without_options
 from experiments.harness.rows import ROOT
 from experiments.memory_estimation import run as memory_estimation
 from experiments.nested_tensors import main as nested_tensors
@@ -154,6 +155,8 @@ def test_what_cannot_run_is_refused_before_anything_is_written(program, words, s
         ("memory_estimation.ram", "--out {}", "cannot be written"),
         ("memory_estimation.run", "--out {}", "cannot be written"),
         ("memory_estimation.several_gpus.published", "--out {}", "cannot be written"),
+        ("memory_estimation.several_gpus.methods", "--model gpt2 --gpu h200 --gpus 0", "at least 1, and not 0"),
+        ("memory_estimation.several_gpus.methods", "--model gpt2 --machines 2", "--machines is for lowmem plan"),
         ("nested_tensors.eval", "--rows {}", "cannot be written"),
         ("nested_tensors.memory", "--out {}", "cannot be written"),
         ("nested_tensors.time_profiling", "--rows {}", "cannot be written"),
@@ -177,6 +180,14 @@ def test_a_measurement_is_refused_before_its_work(program, words, said, tmp_path
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("word, code", [("--help", 0), ("--rows", 2)])
+def test_a_command_without_options_refuses_words_before_it_writes(word, code, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", word])
+    with pytest.raises(SystemExit) as ended:
+        without_options("experiments.bench.table", "Tables.", lambda: pytest.fail("it began"))
+    assert ended.value.code == code
+
+
 def test_a_program_says_its_errors_and_ctrl_c_in_a_sentence():
     """All but those that only other programs start, and those whose `main` does so itself."""
     own = {"bigger_models/train_gptj", "bigger_models/train_t5", "bigger_models/on_card", "gpu_acceptance/__main__"}
@@ -184,6 +195,7 @@ def test_a_program_says_its_errors_and_ctrl_c_in_a_sentence():
     folder, missing = ROOT / "experiments", set()
     for path in folder.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if "    sys.exit(" in text.partition('if __name__ == "__main__":')[2] and "exit_code_of(" not in text:
+        started = text.partition('if __name__ == "__main__":')[2]
+        if started and "exit_code_of(" not in text and "sys.exit(without_options(" not in started:
             missing.add(path.relative_to(folder).with_suffix("").as_posix())
     assert missing == own

@@ -35,7 +35,6 @@ from lowmem.settings import Settings
 from lowmem.terminal import say
 from lowmem.units import format_size
 
-GPUS = 2
 _FIGURES = (  # of a RankPeak, in JSON
     "ranks", "tensor_ranks", "micro_batch", "allocated_peak_bytes", "reserved_peak_bytes", "persistent_bytes",
     "at_peak",
@@ -57,8 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     program = {"prog": f"python -m {__spec__.name}", "description": __doc__.split("\n")[0]}
     try:
         settings, options = parse_plan(sys.argv[1:] if arguments is None else arguments, program)
+        if options.machines != 1:
+            raise InputError("--machines is for lowmem plan: this divides a model among the GPUs of one machine")
         question = ask(check_target(settings, say))
-        return answer(question.settings, question.config, question.card, options.gpus or GPUS, options.json)
+        return answer(question.settings, question.config, question.card, options.gpus, options.json)
     except LowmemError as error:
         say(f"error: {error}")
         return error.exit_code
