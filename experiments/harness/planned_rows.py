@@ -1,6 +1,7 @@
 """Makes a table of plans, one row for each case, in several processes."""
 
 import argparse
+import signal
 import statistics
 import sys
 import time
@@ -97,7 +98,9 @@ class PlannedRows:
 
     def _planned(self, cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict]]:
         if jobs > 1:
-            with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            # Ctrl-C ends these processes. Python's own handler would end the plan alone, and begin the next one.
+            at_ctrl_c = (signal.SIGINT, signal.SIG_DFL)
+            with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, at_ctrl_c) as pool:
                 futures = {pool.submit(planned, case): case for case in cases}
                 yield from ((futures[future], future.result()) for future in as_completed(futures))
             return

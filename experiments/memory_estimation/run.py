@@ -6,6 +6,7 @@ made from the committed rows by `python -m experiments.memory_estimation.table`.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _prepare() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, not its task alone
     torch.set_num_threads(1)
     set_environment()
     transformers.logging.set_verbosity_error()  # it warns of losses and token ids that no allocation depends on

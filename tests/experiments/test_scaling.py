@@ -1,5 +1,10 @@
 """The plans for 1 to 64 cards: their table is that of the rows, and one is made anew; a rank that is killed."""
 
+import os
+import signal
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
 import pytest
 
 from experiments.harness.planned_rows import planned
@@ -10,6 +15,23 @@ from experiments.several_gpus.scaling import CASES, ROWS, Case
 
 def test_every_case_has_a_committed_row():
     assert {row["name"] for row in ROWS.committed()} == {case.name for case in CASES}
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A case whose process gets a Ctrl-C while it is planned."""
+
+    name: str = "interrupted"
+
+    def plan(self) -> dict:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {}
+
+
+def test_ctrl_c_ends_the_processes_that_plan():
+    """Seen to fail: each went on with the next of 54 plans, and the command did not end."""
+    with pytest.raises(BrokenProcessPool):
+        list(ROWS._planned([Interrupted()], jobs=2))
 
 
 def computing_seconds(row: dict) -> float:
