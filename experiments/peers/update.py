@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    check_ram(options.parameters)
     make_folder(options.out)
     found = measure(options.parameters, options.repeats, ["python", "-m", "experiments.peers.update", *arguments])
     path = options.out / NAME
@@ -57,8 +58,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0 if all(row["ok"] for row in found) else 1
 
 
-def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
-    """Returns a row for each candidate; those that are not installed, or do not run, say so in theirs."""
+def check_ram(parameters: int) -> None:
+    """Raises InputError if so many parameters do not fit into the RAM that is left."""
     free_bytes, where = ram_available_bytes()
     if parameters * RAM_PER_PARAMETER_BYTES > free_bytes:
         most = free_bytes // RAM_PER_PARAMETER_BYTES
@@ -66,6 +67,10 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
             f"--parameters {parameters} takes {format_size(parameters * RAM_PER_PARAMETER_BYTES)} of RAM, and "
             f"{format_size(free_bytes)} are left ({where}); give at most {most}"
         )
+
+
+def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
+    """Returns a row for each candidate; those that are not installed, or do not run, say so in theirs."""
     machine = probe()
     common = {
         "section": "peers update",
