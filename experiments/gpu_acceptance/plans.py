@@ -29,7 +29,7 @@ from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.planning.caps import MARGIN_BYTES
-from lowmem.planning.choices import Choices
+from lowmem.planning.choices import Choices, only
 from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import SimulatedStep, Target, gpu_target
@@ -200,10 +200,12 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
         if base.batch % (micro_batch * group) == 0
     ]
     simulations = Simulated.of(base, target).simulations
-    kept = (0, 2 * simulations.blocks)
-    resident = sorted({layout.case(simulations.units).layout.states_on_gpu for layout in layouts})
-    choices = Choices(Layout(1), micro_batches, groups, (1, 2), kept, tuple(resident))
-    found = fastest_layout([[choices]], simulations, Room(room, None))
+    choices = [
+        Choices(Layout(1), micro_batches, groups, (1, 2), only(kept), only(units))
+        for kept in (0, 2 * simulations.blocks)
+        for units in sorted({layout.case(simulations.units).layout.states_on_gpu for layout in layouts})
+    ]
+    found = fastest_layout([choices], simulations, Room(room, None))
     seconds: dict[str, float] = {}
     chosen = None
     for layout in layouts:

@@ -20,7 +20,7 @@ from lowmem.cudasim.device_model import TORCH_VERSION, gpu_model
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Memory, Tape, under_cap
 from lowmem.models.build import make_decoder
-from lowmem.planning.choices import ways
+from lowmem.planning.choices import choices_by_home
 from lowmem.planning.fastest import fastest_layout, smallest_room
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, Target, gpu_target
@@ -53,9 +53,9 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
     """Returns the row of the planner's choice under the cap, without a limit on RAM. If nothing fits, it has the
     smallest cap. InputError, with the reason, for an architecture that lowmem cannot train."""
     settings, simulations = _lowmem(config, seq, batch, card)
-    found = fastest_layout(ways(settings, simulations), simulations, Room(limit_bytes, None))
+    found = fastest_layout(choices_by_home(settings, simulations), simulations, Room(limit_bytes, None))
     if found is None:
-        smallest = smallest_room(ways(settings, simulations), simulations, Room(limit_bytes, None))
+        smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(limit_bytes, None))
         return {"batch": batch, "fits": False, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
     choice = asdict(found.layout) | {
         "recompute": found.layout.recomputes(simulations.blocks),
@@ -70,7 +70,7 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
     """Returns the smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
     settings, simulations = _lowmem(config, seq, batch, card)
-    smallest = smallest_room(ways(settings, simulations), simulations, Room(0, None))
+    smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}
 
 

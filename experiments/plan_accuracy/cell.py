@@ -29,7 +29,7 @@ from lowmem.errors import PlanError
 from lowmem.models.build import load_config
 from lowmem.planning import gpu_plan
 from lowmem.planning.caps import margins, smallest_cap
-from lowmem.planning.choices import Choices, step_case, ways
+from lowmem.planning.choices import ByHome, choices_by_home, step_case, with_fates
 from lowmem.planning.planner import make_plan
 from lowmem.planning.target import Question, planning_target
 from lowmem.run.cli import parse_arguments
@@ -78,7 +78,8 @@ def _run(case: Case, folder: Path) -> dict:
         os.environ[name] = f"expandable_segments:{case.grow}"
     arguments = [*_model(case, folder), *RUN, *_data(folder), *case.options]
     arguments += ["--gradients", "resident"] if case.two_passes else []
-    with patch.object(gpu_plan, "ways", partial(_with_fate, Fate.DROPPED if case.two_passes else Fate.APPLIED)):
+    fate = Fate.DROPPED if case.two_passes else Fate.APPLIED
+    with patch.object(gpu_plan, "choices_by_home", partial(_with_fate, fate)):
         limit = _tight_cap(arguments) if case.cap == TIGHT else case.cap
         arguments += ["--gpu-limit", str(limit), "--out", str(folder / "run")]
         with memory_alone():
@@ -114,11 +115,10 @@ def _data(folder: Path) -> list[str]:
     return ["--data", str(folder / "train.txt"), "--eval-data", str(folder / "evaluation.txt"), "--eval-batches", "1"]
 
 
-def _with_fate(fate: Fate, settings: Settings, simulations) -> list[list[Choices]]:
-    """Returns the ways that do this with gradients; all ways if none does."""
-    every = ways(settings, simulations)
-    found = ([each for each in fates if each.base.fate is fate] for fates in every)
-    return [choices for choices in found if choices] or every
+def _with_fate(fate: Fate, settings: Settings, simulations) -> ByHome:
+    """Returns the Choices with this fate of gradients; all Choices if none has it."""
+    by_home = choices_by_home(settings, simulations)
+    return with_fates(by_home, {fate}) or by_home
 
 
 def _tight_cap(arguments: list[str]) -> int:

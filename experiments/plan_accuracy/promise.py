@@ -33,7 +33,7 @@ from lowmem.limits import OVERSHOOT_BYTES
 from lowmem.models.build import make_decoder
 from lowmem.planning import fastest
 from lowmem.planning.caps import margins, room_under, smallest_cap
-from lowmem.planning.choices import step_case, ways
+from lowmem.planning.choices import choices_by_home, step_case
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
@@ -58,10 +58,11 @@ def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
     """Returns the smallest cap that is named, and the largest that is refused, in bytes, whole MiB. They may differ by
     more than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
     free = margins(simulations.base.needs_all_gradients)
-    smallest = _in_mib(fastest.smallest_room(ways(settings, simulations), simulations, Room(0, None)).gpu, free)
+    by_home = choices_by_home(settings, simulations)
+    smallest = _in_mib(fastest.smallest_room(by_home, simulations, Room(0, None)).gpu, free)
     refused = smallest - MIB
     while True:
-        found = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(refused, free), None))
+        found = fastest.fastest_layout(by_home, simulations, Room(room_under(refused, free), None))
         if found is None:
             return smallest, refused
         least = simulations.smallest_cap_bytes(found.layout)
@@ -76,7 +77,7 @@ def _in_mib(room_bytes: int, free: int) -> int:
 def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
     """Returns the smallest layout, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
-    layouts = fastest.frugal_layouts(ways(settings, simulations), simulations)
+    layouts = fastest.smallest_layouts(choices_by_home(settings, simulations), simulations)
     if settings.segment_blocks is None:
         smallest = min(layouts, key=size)
         if not smallest.kept:
@@ -96,7 +97,8 @@ def run_cell(case: Case, device: torch.device) -> dict:
     run = partial(_reserved_bytes, decoder, settings, device)
     smallest, refused = caps(settings, simulations)
     free = margins(simulations.base.needs_all_gradients)
-    planned = fastest.fastest_layout(ways(settings, simulations), simulations, Room(room_under(smallest, free), None))
+    room = Room(room_under(smallest, free), None)
+    planned = fastest.fastest_layout(choices_by_home(settings, simulations), simulations, room)
     if planned is None:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
     reserved = run(simulations.case(planned.layout), smallest)

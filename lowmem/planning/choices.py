@@ -1,6 +1,6 @@
 """Lists the layouts that the settings allow, in the order in which the search tries them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -22,18 +22,18 @@ class Choices:
     """Describes layouts to search. They have the fields of `base`, such as the Fate of gradients, with exceptions:
 
     `micro_batches`, `groups`, `segments` and `kept` list, in ascending order, the values to try for `micro_batch`,
-    `group`, `segment_blocks` and `kept` of the layout. `on_gpu` lists values of `weights_on_gpu` if working weights are
-    in RAM, else of `states_on_gpu`. `groups` None allows any size. `whole_batch`: the whole batch must be one group.
-    `disk`: 0 allows no states on a disk. 1 puts states of as few units there as RAM demands. A larger number is the
-    smallest number of units with states there.
+    `group`, `segment_blocks` and `kept` of the layout. `units_on_gpu` lists values of `weights_on_gpu` if working
+    weights are in RAM, else of `states_on_gpu`. `kept` and `units_on_gpu` have steps of 1. `groups` None allows any
+    size. `whole_batch`: the whole batch must be one group. `disk`: 0 allows no states on a disk. 1 puts states of as
+    few units there as RAM demands. A larger number is the smallest number of units with states there.
     """
 
     base: Layout
     micro_batches: Sequence[int]
     groups: Sequence[int] | None
     segments: Sequence[int]
-    kept: Sequence[int]
-    on_gpu: Sequence[int]
+    kept: range
+    units_on_gpu: range
     whole_batch: bool = False
     disk: int = 0
 
@@ -50,11 +50,18 @@ class Choices:
             sizes.append(larger[0])
         return sizes
 
-    def layout(self, micro_batch: int, group: int, segment: int, kept: int, on_gpu: int) -> Layout:
-        where = "states_on_gpu" if self.base.weights_on_gpu is None else "weights_on_gpu"
+    def layout(self, micro_batch: int, group: int, segment: int, kept: int, units_on_gpu: int) -> Layout:
+        home = "states_on_gpu" if self.base.weights_on_gpu is None else "weights_on_gpu"
         return replace(
-            self.base, micro_batch=micro_batch, group=group, segment_blocks=segment, kept=kept, **{where: on_gpu}
+            self.base, micro_batch=micro_batch, group=group, segment_blocks=segment, kept=kept, **{home: units_on_gpu}
         )
+
+
+ByHome = Sequence[Sequence[Choices]]  # lists of Choices that differ only in the Fate of gradients, one for each home
+
+
+def only(number: int) -> range:
+    return range(number, number + 1)
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
@@ -66,34 +73,45 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
     )  # fmt: skip
 
 
-def ways(settings: Settings, simulations: Simulations) -> list[list[Choices]]:
-    """Returns lists of Choices, to be tried one list after the other. The Choices in a list differ in the Fate of
-    gradients (_fates). In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then block
-    inputs, then both. If states may be on a disk, the same lists follow with states there. With several ranks each
-    entry comes twice: first no block keeps its gathered weights until backward, then all do."""
+def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
+    """Returns all Choices that the settings allow, in the order to try them: a list for each home of weights, of block
+    inputs and of states. In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then
+    block inputs, then both. If states may be on a disk, the same lists follow with states there.
+
+    The Choices in a list differ in the Fate of gradients (_fates). With several ranks each comes twice: first no block
+    keeps its gathered weights until backward, then all do."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
     inputs = (False,) if keeps_everything else in_ram[settings.boundaries]
     disk = (0,) if settings.states_folder is None else (0, 1)
     disk = (simulations.units,) if settings.states == "disk" else disk
-    homes = (_placed(settings, simulations, *home) for home in product(disk, inputs, weights))
-    fates = (list(_fates(settings, choices, simulations.base)) for choices in homes)
-    if simulations.base.mesh.count > 1:
-        counts = (0, simulations.blocks)
-        fates = ([replace(c, base=replace(c.base, gathered=n)) for c in each for n in counts] for each in fates)
-    return [choices for choices in fates if choices]
+    by_home = []
+    for home in product(disk, inputs, weights):
+        of_home = list(_fates(settings, _with_home(settings, simulations, *home), simulations.base))
+        if simulations.base.mesh.count > 1:
+            counts = (0, simulations.blocks)
+            of_home = [replace(each, base=replace(each.base, gathered=n)) for each in of_home for n in counts]
+        if of_home:
+            by_home.append(of_home)
+    return by_home
 
 
-def _placed(
+def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
+    """Returns the Choices with one of these fates."""
+    chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
+    return [of_home for of_home in chosen if of_home]
+
+
+def _with_home(
     settings: Settings, simulations: Simulations, disk: int, inputs_in_ram: bool, weights_in_ram: bool
 ) -> Choices:
     choices = replace(open_choices(settings, simulations), disk=disk)
     base = Layout(1, boundaries_in_ram=inputs_in_ram, weights_on_gpu=1 if weights_in_ram else None)
     kept = choices.kept
     if weights_in_ram:
-        kept = tuple(each for each in kept if each <= simulations.blocks)
-        choices = replace(choices, on_gpu=range(1, simulations.units - 1))
+        kept = range(kept.start, min(kept.stop, simulations.blocks + 1))  # a graph that is kept holds its weights
+        choices = replace(choices, units_on_gpu=range(1, simulations.units - 1))
     if inputs_in_ram:  # tensors that blocks keep would be on the GPU, and take more than inputs do
         kept = kept[:1]
     return replace(choices, base=base, kept=kept)
@@ -102,6 +120,8 @@ def _placed(
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
     """Returns the Choices that the settings allow with weights and gradients on the GPU."""
     units, blocks = simulations.units, simulations.blocks
+    kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
+    units_on_gpu = {"auto": range(units + 1), "resident": only(units)}
     micro_batches = [size for size in range(1, settings.batch + 1) if settings.batch % size == 0]
     if settings.micro_batch is not None:
         micro_batches = [settings.micro_batch]
@@ -112,10 +132,8 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
         tuple(micro_batches),
         groups=None if settings.group is None else (settings.group,),
         segments=SEGMENTS if settings.segment_blocks is None else (settings.segment_blocks,),
-        kept={"auto": range(2 * blocks + 1), "on": (0,), "products": (blocks,), "off": (2 * blocks,)}[
-            settings.recompute
-        ],
-        on_gpu={"auto": range(units + 1), "resident": (units,)}.get(settings.states, (0,)),
+        kept=kept[settings.recompute],
+        units_on_gpu=units_on_gpu.get(settings.states, only(0)),
     )
 
 
@@ -144,7 +162,7 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
     whole = replace(whole, micro_batches=(smallest, *(size for size in larger if size <= FEW_SEQUENCES)))
     if settings.gradients != "resident" and settings.states != "resident":
         sent = replace(whole.base, fate=Fate.SENT)
-        on_gpu = choices.on_gpu if sent.weights_on_gpu is not None else (0,)
-        yield replace(whole, base=sent, on_gpu=on_gpu)
+        units_on_gpu = choices.units_on_gpu if sent.weights_on_gpu is not None else only(0)
+        yield replace(whole, base=sent, units_on_gpu=units_on_gpu)
     if settings.gradients != "streamed":
         yield replace(whole, base=replace(whole.base, fate=Fate.DROPPED))

@@ -133,7 +133,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     disk."""
     choices = open_choices(settings, simulations)
     base = Layout(
-        1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.on_gpu[-1],
+        1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.units_on_gpu[-1],
         states_on_disk=simulations.units if settings.states == "disk" else 0,
         boundaries_in_ram=settings.boundaries == "streamed",
     )  # fmt: skip

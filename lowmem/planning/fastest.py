@@ -8,47 +8,46 @@ these layouts, too. So there is a plan under each cap that is named.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Fate, Layout
-from lowmem.planning.choices import Choices
-from lowmem.planning.columns import Columns, within
+from lowmem.planning.choices import ByHome
+from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
 _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed) if it takes this many times as long.
 
-Ways = Sequence[Sequence[Choices]]  # choices.ways: lists to try one after the other
 
-
-def fastest_layout(ways: Ways, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout of all `ways` that fits into `room`, None if nothing fits."""
+def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
+    """Returns the fastest layout of all Choices that fits into `room`, None if nothing fits."""
     search = Search(Columns(simulations), room)
-    while (found := _fastest(ways, search)) is not None:
+    while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
             return found
-        search = replace(search, failed=(*search.failed, replace(found, kept=_too_much(simulations, found, room))))
+        search = replace(search, failed=(*search.failed, (found, _too_much(simulations, found, room))))
     fitting = [
-        found
-        for found in _frugal(ways, simulations, room)
-        if within(found.simulated.streamed_bytes, room.ram) and simulations.fits(found.layout, room.gpu)
+        Found(small.layout, simulations.record(small.layout), small.column)
+        for small in _smallest(by_home, simulations, room)
+        if within(small.ram_bytes, room.ram) and small.fits(simulations, room.gpu)
     ]
     return min(fitting, key=lambda found: found.seconds, default=None)
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns an index `kept` at which the column of `found` runs out of memory in the model of the allocator. It is 0,
-    or the index before it completes. `found` itself fails. Tries the two indices before that of `found`, then bisects.
-    Then tries indices after the result: a layout may complete although one that keeps less fails."""
+    """Returns a `kept` with which the column of `found` runs out of memory in the model of the allocator. It is the
+    least, or with one less the column completes. `found` itself fails. Tries the two numbers below its `kept`, then
+    bisects. Then tries numbers above the result: a layout may complete although one that keeps less fails."""
 
     def fails(kept: int) -> bool:
-        return not simulations.completes(found.column.layout(kept, found.on_gpu), room.gpu)
+        return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
 
-    for kept in range(found.kept - 1, max(found.kept - 3, -1), -1):
-        if not fails(kept):
-            return kept + 1
-    beyond = max(found.kept - 2, 0)  # it fails
-    failing = bisect_left(range(beyond), True, key=fails)
+    least, kept = found.column.least_kept, found.layout.kept
+    for fewer in range(kept - 1, max(kept - 3, least - 1), -1):
+        if not fails(fewer):
+            return fewer + 1
+    beyond = max(kept - 2, least)  # it fails
+    failing = bisect_left(range(beyond), True, lo=least, key=fails)
     more = 1
     while failing + more < beyond:
         if not fails(failing + more):
@@ -57,15 +56,16 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
     return failing
 
 
-def _fastest(ways: Ways, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries the lists of `ways` until the
-    fastest so far has weights and gradients on the GPU. Goes on if a layout that failed (Search.failed) was much
-    faster. Tries a disk only if nothing else fits, or if the fastest so far runs forward and backward twice."""
+def _fastest(by_home: ByHome, search: Search) -> Found | None:
+    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes until the fastest so far has
+    weights and gradients on the GPU. Goes on if a layout that failed (Search.failed) was much faster. Tries a disk only
+    if nothing else fits, or if the fastest so far runs forward and backward twice."""
     best: Found | None = None
-    for fates in ways:
-        if fates[0].disk and best is not None and best.layout.fate is not Fate.DROPPED:
+    for of_home in by_home:
+        disk = of_home[0].disk
+        if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
-        for choices in reversed(fates) if fates[0].disk else fates:  # those that need the least RAM first
+        for choices in reversed(of_home) if disk else of_home:  # those that need the least RAM first
             if choices.base.gathered and (best is None or not best.waits):
                 continue  # weights that stay would not fit, or save no time
             on_disk = best is not None and best.layout.states_on_disk and best.layout.weights_on_gpu is None
@@ -73,62 +73,80 @@ def _fastest(ways: Ways, search: Search) -> Found | None:
                 continue  # RAM is short, and weights there would take more of it
             best = search.fastest(choices, best)
         on_gpu = best is not None and best.layout.weights_on_gpu is None
-        as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed in search.failed)
+        as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed)
         if as_fast and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
 
 
-def smallest_room(ways: Ways, simulations: Simulations, room: Room) -> Room:
+def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
     """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
     raises the RAM limit alone. Otherwise raises the GPU limit, and also the RAM limit if every layout exceeds it."""
-    frugal = _frugal(ways, simulations, room)
-    for found in sorted(frugal, key=lambda found: found.simulated.streamed_bytes):
+    candidates = _smallest(by_home, simulations, room)
+    for small in sorted(candidates, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
-        if found.layout.weights_on_gpu is None and simulations.fits(found.layout, room.gpu):
-            return Room(room.gpu, found.simulated.streamed_bytes)
-    in_ram = [found for found in frugal if within(found.simulated.streamed_bytes, room.ram)]
+        if small.layout.weights_on_gpu is None and small.fits(simulations, room.gpu):
+            return Room(room.gpu, small.ram_bytes)
+    in_ram = [small for small in candidates if within(small.ram_bytes, room.ram)]
     smallest: Room | None = None
-    for found in sorted(in_ram or frugal, key=lambda found: simulations.allocated_bytes(found.layout)):
-        if smallest is not None and simulations.allocated_bytes(found.layout) >= smallest.gpu:
+    for small in sorted(in_ram or candidates, key=lambda small: small.gpu_bytes):
+        if smallest is not None and small.gpu_bytes >= smallest.gpu:
             break
-        cap = simulations.smallest_cap_bytes(found.layout)
+        cap = simulations.smallest_cap_bytes(small.layout)
         if smallest is None or cap < smallest.gpu:
-            smallest = Room(cap, found.simulated.streamed_bytes)
+            smallest = Room(cap, small.ram_bytes)
     return smallest
 
 
-def least_ram(ways: Ways, simulations: Simulations, gpu: int | None) -> Found | None:
+def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
     """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
-    frugal = sorted(_frugal(ways, simulations, Room(gpu, None)), key=lambda found: found.simulated.streamed_bytes)
-    return next((found for found in frugal if simulations.fits(found.layout, gpu)), None)
+    candidates = sorted(_smallest(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
+    return next((small.layout for small in candidates if small.fits(simulations, gpu)), None)
 
 
-def frugal_layouts(ways: Ways, simulations: Simulations) -> list[Layout]:
-    """Returns candidates for the layout that needs the least GPU memory, whatever RAM they need."""
-    return [found.layout for found in _frugal(ways, simulations, Room(None, None))]
+def smallest_layouts(by_home: ByHome, simulations: Simulations) -> list[Layout]:
+    """Returns layouts that need little GPU memory, whatever RAM they need. The first needs the least."""
+    candidates = sorted(_smallest(by_home, simulations, Room(None, None)), key=lambda small: small.gpu_bytes)
+    return [small.layout for small in candidates]
 
 
-def _frugal(ways: Ways, simulations: Simulations, room: Room) -> list[Found]:
+@dataclass(frozen=True)
+class _Small:
+    """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
+    this column, because a simulation takes longer."""
+
+    layout: Layout
+    column: Column
+    gpu_bytes: int  # allocated
+    ram_bytes: int  # copied to the GPU when needed
+
+    def fits(self, simulations: Simulations, limit_bytes: int | None) -> bool:
+        return within(self.gpu_bytes, limit_bytes) and simulations.fits(self.layout, limit_bytes)
+
+
+def _smallest(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Small]:
     """Returns layouts with the smallest micro-batch and group that keep as little for backward as allowed, up to six in
     a column (columns.py). One has the fewest units on the GPU that RAM allows, one has all units there. The others have
     the most that the GPU allows, or up to three fewer, because the allocator may need more."""
-    found, columns = [], Columns(simulations)
-    every = [choices for fates in ways for choices in fates]
+    small, columns = [], Columns(simulations)
+    every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
     for choices in every:
         if choices.base.gathered or (choices.base.fate is Fate.SENT and dropped):
             continue  # other entries take less memory: they gather weights twice, or compute gradients twice
         ram = None if choices.disk else room.ram
         for segment in choices.segments:
-            column = replace(columns.frugal(choices), segment=segment)
-            places, fitting = (Search(columns, each).places(column) for each in (Room(None, ram), Room(room.gpu, None)))
-            for place in sorted({*places[:1], *fitting[-4:], len(choices.on_gpu) - 1}):
-                layout = column.layout(0, place)
+            column = replace(columns.smallest(choices), segment=segment)
+            fitting_ram = Search(columns, Room(None, ram)).fitting(column)
+            fitting_gpu = Search(columns, Room(room.gpu, None)).fitting(column)
+            for units in sorted({*fitting_ram[:1], *fitting_gpu[-4:], choices.units_on_gpu[-1]}):
+                layout, ram_bytes = column.layout(column.least_kept, units), columns.streamed_bytes(column, units)
                 if choices.disk:
                     layout = replace(layout, states_on_disk=simulations.units)
-                found.append(Found(layout, simulations.record(layout), column))
-    return found
+                    ram_bytes -= simulations.bytes_on_disk(layout)
+                gpu_bytes = columns.allocated_bytes(column, column.least_kept, units)
+                small.append(_Small(layout, column, gpu_bytes, ram_bytes))
+    return small
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
@@ -136,12 +154,11 @@ def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: 
     fastest that allocates at most this share of the GPU bytes of `found`. A run can change to it: the micro-batch and
     `fixed_homes` are the same, and no more units have states on the GPU."""
     choices, layout = found.column.choices, found.layout
-    numbers = (layout.weights_on_gpu,)
-    if layout.weights_on_gpu is None:
-        numbers = tuple(each for each in choices.on_gpu if each <= layout.states_on_gpu)
-    base = replace(choices.base, states_on_disk=found.layout.states_on_disk)
-    fixed = replace(choices, base=base, disk=0, micro_batches=(found.layout.micro_batch,))
-    fixed = replace(fixed, on_gpu=numbers)
-    columns, allocated = Columns(simulations), simulations.allocated_bytes(found.layout)
+    fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
+    fixed = replace(
+        choices, base=replace(choices.base, states_on_disk=layout.states_on_disk), disk=0,
+        micro_batches=(layout.micro_batch,), units_on_gpu=range(fewest, found.units_on_gpu + 1),
+    )  # fmt: skip
+    columns, allocated = Columns(simulations), simulations.allocated_bytes(layout)
     smaller = (Search(columns, Room(int(share * allocated), room.ram)).fastest(fixed) for share in shares)
-    return list(dict.fromkeys(each.layout for each in smaller if each is not None and each.layout != found.layout))
+    return list(dict.fromkeys(each.layout for each in smaller if each is not None and each.layout != layout))

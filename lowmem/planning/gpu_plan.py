@@ -10,7 +10,7 @@ from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.caps import cap_options, described, margins, refusal, room_under, smallest_cap
-from lowmem.planning.choices import step_case, ways
+from lowmem.planning.choices import choices_by_home, step_case, with_fates
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.plan import Plan
@@ -116,19 +116,19 @@ def gpu_plan(question: Question) -> Plan:
     simulations = Simulations(decoder, step_case(settings, question.precision, question.mesh), target)
     case = _Case(question, simulations, gpu_limit)
     room = case.room(settings.ram_limit_bytes)
-    found = fastest_layout(ways(settings, simulations), simulations, room)
+    by_home = choices_by_home(settings, simulations)
+    found = fastest_layout(by_home, simulations, room)
     if found is None:
         raise _refused(case, room, usable_bytes if card_is_known else None)
     if case.margins > 1 and found.layout.fate is not Fate.APPLIED:  # its steps can be made again
-        waiting = [[one for one in fates if one.base.fate is not Fate.APPLIED] for fates in ways(settings, simulations)]
         room = case.room(settings.ram_limit_bytes, margins=1)
-        found = fastest_layout([fates for fates in waiting if fates], simulations, room) or found
+        found = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), simulations, room) or found
     plan = case.plan_with_smaller(found, room)
     free_bytes = question.ram_here_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         room = case.room(free_bytes)
-        less = fastest_layout(ways(same, simulations), simulations, room)
+        less = fastest_layout(choices_by_home(same, simulations), simulations, room)
         return plan if less is None else _with_faster(case.plan_with_smaller(less, room), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
@@ -136,8 +136,7 @@ def gpu_plan(question: Question) -> Plan:
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
             return _with_faster(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
-        sent = [[which for which in fates if which.base.fate is Fate.SENT] for fates in ways(settings, simulations)]
-        faster = fastest_layout(list(filter(None, sent)), simulations, replace(room, ram=None))
+        faster = fastest_layout(with_fates(by_home, {Fate.SENT}), simulations, replace(room, ram=None))
         if faster is not None and faster.seconds < _WORTH_SAYING * found.seconds:
             return _with_faster(plan, case.plan(faster))
     return replace(plan, faster_with_ram=_faster_with_ram(case, room, found, plan.gpu_reserved_peak_bytes))
@@ -175,7 +174,7 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         one = sum(largest(case.ram(simulations, {"streamed_states": streamed_bytes})).values()) + varies
         return one * question.ranks_here
 
-    smallest = smallest_room(ways(settings, simulations), simulations, room)
+    smallest = smallest_room(choices_by_home(settings, simulations), simulations, room)
     gpu_cap = smallest_cap(smallest.gpu, case.margins)
     ram = ram_bytes(simulations, smallest.ram)
     found = WaysOut(settings, simulations, room, ram_bytes).found()

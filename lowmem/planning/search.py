@@ -4,7 +4,7 @@
         for micro_batch:                   from the smallest on, until nothing fits
             for group:                     from the smallest on, as long as a larger one is faster
                 for segment_blocks:        from the shortest on, as long as a longer one is faster
-                    bisect `on_gpu`:       the units on the GPU, until no copies are waited for
+                    bisect units_on_gpu:   until no copies are waited for
                         bisect `kept`:     the most that blocks can keep for backward
 
 Figures come from simulated steps, which do not depend on caps. Choices are skipped if they are not expected to beat the
@@ -36,13 +36,16 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout, its simulated step, its column (columns.py), and its indices `kept` and `on_gpu` there."""
+    """Holds a layout, its simulated step and its column (columns.py)."""
 
     layout: Layout
     simulated: SimulatedStep
     column: Column
-    kept: int = 0
-    on_gpu: int = 0
+
+    @property
+    def units_on_gpu(self) -> int:
+        """Returns how many units have weights on the GPU if weights may be in RAM, else how many have states there."""
+        return self.layout.states_on_gpu if self.layout.weights_on_gpu is None else self.layout.weights_on_gpu
 
     @property
     def seconds(self) -> float:
@@ -67,24 +70,24 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 @dataclass(frozen=True)
 class Search:
     """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: layouts whose allocated bytes
-    fit, but which run out of memory in the model of the allocator. The search assumes that a layout of the same column
-    fails, too, if neither its `kept` nor its `on_gpu` is smaller."""
+    fit, but which run out of memory in the model of the allocator, each with the smallest `kept` that runs out, too.
+    The search assumes that a layout of the same column fails if it keeps as much and has as many units on the GPU."""
 
     columns: Columns
     room: Room
-    failed: tuple[Found, ...] = ()
+    failed: tuple[tuple[Found, int], ...] = ()
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
         if (
             best is not None
-            and self._least_disk_seconds(self.columns.frugal(choices)) > (1 + _NEGLIGIBLE) * best.seconds
+            and self._least_disk_seconds(self.columns.smallest(choices)) > (1 + _NEGLIGIBLE) * best.seconds
         ):
             return best
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
-            if not self._enough_in_ram(self.columns.frugal(choices)):
+            if not self._fitting_ram(self.columns.smallest(choices)):
                 break
             found = self._fastest_group(choices, micro_batch, best)
             if found is None:
@@ -117,39 +120,39 @@ class Search:
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of a column, None if nothing fits. If no layout is expected to beat `best`,
         returns any that fits."""
-        columns, places = self.columns, self.places(column)
-        if not places:
+        columns, fitting, least = self.columns, self.fitting(column), column.least_kept
+        if not fitting:
             return None
         if best is not None:
-            most = columns.expected_kept(column, places[0], columns.first_kept(column), self.room.gpu)
-            computing = columns.expected_seconds(column, column.choices.kept[most])
+            most = columns.expected_kept(column, fitting[0], columns.first_kept(column), self.room.gpu)
+            computing = columns.expected_seconds(column, most)
             if self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
-                return self._found(column, 0, places[0])
+                return self._found(column, least, fitting[0])
             if computing >= best.seconds:
-                return Found(column.layout(0, places[0]), columns.simulated(column), column, 0, places[0])
-        fastest, some = None, places
-        if column.choices.on_gpu[places[-1]] == columns.simulations.units:  # no copies, and no slots for them
-            fastest, some = self._with_most_kept(column, places[-1]), places[:-1]
+                return Found(column.layout(least, fitting[0]), columns.simulated(column), column)
+        fastest, some = None, fitting
+        if fitting[-1] == columns.simulations.units:  # no copies, and no slots for them
+            fastest, some = self._with_most_kept(column, fitting[-1]), fitting[:-1]
         if some:
             fastest = faster(fastest, self._bisected(column, some[0], some[-1], best))
         if columns.simulated(column).computing_seconds < faster(best, fastest).seconds:  # keeping may cost more
-            for place in {places[0], *some[-1:], places[-1]}:
-                fastest = faster(fastest, self._found(column, 0, place))
+            for units in {fitting[0], *some[-1:], fitting[-1]}:
+                fastest = faster(fastest, self._found(column, least, units))
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout whose index in `choices.on_gpu` is from `fewest` to `most`. Units on the GPU need
-        no copies, but their memory could keep products. So a step gets faster until it waits for no copy, and then
-        slower. Stops early if no layout left is expected to beat `best`."""
+        """Returns the fastest layout with `fewest` to `most` units on the GPU. Units there need no copies, but their
+        memory could keep products. So a step gets faster until it waits for no copy, and then slower. Stops early if no
+        layout left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
-        while found.on_gpu < most and found.waits:
-            saved = partial(self.columns.copying_seconds, column, found.on_gpu)  # index -> the most seconds saved
+        while found.units_on_gpu < most and found.waits:
+            saved = partial(self.columns.copying_seconds, column, found.units_on_gpu)  # units -> the most seconds saved
             waiting, to_beat = found.simulated.waiting_seconds, (1 - _NEGLIGIBLE) * faster(best, fastest).seconds
             if found.simulated.computing_seconds + max(waiting - saved(most), least_waiting) >= to_beat:
                 break
-            enough = bisect_left(range(most + 1), waiting, lo=found.on_gpu + 1, key=saved)
-            middle = enough if enough <= most else (found.on_gpu + most + 1) // 2
+            enough = bisect_left(range(most + 1), waiting, lo=found.units_on_gpu + 1, key=saved)
+            middle = enough if enough <= most else (found.units_on_gpu + most + 1) // 2
             if self._expected_seconds(found, middle) >= to_beat:
                 most = middle - 1
                 continue
@@ -161,75 +164,80 @@ class Search:
                 most, least_waiting = middle - 1, tried.simulated.waiting_seconds
         return fastest
 
-    def _expected_seconds(self, found: Found, on_gpu: int) -> float:
-        """Returns the expected seconds of a step with the index `on_gpu`, without waits for copies. `on_gpu` is larger
-        than that of `found`."""
-        column, limit = found.column, self.room.gpu
-        kept = self.columns.expected_kept(column, on_gpu, found.kept, limit)
-        return self.columns.expected_seconds(column, column.choices.kept[kept])
+    def _expected_seconds(self, found: Found, units_on_gpu: int) -> float:
+        """Returns the expected seconds of a step, without waits for copies, with more units on the GPU than `found`."""
+        kept = self.columns.expected_kept(found.column, units_on_gpu, found.layout.kept, self.room.gpu)
+        return self.columns.expected_seconds(found.column, kept)
 
-    def places(self, column: Column) -> list[int]:
-        """Returns each index `on_gpu` that fits if blocks keep as little for backward as the column allows."""
-        return [place for place in self._enough_in_ram(column) if self._fits(column, 0, place)]
+    def fitting(self, column: Column) -> list[int]:
+        """Returns each number of units on the GPU that fits if blocks keep as little for backward as the column
+        allows."""
+        return [units for units in self._fitting_ram(column) if self._fits(column, column.least_kept, units)]
 
     def _least_disk_seconds(self, column: Column) -> float:
         """Returns a lower bound for the seconds of all steps of `column`: the time of the disk. Returns 0 if states may
         not be on a disk, or if nothing fits."""
-        places = self.places(column) if column.choices.disk else ()
-        return self.columns.disk_seconds(column, places[-1], self.room.ram) if places else 0.0
+        fitting = self.fitting(column) if column.choices.disk else ()
+        return self.columns.disk_seconds(column, fitting[-1], self.room.ram) if fitting else 0.0
 
-    def _enough_in_ram(self, column: Column) -> list[int]:
-        places, limit = range(len(column.choices.on_gpu)), self.room.ram
-        if limit is None or not self.columns.may_fit(column, 0, 0, self.room.gpu):
-            return list(places)
-        places = [place for place in places if self.columns.may_stream(column, place, limit)]
-        return [place for place in places if self.columns.least_on_disk(column, place, limit) is not None]
+    def _fitting_ram(self, column: Column) -> list[int]:
+        """Returns each number of units on the GPU with which the others fit into RAM. Returns all numbers if the column
+        certainly exceeds the GPU's memory, so that nothing is simulated for it."""
+        numbers, limit = column.choices.units_on_gpu, self.room.ram
+        if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
+            return list(numbers)
+        numbers = [units for units in numbers if self.columns.may_fit_ram(column, units, limit)]
+        return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
-    def _with_most_kept(self, column: Column, on_gpu: int) -> Found:
-        """Returns the layout with the largest index `kept` that fits with the index `on_gpu`. Then puts more units on
-        the GPU, as long as they fit with this `kept`."""
-        kept, more = self._most_kept(column, on_gpu), on_gpu
-        while more + 1 < len(column.choices.on_gpu) and self._fits(column, kept, more + 1):
-            more += 1
-        return self._found(column, kept, more)
+    def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
+        """Returns the layout with the largest `kept` that fits with this number of units on the GPU. Then puts more
+        units there, as long as they fit with this `kept`."""
+        kept, units = self._most_kept(column, units_on_gpu), units_on_gpu
+        while units < column.choices.units_on_gpu[-1] and self._fits(column, kept, units + 1):
+            units += 1
+        return self._found(column, kept, units)
 
-    def _found(self, column: Column, kept: int, on_gpu: int) -> Found:
-        on_disk = self.columns.least_on_disk(column, on_gpu, self.room.ram)
-        layout = replace(column.layout(kept, on_gpu), states_on_disk=on_disk)
-        return Found(layout, self.columns.simulations.record(layout), column, kept, on_gpu)
+    def _found(self, column: Column, kept: int, units_on_gpu: int) -> Found:
+        on_disk = self.columns.least_on_disk(column, units_on_gpu, self.room.ram)
+        layout = replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
+        return Found(layout, self.columns.simulations.record(layout), column)
 
-    def _most_kept(self, column: Column, on_gpu: int) -> int:
-        """Returns the largest index in `choices.kept` whose layout fits into GPU memory. `on_gpu`: index in
-        `choices.on_gpu`. The index 0 must fit."""
-        columns, limit, first = self.columns, self.room.gpu, self.columns.first_kept(column)
-        places = range(columns.last_kept(column) + 1)
-        beyond = bisect_left(places, True, key=lambda kept: not columns.may_fit(column, kept, on_gpu, limit))
+    def _most_kept(self, column: Column, units_on_gpu: int) -> int:
+        """Returns the largest `kept` whose layout fits into GPU memory with this number of units there. The smallest
+        one must fit."""
+        columns, limit, least = self.columns, self.room.gpu, column.least_kept
+        after = columns.most_kept(column) + 1
+        beyond = bisect_left(
+            range(after), True, lo=least, key=lambda kept: not columns.may_fit(column, kept, units_on_gpu, limit)
+        )
         known = columns.known_kept(column)
-        fits = max((kept for kept in known if self._fits(column, kept, on_gpu)), default=0)
+        fits = max((kept for kept in known if self._fits(column, kept, units_on_gpu)), default=least)
         beyond = min((kept for kept in known if kept > fits), default=beyond)
-        tried = min(first, beyond - 1)
-        for tries in range(len(places)):
-            if tried > fits and self._fits(column, tried, on_gpu):
-                fits = tried
-            elif tried > fits:
-                beyond = tried
-            tried = self._between(column, on_gpu, fits, beyond) if tries < _TRIES else (fits + beyond) // 2
+        tried = columns.first_kept(column)
+        for tries in range(after - least):
+            if fits < tried < beyond:
+                fits, beyond = (tried, beyond) if self._fits(column, tried, units_on_gpu) else (fits, tried)
+            tried = self._between(column, units_on_gpu, fits, beyond) if tries < _TRIES else (fits + beyond) // 2
             if tried == fits:
                 break
         return fits
 
-    def _between(self, column: Column, on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the index `kept` to try next: above `fits`, which fits, and below `beyond`, which does not. Returns
-        `fits` if no larger index is expected to fit."""
+    def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
+        """Returns the `kept` to try next: above `fits`, which fits, and below `beyond`, which does not. Returns `fits`
+        if nothing larger is expected to fit."""
         columns, limit = self.columns, self.room.gpu
-        more = columns.expected_kept(column, on_gpu, fits, limit)
-        if more > fits and beyond in columns.known_kept(column):
-            low, high = (columns.allocated_bytes(column, kept, on_gpu) for kept in (fits, beyond))
-            more = fits + max(1, (beyond - fits) * max(limit - low, 0) // max(high - low, 1))
-        return min(more, beyond - 1)
+        if beyond not in columns.known_kept(column):
+            return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)
+        # The first blocks that keep more may not raise the peak. Then a straight line between the two finds too few.
+        low, high = (columns.allocated_bytes(column, kept, units_on_gpu) for kept in (fits, beyond))
+        line = fits + max(1, (beyond - fits) * max(limit - low, 0) // max(high - low, 1))
+        return min(max(line, columns.expected_kept(column, units_on_gpu, beyond, limit)), beyond - 1)
 
-    def _fits(self, column: Column, kept: int, on_gpu: int) -> bool:
-        more = (kept >= each.kept and on_gpu >= each.on_gpu for each in self.failed if each.column == column)
-        if any(more) or not self.columns.may_fit(column, kept, on_gpu, self.room.gpu):
+    def _fits(self, column: Column, kept: int, units_on_gpu: int) -> bool:
+        failed = any(
+            found.column == column and kept >= failing and units_on_gpu >= found.units_on_gpu
+            for found, failing in self.failed
+        )
+        if failed or not self.columns.may_fit(column, kept, units_on_gpu, self.room.gpu):
             return False
-        return within(self.columns.allocated_bytes(column, kept, on_gpu), self.room.gpu)
+        return within(self.columns.allocated_bytes(column, kept, units_on_gpu), self.room.gpu)

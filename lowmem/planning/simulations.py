@@ -82,8 +82,8 @@ class Simulations:
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
-    def ring_bytes(self) -> int:
-        """Returns the bytes of the GPU buffers through which states from RAM pass."""
+    def slots_bytes(self) -> int:
+        """Returns the bytes of the slots on the GPU through which states from RAM pass."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)

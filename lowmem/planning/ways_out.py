@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
-from lowmem.planning.choices import ways
+from lowmem.planning.choices import choices_by_home
 from lowmem.planning.columns import within
-from lowmem.planning.fastest import frugal_layouts, least_ram
+from lowmem.planning.fastest import least_ram, smallest_layouts
 from lowmem.planning.search import Room
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
@@ -62,19 +62,19 @@ class WaysOut:
 
     def found(self) -> list[WayOut]:
         """Returns changed settings with which the model fits under the same cap of GPU memory."""
-        every = ways(self.settings, self.simulations)
-        exact = least_ram(every, self.simulations, self.room.gpu)
+        by_home = choices_by_home(self.settings, self.simulations)
+        exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
-            smallest = min(frugal_layouts(every, self.simulations), key=self.simulations.allocated_bytes)
+            smallest = smallest_layouts(by_home, self.simulations)[0]
             found = [self._shorter(smallest, None)]
         else:
-            peak = self.simulations.allocated_bytes(exact.layout)
-            found = [self._shorter(exact.layout, peak)]
+            peak = self.simulations.allocated_bytes(exact)
+            found = [self._shorter(exact, peak)]
             if self.room.ram is not None:
                 found = [
-                    self._way("", self.simulations, exact.layout, peak),
-                    self._on_disk(exact.layout, peak),
-                    self._in_8_bits(exact.layout, peak),
+                    self._way("", self.simulations, exact, peak),
+                    self._on_disk(exact, peak),
+                    self._in_8_bits(exact, peak),
                     *found,
                 ]
         return [way for way in found if way is not None]

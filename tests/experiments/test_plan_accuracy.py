@@ -13,7 +13,7 @@ from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROM
 from lowmem.cudasim.gpus import CARDS as ALL_CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning import caps, fastest
-from lowmem.planning.choices import step_case, ways
+from lowmem.planning.choices import choices_by_home, step_case
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
@@ -112,20 +112,21 @@ def test_the_cap_that_is_named_is_planned_and_the_one_below_is_not(simulations):
     named, refused = promise.caps(QUICK, simulations)
     assert named % MIB == 0 and refused == named - MIB
     rooms = [Room(caps.room_under(cap), None) for cap in (named, refused)]
-    planned, not_planned = (fastest.fastest_layout(ways(QUICK, simulations), simulations, room) for room in rooms)
+    by_home = choices_by_home(QUICK, simulations)
+    planned, not_planned = (fastest.fastest_layout(by_home, simulations, room) for room in rooms)
     assert planned is not None and not_planned is None
 
 
 def test_a_named_cap_that_is_not_the_smallest_is_found_out(simulations, monkeypatch):
     named, refused = promise.caps(QUICK, simulations)
-    least = fastest.smallest_room(ways(QUICK, simulations), simulations, Room(0, None))
+    least = fastest.smallest_room(choices_by_home(QUICK, simulations), simulations, Room(0, None))
     monkeypatch.setattr(fastest, "smallest_room", lambda *arguments: Room(least.gpu + 5 * MIB, 0))
     assert promise.caps(QUICK, simulations) == (named + 5 * MIB, refused)
 
 
 def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations):
     """Segments of other lengths than a plan's, too."""
-    layouts = fastest.frugal_layouts(ways(TINY, simulations), simulations)
+    layouts = fastest.smallest_layouts(choices_by_home(TINY, simulations), simulations)
     sizes = sorted(simulations.allocated_bytes(layout) for layout in layouts)
     (only,) = promise.most_frugal(TINY, simulations, 0)
     assert simulations.allocated_bytes(only) <= sizes[0]

@@ -25,7 +25,7 @@ from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
 from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
 from lowmem.planning.answer import answer
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
-from lowmem.planning.choices import open_choices, step_case, ways
+from lowmem.planning.choices import choices_by_home, open_choices, step_case
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
@@ -656,7 +656,7 @@ def test_whatever_settings_allow_has_a_layout():
         with suppress(InputError):
             settings = dataclasses.replace(SMALL, **dict(zip(fields, values, strict=True)))
             simulations = SimpleNamespace(units=6, blocks=4, base=step_case(settings, "bf16"))
-            assert ways(settings, simulations) and cpu_plan._layouts(settings, simulations), settings
+            assert choices_by_home(settings, simulations) and cpu_plan._layouts(settings, simulations), settings
             tried += 1
     assert tried > 1_000
 

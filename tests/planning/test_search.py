@@ -21,9 +21,9 @@ from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
 from lowmem.models.build import make_decoder
 from lowmem.planning.caps import room_under
-from lowmem.planning.choices import Choices, step_case, ways
+from lowmem.planning.choices import Choices, choices_by_home, only, step_case
 from lowmem.planning.columns import Column, Columns
-from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
+from lowmem.planning.fastest import _smallest, fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.search import Room, Search
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
@@ -31,10 +31,10 @@ from lowmem.settings import Settings
 from lowmem.units import MIB
 
 BATCH, SEQ = 4, 128
-CONFIG = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
+CONFIG = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
 SLOW_BUS = replace(CARDS["rtx3090"], bus_bytes_per_second=1e9)
 CASE = StepCase(SEQ, BATCH, Layout(micro_batch=1), torch.bfloat16, OPTIMIZERS["adamw"])
-CHOICES = Choices(Layout(1), (1, 2, 4), None, (1, 2), (0, 1, 3, 4, 6), (0, 2, 5))
+CHOICES = Choices(Layout(1), (1, 2, 4), None, (1, 2), range(5), range(5))  # all of four units
 TOLERANCE = 1.01  # of the fastest layout's seconds
 
 
@@ -52,9 +52,9 @@ def everything(simulations) -> list:
     """(layout, recording) of the whole grid, blocks run each for itself."""
     target, made = gpu_target(SLOW_BUS), decoder()
     layouts = {
-        CHOICES.layout(micro_batch, group, 1 if kept >= 3 else segment, kept, units): None
+        CHOICES.layout(micro_batch, group, 1 if kept >= 2 else segment, kept, units): None
         for micro_batch, group, segment in product((1, 2, 4), (1, 2, 4), (1, 2))
-        for kept, units in product(CHOICES.kept, CHOICES.on_gpu)
+        for kept, units in product(CHOICES.kept, CHOICES.units_on_gpu)
         if group <= BATCH // micro_batch
     }
     known: dict = {}
@@ -98,12 +98,15 @@ def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
     deep = GPT2Config(n_layer=8, n_embd=128, n_head=4, vocab_size=1_000, n_positions=SEQ)  # three visit host buffers
     target = gpu_target(SLOW_BUS, disk_bytes_per_second=rate)
     simulations = Simulations(partial(decoder, deep), CASE, target)
-    dropped = replace(CHOICES, base=Layout(1, fate=Fate.DROPPED), whole_batch=True, kept=(0, 8), on_gpu=(0, 3, 6))
-    sent = replace(dropped, base=Layout(1, fate=Fate.SENT), on_gpu=(0,))
+    sizes = 1, 2
+    dropped = Choices(
+        Layout(1, fate=Fate.DROPPED), sizes, None, (1, 2), range(17), units_on_gpu=range(7), whole_batch=True
+    )
+    sent = replace(dropped, base=Layout(1, fate=Fate.SENT), units_on_gpu=only(0))
     layouts = [
         replace(choices.layout(size, BATCH // size, segment, kept, units), states_on_disk=disk)
-        for choices, size, disk in product((sent, dropped), (1, 2, 4), range(simulations.units + 1))
-        for segment, kept, units in product((1, 2), choices.kept, choices.on_gpu)
+        for choices, size, disk in product((sent, dropped), sizes, range(simulations.units + 1))
+        for segment, kept, units in product((1, 2), (0, 8), choices.units_on_gpu)
         if (kept < 8 or segment == 1) and disk <= simulations.units - units
     ]
     recordings = {layout: simulations.record(layout) for layout in layouts}
@@ -114,12 +117,13 @@ def test_with_states_on_a_disk_too_the_choice_is_nearly_the_best(rate):
         on_disk = simulations.bytes_on_disk(layout) if layout.states_on_disk else 0
         in_ram[layout] = recordings[replace(layout, states_on_disk=0)].streamed_bytes - on_disk
     peaks = sorted(recording.tape.peak_bytes(512) for recording in recordings.values())
-    disks, chosen = [[replace(choices, disk=disk) for choices in (sent, dropped)] for disk in (0, 1)], set()
-    for gpu, ram in product((0.3, 0.6, 1), (0, 0.05, 0.1, 0.2, 0.4)):
+    each_kept = [replace(choices, kept=only(kept)) for choices in (sent, dropped) for kept in (0, 8)]
+    disks, chosen = [[replace(choices, disk=disk) for choices in each_kept] for disk in (0, 1)], set()
+    for gpu, ram in product((0.3, 0.6, 1), (0, 0.1, 0.2, 0.4, 0.8)):
         room = Room(
             *(sorted(each)[round(share * (len(each) - 1))] for each, share in ((peaks, gpu), (in_ram.values(), ram)))
         )
-        room = Room(room.gpu + 3 * MIB, room.ram)
+        room = Room(room.gpu + 12 * MIB, room.ram)
         fitting = {
             layout: each.seconds
             for layout, each in recordings.items()
@@ -159,9 +163,26 @@ def test_the_smallest_caps_are_enough_and_a_page_less_is_not(everything, simulat
     assert not any(completes(recording, less.gpu) for recording in allowed)
 
 
+@pytest.mark.parametrize("base", [Layout(1), Layout(1, weights_on_gpu=1), Layout(1, fate=Fate.DROPPED)], ids=str)
+def test_bytes_of_the_smallest_layouts_are_computed_and_not_simulated(base):
+    three_blocks = GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=1_000, n_positions=SEQ)
+    new, homes = Simulations(partial(decoder, three_blocks), CASE, gpu_target(SLOW_BUS)), range(1, 4)
+    choices = replace(CHOICES, base=base, whole_batch=base.whole_batch)
+    choices = choices if base.weights_on_gpu is None else replace(choices, units_on_gpu=homes, kept=range(4))
+    choices = [choices, replace(choices, disk=1)]
+    small = _smallest([choices], new, Room(None, None))
+    simulated, slots = len(new._steps), new.slots_bytes
+    assert simulated < len(small)
+    for each in small:
+        allocated = new.allocated_bytes(each.layout)
+        assert allocated <= each.gpu_bytes <= allocated + slots, "slots shrink with the largest unit that passes them"
+        assert each.ram_bytes >= new.record(each.layout).streamed_bytes
+        assert each.layout.states_on_disk or each.ram_bytes == new.record(each.layout).streamed_bytes
+
+
 @pytest.mark.parametrize("gpu", [None, 200 * MIB])
 def test_where_only_ram_is_short_the_gpus_cap_stays_as_it_is(simulations, gpu):
-    few = [[replace(CHOICES, on_gpu=range(2))]]
+    few = [[replace(CHOICES, units_on_gpu=range(2))]]
     assert fastest_layout(few, simulations, Room(gpu, 1 * MIB)) is None
     smallest = smallest_room(few, simulations, Room(gpu, 1 * MIB))
     assert smallest.gpu == gpu
@@ -187,7 +208,7 @@ def test_smaller_layouts_have_homes_that_a_run_can_change():
     """Seen to fail: they had weights of fewer units on the GPU, so a run that ran out of memory could use none."""
     config = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=200, n_positions=512)
     simulations = Simulations(lambda: decoder(config), replace(CASE, seq=512), gpu_target(SLOW_BUS))
-    streamed = replace(CHOICES, base=Layout(1, weights_on_gpu=1), kept=range(5), on_gpu=(1, 2, 3, 4))
+    streamed = replace(CHOICES, base=Layout(1, weights_on_gpu=1), units_on_gpu=range(1, 5))
     found = fastest_layout([[streamed]], simulations, Room(None, None))
     smaller = smaller_layouts(simulations, found, Room(None, None), (0.95, 0.85, 0.7))
     assert smaller and {each.fixed_homes for each in smaller} == {found.layout.fixed_homes}
@@ -218,7 +239,7 @@ def question(request) -> tuple[list, Simulations]:
     )
     micro_batch = 1 if name == "llama" else None  # the search over micro-batches is that of the other questions
     settings = Settings(seq=seq, batch=BATCH, clip_norm=clip_norm, micro_batch=micro_batch)
-    return ways(settings, simulations), simulations
+    return choices_by_home(settings, simulations), simulations
 
 
 def never_slower(question, rooms: list[Room]) -> None:
@@ -261,7 +282,9 @@ def test_no_layout_is_slower_than_one_with_less_memory_or_fewer_ways():
     kinds, before = set(), math.inf
     for cap_mib in range(190, 260, 6):
         room = Room(room_under(cap_mib * MIB), None)
-        found, with_fewer = (fastest_layout(ways(each, simulations), simulations, room) for each in (settings, few))
+        found, with_fewer = (
+            fastest_layout(choices_by_home(each, simulations), simulations, room) for each in (settings, few)
+        )
         layout = found.layout
         kinds.add((layout.fate is Fate.SENT, layout.weights_on_gpu is None, layout.boundaries_in_ram))
         assert found.seconds <= 1.01 * before, "a larger cap may cost 1% at most"
@@ -282,9 +305,9 @@ def test_bytes_on_a_disk_are_those_of_a_simulated_step(simulations):
 
 def test_as_much_is_kept_as_fits_even_if_growth_is_expected_wrongly(simulations, monkeypatch):
     """Qwen3-8B's peak with one sequence is in its gradients, so that keeping seems to take nothing there."""
-    monkeypatch.setattr(Columns, "expected_kept", lambda self, column, *_: self.last_kept(column))
-    column = Column(replace(CHOICES, kept=range(7)), 2, 1, 1)
-    sizes = [simulations.allocated_bytes(column.layout(kept, 0)) for kept in range(7)]
+    monkeypatch.setattr(Columns, "expected_kept", lambda self, column, *_: self.most_kept(column))
+    column = Column(CHOICES, 2, 1, 1)
+    sizes = [simulations.allocated_bytes(column.layout(kept, 0)) for kept in CHOICES.kept]
     for limit in range(min(sizes), max(sizes), (max(sizes) - min(sizes)) // 9):
         kept = Search(Columns(simulations), Room(limit, None))._most_kept(column, 0)
         assert kept == max(index for index, size in enumerate(sizes) if size <= limit)
@@ -348,5 +371,5 @@ def test_a_larger_cap_is_no_slower_if_its_larger_micro_batches_fail_in_the_alloc
     decoder = partial(make_decoder, GPT2Config(), "bf16", "fp32", target.fused_kernels)
     simulations = Simulations(decoder, step_case(settings, "bf16"), target)
     rooms = [Room(room_under(cap * MIB), None) for cap in (1060, 1090)]
-    less, more = (fastest_layout(ways(settings, simulations), simulations, room) for room in rooms)
+    less, more = (fastest_layout(choices_by_home(settings, simulations), simulations, room) for room in rooms)
     assert more.seconds <= TOLERANCE * less.seconds

@@ -16,7 +16,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.shares import Among, GatheredWeights, Shares
 from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
-from lowmem.planning.choices import ways
+from lowmem.planning.choices import choices_by_home
 from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.replay import META
 from lowmem.planning.search import Room
@@ -104,7 +104,7 @@ def test_weights_stay_gathered_if_that_saves_time():
     case, slow = StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2)), replace(TARGET, link=1e6)
     for target, gathered in ((slow, 3), (replace(TARGET, link=math.inf), 0)):
         simulations = Simulations(decoder, case, target)
-        every = ways(Settings(seq=64, batch=4, weights="resident"), simulations)
+        every = choices_by_home(Settings(seq=64, batch=4, weights="resident"), simulations)
         found = fastest_layout(every, simulations, Room(None, None))
         assert found.layout.gathered == gathered
 
