@@ -136,7 +136,8 @@ class Decoder:
         usually."""
         # The embedding runs again, on token 0, forward only: a lookup is little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        with self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)), forward_replaced(self._head, _stop):
+        head_stops = patch.object(self._head, "forward", _stop)
+        with self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)), head_stops:
             return self._run(zeros)
 
     def run_once(self) -> None:
@@ -166,7 +167,7 @@ class Decoder:
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
         """Returns the logits of the model's forward, with `output` [B, T, V] instead of the head's output."""
-        with forward_replaced(self._head, lambda hidden: output):
+        with patch.object(self._head, "forward", lambda hidden: output):
             return self.whole(*inputs)
 
     # --- how the model splits
@@ -271,7 +272,8 @@ class Decoder:
 
             hook = nn.modules.module.register_module_forward_pre_hook(note)
             try:
-                with torch.no_grad(), AnswerYes(), self._blocks_replaced(pass_on), forward_replaced(self._head, _stop):
+                head_stops = patch.object(self._head, "forward", _stop)
+                with torch.no_grad(), AnswerYes(), self._blocks_replaced(pass_on), head_stops:
                     shapes.append(self._run(input_ids).shape)
             except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
                 failure = f" ({error})"
@@ -314,11 +316,6 @@ class AnswerYes(TorchFunctionMode):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
             return True
         return function(*arguments, **(keywords or {}))
-
-
-def forward_replaced(module: nn.Module, call: Callable) -> AbstractContextManager:
-    """Replaces the forward of `module` by `call` inside the block."""
-    return patch.object(module, "forward", call)
 
 
 def _packing_known(document_ids: Tensor | None) -> AbstractContextManager:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowmem.core.decoder import AnswerYes, Decoder, forward_replaced, kind_of
+from lowmem.core.decoder import AnswerYes, Decoder, kind_of
 from lowmem.core.dry_run import LayerMode, dry_run
 
 _aten = torch.ops.aten
@@ -87,7 +87,7 @@ class ProductRecorder(TorchDispatchMode):
             with patch.object(self, "_paused", True):
                 return forward(*arguments, **keywords)
 
-        return forward_replaced(layer, unrecorded)
+        return patch.object(layer, "forward", unrecorded)
 
 
 class ProductReplayer(TorchDispatchMode):
@@ -124,7 +124,7 @@ def product_skipped(layer: nn.Module) -> AbstractContextManager:
         with _ProductSkipper():
             return forward(*arguments, **keywords)
 
-    return forward_replaced(layer, skipping)
+    return patch.object(layer, "forward", skipping)
 
 
 class _LastProduct(LayerMode):
