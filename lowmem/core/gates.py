@@ -10,7 +10,6 @@ up are saved for backward, not the activation's output.
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +37,12 @@ SILU = Activation(1.0, 0.0)
 GELU_TANH = Activation(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
-class GatedMLP:
-    """Takes the place of `module.forward` in a gated MLP, with one kernel for activation(gate) * up. `plain`: the
-    forward for calls with more than one argument."""
-
-    def __init__(self, module: nn.Module, activation: Activation, plain: Callable):
-        self._module, self.activation, self._plain = module, activation, plain
-
-    def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
-        if others or keywords:
-            return self._plain(x, *others, **keywords)
-        module = self._module
-        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), self.activation))
+def gated_mlp(module: nn.Module, activation: Activation, x: Tensor, *others, **keywords) -> Tensor:
+    """Takes the place of `module.forward` in a gated MLP, with one kernel for activation(gate) * up. A call with more
+    arguments goes to the module's own forward."""
+    if others or keywords:
+        return type(module).forward(module, x, *others, **keywords)
+    return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
 
 
 class _Gated(torch.autograd.Function):

@@ -17,9 +17,9 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.core.gates import GatedMLP, activation_of
+from lowmem.core.gates import activation_of, gated_mlp
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.norms import Norm, Rule, normalize, normalize_backward, rule_of
+from lowmem.core.norms import Norm, Rule, norm_in_fp32, normalize, normalize_backward, rule_of
 from lowmem.core.rotary import rotary_forward
 
 
@@ -43,10 +43,10 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             plain = _linear if isinstance(module, nn.Linear) else _conv1d
             module.forward = FusedProduct(module) if fused else partial(plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
-            in_fp32, rule = partial(_norm_in_fp32, module), rule_of(module) if fused else None
-            module.forward = in_fp32 if rule is None else Norm(module, rule, in_fp32)
+            rule = rule_of(module) if fused else None
+            module.forward = partial(norm_in_fp32, module) if rule is None else Norm(module, rule)
         elif fused and (activation := activation_of(module)) is not None:
-            module.forward = GatedMLP(module, activation, partial(type(module).forward, module))
+            module.forward = partial(gated_mlp, module, activation)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if fused and (rotary := rotary_forward(module)) is not None:
@@ -144,10 +144,6 @@ class _Product(torch.autograd.Function):
         if of_norm:
             x_gradient, *norm_gradients = normalize_backward(x_gradient, *of_norm, ctx.rule, ctx.needs_input_grad[6])
         return x_gradient, weight_gradient, bias_gradient, None, None, *norm_gradients
-
-
-def _norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
-    return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:

@@ -48,13 +48,17 @@ class Rule:
         return y if bias is None else y + bias
 
 
+def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
+    return type(module).forward(module, x.float(), *gate, **keywords).to(x.dtype)
+
+
 class Norm:
-    """Takes the place of `module.forward` in a norm that `rule` describes. `plain`: the forward for calls with more
-    than one argument. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next product
+    """Takes the place of `module.forward` in a norm that `rule` describes. A call with more arguments goes to the
+    module's own forward. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next product
     computes the norm (layers.FusedProduct). A call of this object then returns its argument unchanged."""
 
-    def __init__(self, module: nn.Module, rule: Rule, plain: Callable):
-        self._module, self.rule, self._plain = module, rule, plain
+    def __init__(self, module: nn.Module, rule: Rule):
+        self._module, self.rule = module, rule
         self.rounded: torch.dtype | None = None
         self.moved = False
 
@@ -72,7 +76,7 @@ class Norm:
         if self.moved:
             return x
         if others or keywords:
-            return self._plain(x, *others, **keywords)
+            return norm_in_fp32(self._module, x, *others, **keywords)
         rows, dtype = x.reshape(-1, x.shape[-1]), self.rounded or x.dtype
         if torch.is_grad_enabled():
             y = _Normalize.apply(rows, *self.parameters, self.rule, dtype)
@@ -159,7 +163,13 @@ def join_to_products(
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
-    readers = _readers(model, norms, run, dtype)
+
+    def watched() -> _Readers:
+        with torch.no_grad(), _Readers(norms, dtype) as readers:
+            run()
+        return readers
+
+    readers = dry_run(model, dtype, watched) or _Readers(norms, dtype)
     for module, norm in norms.items():
         layers, others = readers.layers[norm], readers.others[norm]
         block = block_of.get(module)
@@ -170,17 +180,6 @@ def join_to_products(
         alone = not others and len(layers) == 1 == readers.products[layers[0]]
         if alone and block is not None and hasattr(product := forwards[layers[0]], "norm"):
             norm.moved, product.norm = True, norm
-
-
-def _readers(
-    model: nn.Module, norms: dict[nn.Module, Norm], run: Callable[[], object], dtype: torch.dtype
-) -> "_Readers":
-    def watched() -> _Readers:
-        with torch.no_grad(), _Readers(norms, dtype) as readers:
-            run()
-        return readers
-
-    return dry_run(model, dtype, watched) or _Readers(norms, dtype)
 
 
 class _Readers(LayerMode):

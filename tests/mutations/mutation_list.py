@@ -245,7 +245,7 @@ MUTATIONS = (
         "beta=0)", "core/test_fused.py"),
     _change("core/products.py", "products that are kept are handed out one place too early",
         "self._kept = iter(kept)", "self._kept = iter([*kept[-4:], *kept])", PRODUCTS, RECOMPUTE),
-    _change("core/layers.py", "norms compute in 16 bit", CAST_NORM,
+    _change("core/norms.py", "norms compute in 16 bit", CAST_NORM,
         CAST_NORM.replace("x.float(), *gate, **keywords).to(x.dtype)", "x, *gate, **keywords)"), PRECISION),
     # going on
     _change("run/loaded_model.py", "a resumed run counts its updates from 0", STOPPED_AT,
