@@ -1,4 +1,4 @@
-"""Runs a model's code once on tensors without data, to see what its layers do."""
+"""Sees what a model's layers do: runs its code once on tensors without data, or compares outputs with a formula's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
+_MOST_ERROR = 1e-5  # between a model's code and a formula, in fp32, for numbers of about 1
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
@@ -20,6 +21,12 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data may raise errors
             return run()
     return None
+
+
+def agrees(output: object, formula: Tensor) -> bool:
+    """Returns True if `output` of a model's code is what a formula gives, except for rounding."""
+    alike = isinstance(output, Tensor) and output.shape == formula.shape
+    return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 
 
 def structure_of(model: nn.Module) -> list:

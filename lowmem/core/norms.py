@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from lowmem.core.dry_run import LayerMode, dry_run
+from lowmem.core.dry_run import LayerMode, agrees, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.products import MATRIX_PRODUCTS
 from lowmem.core.recorder import address_of
 
 PROGRAMS = 512  # most Triton programs of a backward kernel: four for each multiprocessor of the largest cards
 LEAST_ROWS = 4  # fewest rows of such a program: its sums over rows cost as much memory traffic as one or two rows
-_MOST_ERROR = 1e-5  # between a module and its rule, in fp32, for outputs of about 1
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")  # names of the attribute
 _aten = torch.ops.aten
 
@@ -146,8 +145,7 @@ def rule_of(module: nn.Module) -> Rule | None:
         except Exception:  # a module that needs more arguments may raise any error
             return None
         for rule in (Rule(epsilon, offset, centered) for centered in (True, False) for offset in (0.0, 1.0)):
-            found = rule(x, trial.weight, trial._parameters.get("bias"))
-            if truth.shape == found.shape and (truth - found).abs().max() <= _MOST_ERROR * found.abs().max():
+            if agrees(truth, rule(x, trial.weight, trial._parameters.get("bias"))):
                 return rule
     return None
 
