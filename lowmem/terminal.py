@@ -62,17 +62,10 @@ def for_terminal(text: str, stream: TextIO | None) -> str:
 
 def filled(text: str, width: int, indent: str = "  ") -> str:
     """Returns `text`, its lines wrapped between words at `width` columns. Continuation lines begin with `indent`."""
-    return "\n".join(
-        textwrap.fill(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )  # fmt: skip
-        for line in text.split("\n")
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
     )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def beside(columns: dict[str, str]) -> str:
