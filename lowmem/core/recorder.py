@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
             return self._objects[id(value)]
         if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
             made = self._new(None)
-            self._calls.append(_Call(_listed, self._take(value), {}, made, []))
+            self._calls.append(_Call(lambda *values: list(values), self._take(value), {}, made, []))
             self._lists.append(made)
             return made
         return self._new(value)
@@ -306,7 +306,3 @@ def geometry_of(tensor: Tensor) -> tuple:
 def _with_keywords(function: Callable, names: tuple[str, ...], *values):
     positional = len(values) - len(names)
     return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
-
-
-def _listed(*values) -> list:
-    return list(values)
