@@ -24,7 +24,6 @@ from lowmem import hub
 from lowmem.config_switches import set_padding, without_switches
 from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import structure_of
-from lowmem.core.encoder_decoder import decoder_start as decoder_start
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.norms import join_to_products

@@ -7,12 +7,13 @@ from contextlib import suppress
 import torch
 
 from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.step import StepAbandoned, TrainingStep
 from lowmem.data.batches import Batches
 from lowmem.data.chat_templates import ChatTemplate
 from lowmem.errors import InputError, first_line
 from lowmem.fields import each
-from lowmem.models.build import decoder_start, most_positions
+from lowmem.models.build import most_positions
 from lowmem.run.figures import Best, best_evaluation
 from lowmem.run.folder import checkpoint_of
 from lowmem.run.prepare import Session

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from lowmem import device as devices
 from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
+from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.homes import DiskStates
 from lowmem.core.kernels import fused
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
@@ -36,7 +37,7 @@ from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
 from lowmem.limits import Budget, ram_available_bytes, reset_ram_peak
-from lowmem.models.build import decoder_start, load_config, make_decoder, own_generation_config, settings_for
+from lowmem.models.build import load_config, make_decoder, own_generation_config, settings_for
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
 from lowmem.models.load import random_weights, read_weights
@@ -242,9 +243,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
                 data = shared_data(load, ranks)
             until_the_end.enter_context(closing(data))
             generation = own_generation_config(settings.model, settings.init, log.say)
-            export_dtype = WORKING_DTYPES[settings.export_dtype]
             place = folder / ".model.rehearsal" if ranks.rank == 0 else Path(gettempdir(), f"lowmem-{getpid()}")
-            written = rehearsed(place, config, tokenizer, generation, export_dtype)
+            written = rehearsed(place, config, tokenizer, generation, WORKING_DTYPES[settings.export_dtype])
             rehearsal = ranks.on_all(partial(until_the_end.enter_context, written))
             devices.release_freed_memory()  # tokenizing needed it, training does not
             plan = plan_here(question, device, ranks, aside, log.say, saved)

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lowmem.core.encoder_decoder import decoder_start
 from lowmem.data.dataset import load_data
 from lowmem.data.tokenizer import BYTE_LEVEL, is_byte_level, load_tokenizer, tokenizer_blamed
-from lowmem.models.build import decoder_start, load_config, settings_for
+from lowmem.models.build import load_config, settings_for
 from lowmem.settings import Settings
 from lowmem.terminal import output
 
