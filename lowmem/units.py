@@ -1,4 +1,4 @@
-"""Parses and formats byte sizes, intervals and counts. GiB and G are both 2**30, GB is 10**9."""
+"""Parses, formats and rounds byte sizes, intervals and counts. GiB and G are both 2**30, GB is 10**9."""
 
 import math
 import re
@@ -75,6 +75,10 @@ def format_seconds(seconds: float) -> str:
         return f"{hours} h {minutes} min" if minutes else f"{hours} h"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def counted(number: int, things: str) -> str:

@@ -10,7 +10,6 @@ Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there 
 (optimizers.py). Each kind of number is stored on the GPU, in RAM or on a disk, as chosen for each part.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from lowmem.core.optimizers import BLOCK, Optimizer, State, cut_state, state_lay
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
 from lowmem.core.ranks import Ranks
 from lowmem.core.transfers import MakeTensor
+from lowmem.units import round_up
 
 PIECE = 2**22
 WORKING, GRADIENT = "working", "gradient"
@@ -97,7 +97,7 @@ class Part:
         for name, parameter in unit[1].parameters.items():
             if (parameter.dim() >= 2) == is_matrices:
                 self._places[name] = size, parameter.shape
-                size += math.ceil(parameter.numel() / BLOCK) * BLOCK
+                size += round_up(parameter.numel(), BLOCK)
         self.elements, size = size, self.ranks.share(size)
         self.working = homes.weights(size, dtype)
         self.state = {name: homes.states(*entry) for name, entry in state_layout(optimizer, size, dtype).items()}

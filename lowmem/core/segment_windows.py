@@ -6,7 +6,6 @@ together with their optimizer state (window.py). A group's boundaries take 19 Gi
 tokens. They are copied while other micro-batches or segments are computed.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from lowmem.core.parameters import Part, Store
 from lowmem.core.recompute import ALL, SavedSegment, Segment
 from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import Slot, Window
+from lowmem.units import round_up
 
 WEIGHT_SLOTS = 2  # segments whose weights are on the device at a time
 LEAVING = 2  # most boundaries that are being copied to RAM at a time
@@ -224,4 +224,4 @@ class GradientWindow:
 
 def _room(tensor: Tensor) -> int:
     """Returns how many elements `tensor` takes in the RAM buffer: its size, rounded up to a multiple of _ALIGNMENT."""
-    return math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT
+    return round_up(tensor.numel(), _ALIGNMENT)

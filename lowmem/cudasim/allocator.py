@@ -9,7 +9,7 @@ c10/cuda/CUDACachingAllocator.cpp. An operation costs 1 to 2 microseconds.
 from bisect import bisect_left, insort
 
 from lowmem.errors import LowmemError
-from lowmem.units import MIB, format_size
+from lowmem.units import MIB, format_size, round_up
 
 ROUNDING = 512
 SMALL_LARGEST = 1 * MIB  # the largest request of the small pool
@@ -104,7 +104,7 @@ class _Arena:
 
     def map_pages(self, address: int, size: int) -> int:
         """Maps pages under the first `size` bytes of the unmapped range at `address`. Returns the bytes mapped."""
-        mapped, available = _round_up(size, self.page_bytes), self.unmapped.pop(address)
+        mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
         self.make_free(address, mapped)
@@ -113,7 +113,7 @@ class _Arena:
     def unmap_pages(self, address: int) -> int:
         """Unmaps the pages that are wholly inside a free range. Returns the number of bytes unmapped."""
         last = address + self.free[address]
-        begin, end = _round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
+        begin, end = round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
         if begin >= end:
             return 0
         self._remove(address)
@@ -175,7 +175,7 @@ class CachingAllocator:
         self._operations += 1
         if size_bytes == 0:
             return None
-        size = _round_up(size_bytes, ROUNDING)
+        size = round_up(size_bytes, ROUNDING)
         arena = self._arenas.get((size <= SMALL_LARGEST, stream)) or self._new_arena(size <= SMALL_LARGEST, stream)
         place = arena.best_fit(size)
         address = arena.use(self._grow(arena, size) if place is None else place, size)
@@ -249,12 +249,8 @@ class CachingAllocator:
                 self.reserved_bytes -= release(address)
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _segment_bytes(size: int) -> int:
     """Returns the number of bytes taken from the driver for a request, whose `size` is already rounded."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else _round_up(size, SEGMENT_ROUNDING)
+    return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else round_up(size, SEGMENT_ROUNDING)

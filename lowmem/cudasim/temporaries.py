@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
 from lowmem.cudasim.reductions import staging_bytes
+from lowmem.units import round_up
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -45,10 +46,6 @@ def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _bytes(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -70,7 +67,7 @@ def _ungrouped(query, key, value) -> tuple[int, ...]:
 
 
 def _flash_width(D: int) -> int:
-    return _round_up(D, 32 if D <= 128 else 64)
+    return round_up(D, 32 if D <= 128 else 64)
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
@@ -104,7 +101,7 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
     """Returns the sizes of copies, and of the queries' gradient in fp32. If deterministic, the gradient exists once for
     each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
-    rows = B * H * _round_up(T, 128)
+    rows = B * H * round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
     return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
@@ -153,11 +150,11 @@ def _efficient_backward(
         if not gpu.deterministic and gpu.capability >= (7, 0):
             splits = -(-key.shape[2] // keys)
             splits = 1 if B * H >= 256 and splits <= 2 else max(1, min(splits, 200 // (B * H)))
-        per_head += splits * keys * (_round_up(D, queries) + _round_up(width, queries))
+        per_head += splits * keys * (round_up(D, queries) + round_up(width, queries))
     if half or gpu.capability >= (7, 0):
         per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
     rows = B * H * T * 4
-    while_running = rows, B * H * _round_up(per_head, 4) * 4
+    while_running = rows, B * H * round_up(per_head, 4) * 4
     before = ()  # the sums of grad_out x out, which only 16-bit kernels compute themselves
     if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
         sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
