@@ -174,8 +174,11 @@ class Decoder:
 
     def _run(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids}
+        # transformers' own guess of the documents reads a value back from the GPU in every forward pass, and runs other
+        # code on fake tensors.
+        documents_known = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: document_ids)
         try:
-            with _packing_known(document_ids):
+            with documents_known:
                 self.model(input_ids=input_ids, use_cache=False, **positions)
         except _Stop as stop:
             return stop.value
@@ -316,9 +319,3 @@ class AnswerYes(TorchFunctionMode):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
             return True
         return function(*arguments, **(keywords or {}))
-
-
-def _packing_known(document_ids: Tensor | None) -> AbstractContextManager:
-    """Makes transformers use `document_ids`, the number of each token's document. Its own guess from the positions
-    reads a value back from the GPU in every forward pass, and runs other code on fake tensors."""
-    return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: document_ids)
