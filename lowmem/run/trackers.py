@@ -233,6 +233,7 @@ class _Wandb:
     def start(self, first_step: int, constants: dict) -> None:
         import wandb
 
+        self._wandb = wandb
         wandb.setup(settings=wandb.Settings(silent=True))
         if self._mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("not logged in: set WANDB_API_KEY, or run `wandb login` before the next run")
@@ -269,27 +270,21 @@ class _Wandb:
         self._run.log({"train/global_step": step} | values)
 
     def together(self, charts: dict, step: int) -> None:
-        import wandb
-
         drawn = {}
         for title, lines in charts.items():
             columns = [list(zip(*points, strict=True)) for points in lines.values()]
             steps, values = [column[0] for column in columns], [column[1] for column in columns]
-            drawn[f"charts/{title}"] = wandb.plot.line_series(
+            drawn[f"charts/{title}"] = self._wandb.plot.line_series(
                 steps, values, list(lines), title, "optimizer step", split_table=True
             )
         self.row(drawn, step)
 
     def sample(self, samples: list[dict]) -> None:
-        import wandb
-
-        table = wandb.Table(columns=["step", "text"], data=[[row["step"], row["text"]] for row in samples])
+        table = self._wandb.Table(columns=["step", "text"], data=[[row["step"], row["text"]] for row in samples])
         self.row({_SAMPLES: table}, samples[-1]["step"])
 
     def pictures(self, paths: list[Path], step: int) -> None:
-        import wandb
-
-        self.row({f"pictures/{path.stem}": wandb.Image(str(path)) for path in paths}, step)
+        self.row({f"pictures/{path.stem}": self._wandb.Image(str(path)) for path in paths}, step)
 
     def finish(self) -> None:
         self._run.finish()
