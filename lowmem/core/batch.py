@@ -9,7 +9,7 @@ bits.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.loss import IGNORED as IGNORED_LABEL
+from lowmem.core.recompute import Dropout
 from lowmem.errors import InputError, first_line
 
 # Positions of a micro-batch below which its time hardly falls, by device. A GPU reads all weights and accumulators,
@@ -185,6 +186,24 @@ class Batch:
     def _trimmed(self, rows: Tensor, width: int) -> "Batch":
         tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids)
         return Batch(*(None if tensor is None else tensor[rows, :width] for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Holds one rank's micro-batches of a step. `dropouts[i]` seeds the dropout masks of `micro_batches[i]`. `scale`
+    multiplies the sum of all tokens' losses before backward. `groups`: slices of `micro_batches`. All micro-batches of
+    one slice run through a segment of blocks before the next segment runs. `positions`: number of positions in the
+    micro-batches of all ranks, with padding."""
+
+    micro_batches: Sequence[Batch]
+    dropouts: Sequence[Dropout]
+    scale: float
+    groups: Sequence[slice] = ()
+    positions: int = 0
+
+    def group(self, places: slice) -> "Work":
+        """Returns a Work with the micro-batches of one group. `places`: the group's slice of `micro_batches`."""
+        return Work(self.micro_batches[places], self.dropouts[places], self.scale)
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core.accumulation import Accumulation
-from lowmem.core.batch import LEAST_POSITIONS, Batch, as_batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch, Work, as_batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.final_gradients import FinalGradients
@@ -40,7 +40,6 @@ from lowmem.core.precision import LossScale
 from lowmem.core.recompute import Dropout, SavedSegment
 from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
 from lowmem.core.transfers import Transfers, transfers_for
-from lowmem.core.work import Work
 from lowmem.device import finish_failed_backward
 
 # Where memory ran out: in a step, in a step that may have updated units, in pending updates, in an evaluation.
