@@ -6,7 +6,6 @@ Users may give something other than a model: an adapter, another trainer's check
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from lowmem.errors import InputError
 from lowmem.families import ENCODER_DECODERS, ENCODERS
@@ -64,16 +63,9 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 }
 
 
-class Recognized(NamedTuple):
-    """Holds the model to use in place of the given one, and a remark for the user on this choice, or None."""
-
-    model: str
-    remark: str | None = None
-
-
-def recognize(model: str, with_weights: bool) -> Recognized:
-    """Returns the model to use for `model`, a path or a hub name. `with_weights`: whether its weights will be read,
-    too. Raises InputError, with advice, for anything that is not a model, such as an adapter."""
+def recognize(model: str, with_weights: bool) -> tuple[str, str | None]:
+    """Returns the model to use for `model`, a path or a hub name, and a remark on that choice, or None. `with_weights`:
+    whether its weights will be read, too. Raises InputError, with advice, for what is no model, such as an adapter."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -90,7 +82,7 @@ def recognize(model: str, with_weights: bool) -> Recognized:
             raise InputError(f"{model} is a config without weights; give the model's folder, or --init random")
     elif path.suffix == ".json" or not is_hub_name(model):
         raise not_found(model)
-    return Recognized(model)
+    return model, None
 
 
 def is_hub_name(model: str) -> bool:
@@ -115,7 +107,7 @@ def needs_code(path: Path, model: str) -> InputError:
     return InputError(f"{path}: {model} needs Python code from its repository, which is not run here; choose another")
 
 
-def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognized:
+def _recognize_folder(model: str, folder: Path, with_weights: bool) -> tuple[str, str | None]:
     has_config = _has(folder, "config.json")
     if _has(folder, "manifest.json") and _has(folder, "state.json"):
         raise InputError(
@@ -126,7 +118,7 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
         exported = f"{model.rstrip('/')}/model"  # "./~" would lose its "./" as a Path
         if not Path(exported, "config.json").is_file():
             raise InputError(f"{model} is a run of lowmem that has not exported its model yet; let it finish first")
-        return Recognized(exported, f"{model} is a run of lowmem: its exported model, {exported}, is taken")
+        return exported, f"{model} is a run of lowmem: its exported model, {exported}, is taken"
     for link in (path for pattern in _READ for path in folder.glob(pattern) if not path.exists()):
         raise InputError(f"{link} is a link to {os.readlink(link)}, which is not there; copy the folder with cp -rL")
     for mark, kind in (_FOLDERS if has_config else _FOLDERS | _WITHOUT_CONFIG).items():
@@ -136,7 +128,7 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
         raise _newest_checkpoint(model, folder) or no_config(model)
     config_fields(folder / "config.json")
     if not with_weights:
-        return Recognized(model)
+        return model, None
     try:
         weight_files(folder)
     except InputError:
@@ -145,9 +137,9 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> Recognize
                 raise InputError(f"{model} {kind}") from None
         raise
     if not _has(folder, "trainer_state.json"):
-        return Recognized(model)
+        return model, None
     remark = "its weights are taken, and neither its optimizer's state nor its step"
-    return Recognized(model, f"{model} is a checkpoint of Hugging Face's Trainer: {remark}")
+    return model, f"{model} is a checkpoint of Hugging Face's Trainer: {remark}"
 
 
 def _has(folder: Path, pattern: str) -> bool:

@@ -73,12 +73,12 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
     is converted to (unless `plan_only`). Makes that folder if needed. `say` gets a sentence about the change. Raises
     InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
-        found = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
-    if found.remark is not None:
-        say(found.remark)
-    if is_gguf(found.model) and not settings.plan_only:
-        return replace(settings, model=converted(Path(found.model), say))
-    return replace(settings, model=found.model)
+        model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
+    if remark is not None:
+        say(remark)
+    if is_gguf(model) and not settings.plan_only:
+        return replace(settings, model=converted(Path(model), say))
+    return replace(settings, model=model)
 
 
 def check_folders(settings: Settings) -> None:

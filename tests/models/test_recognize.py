@@ -6,7 +6,7 @@ import pytest
 
 import lowmem
 from lowmem.errors import InputError
-from lowmem.models.recognize import Recognized, is_hub_name, recognize
+from lowmem.models.recognize import is_hub_name, recognize
 from lowmem.run.main import main
 from runs import SCRIPTS, python
 from tests.data.loading import POINTER
@@ -120,7 +120,7 @@ def test_a_runs_folder_stands_for_the_model_that_it_exported_and_that_is_said(tm
     exported = str(tmp_path / "model")
     model, remark = recognize(str(tmp_path), with_weights=True)
     assert model == exported and exported in remark
-    assert recognize(exported, with_weights=True) == Recognized(exported)
+    assert recognize(exported, with_weights=True) == (exported, None)
     with pytest.warns(UserWarning, match="its exported model"), pytest.raises(InputError, match="--seq 4096"):
         lowmem.plan(lowmem.Settings(model=str(tmp_path), init="random", seq=4096, gpu="rtx3060"))
 
@@ -129,7 +129,7 @@ def test_of_a_trainers_checkpoint_the_weights_are_taken_and_that_is_said(tmp_pat
     made(tmp_path, {"config.json": GPT2, "model.safetensors": "", "trainer_state.json": {}, "optimizer.pt": ""})
     model, remark = recognize(str(tmp_path), with_weights=True)
     assert model == str(tmp_path) and "neither its optimizer's" in remark
-    assert recognize(str(tmp_path), with_weights=False).remark is None
+    assert recognize(str(tmp_path), with_weights=False)[1] is None
 
 
 def test_what_is_a_model_stays_what_it_is(tmp_path):
@@ -140,9 +140,9 @@ def test_what_is_a_model_stays_what_it_is(tmp_path):
         "t5": {"model_type": "t5", "is_encoder_decoder": True},
     }.items():
         folder = str(made(tmp_path / name, {"config.json": config, "model.safetensors": ""}))
-        assert recognize(folder, with_weights=True) == Recognized(folder)
+        assert recognize(folder, with_weights=True) == (folder, None)
     for name in ("gpt2", "EleutherAI/pythia-410m", "Qwen/Qwen2.5-0.5B", "gpt2-demo"):
-        assert recognize(name, with_weights=True) == Recognized(name)
+        assert recognize(name, with_weights=True) == (name, None)
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./here", "/nowhere", "org/", "a--b", "org/.name", "é/é/é"])
@@ -178,7 +178,7 @@ def test_a_run_in_a_folder_called_tilde_keeps_its_place(tmp_path, monkeypatch):
     (tmp_path / "~/model").mkdir(parents=True)
     (tmp_path / "~/settings.json").touch()
     (tmp_path / "~/model/config.json").write_text('{"model_type": "gpt2"}')
-    assert recognize("./~", with_weights=False).model == "./~/model"  # "~/model" would be in the home folder
+    assert recognize("./~", with_weights=False)[0] == "./~/model"  # "~/model" would be in the home folder
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
