@@ -50,11 +50,8 @@ class Entry:
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
     """Reads the list of tensors in a file of weights. Returns {name: entry} in the order of their bytes. Also returns
     the keys of the dictionaries in the file that enclose the tensors, such as ["model"]."""
-    return (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
-
-
-def _in_order(entries: dict[str, Entry]) -> dict[str, Entry]:
-    return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes))
+    entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
+    return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:
@@ -70,13 +67,13 @@ def _safetensors_entries(path: Path) -> dict[str, Entry]:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
     header.pop("__metadata__", None)
-    return _in_order({
+    return {
         name: Entry(
             path, 8 + header_bytes + item["data_offsets"][0], _FLOATS.get(item["dtype"]), item["dtype"],
             tuple(item["shape"]),
         )
         for name, item in header.items()
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
@@ -95,7 +92,7 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
     content, keys = _state_dict(path, content)
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     members = _stored_members(path)
-    return _in_order({name: _bin_entry(path, name, tensor, members) for name, tensor in tensors.items()}), keys
+    return {name: _bin_entry(path, name, tensor, members) for name, tensor in tensors.items()}, keys
 
 
 def _stored_members(path: Path) -> dict[int, int]:
