@@ -17,10 +17,8 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds
     from lowmem.core.batch import Batch
     from lowmem.core.step import StepResult
 
-_MEASURED = (
-    *("tokens_per_second", "computed_tokens_per_second", "step_ms"),
-    *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes"),
-)
+PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes")
+_MEASURED = ("tokens_per_second", "computed_tokens_per_second", "step_ms", *PEAKS)
 _NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 
 

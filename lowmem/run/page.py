@@ -25,14 +25,13 @@ from lowmem.run.figures import (
     total_steps,
 )
 from lowmem.run.log import continuation
-from lowmem.run.metrics import finite, read_metrics, replace_file
+from lowmem.run.metrics import PEAKS, finite, read_metrics, replace_file
 from lowmem.run_folder import is_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
 MOST_POINTS = 2000  # of a curve; of a longer run, the page has every second, third, ... step
 _PLACEHOLDER = "null /* the data of the runs */"
-_PEAKS = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes")
 
 
 def write_page(folders: Sequence[Path], path: Path) -> None:
@@ -89,7 +88,7 @@ def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
     versions = {name: depends_on[name] for name in ("torch", "transformers") if name in depends_on}
-    return build_report(plan, rows, dict.fromkeys(_PEAKS), device, versions, settings.get("batch", 0), eval_first)
+    return build_report(plan, rows, dict.fromkeys(PEAKS), device, versions, settings.get("batch", 0), eval_first)
 
 
 def _remarks(report: dict) -> list[str]:
@@ -109,7 +108,7 @@ def _columns(rows: list[dict]) -> dict[str, list]:
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
     columns["step_seconds"] = [row["step_ms"] and row["step_ms"] / 1000 for row in kept]
-    for name in _PEAKS[1:]:
+    for name in PEAKS[1:]:
         columns[name] = [None if row[name] is None else row[name] / GIB for row in kept]
     if smooth := smoothed(rows):
         columns["smooth_loss"] = [smooth.get(row["step"]) for row in kept]
