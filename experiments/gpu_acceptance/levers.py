@@ -26,11 +26,10 @@ from transformers import GPT2Config, PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
 from experiments.harness.child import Result, Setting
-from experiments.harness.measured import capped_device, random_step, sixteen_bit
+from experiments.harness.measured import capped_device, random_step, runs_kernels, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import layers, loss
 from lowmem.core.batch import Batch
-from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -101,7 +100,7 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
 
 
 def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out: tuple[str, ...]) -> TrainingStep:
-    precision, kernels = sixteen_bit(device), fused.available(device)
+    precision, kernels = sixteen_bit(device), runs_kernels(device)
     with _left_out(left_out):
         decoder = make_decoder(config, precision, "fp32", kernels)
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)

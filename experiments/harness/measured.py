@@ -66,6 +66,11 @@ def capped_device(setting: Setting) -> torch.device:
     return device
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Returns True if `device` is a GPU that runs the fused kernels."""
+    return device.type == "cuda" and fused.why_not(device) is None
+
+
 def sixteen_bit(device: torch.device) -> str:
     """Returns the 16-bit precision of this device: "bf16", or "fp16" on cards below sm_80, which have no bf16."""
     return resolve_precision("auto", device) if device.type == "cuda" else "bf16"

@@ -15,11 +15,10 @@ from dataclasses import fields
 import torch
 from transformers import PretrainedConfig
 
-from experiments.harness.measured import train
+from experiments.harness.measured import runs_kernels, train
 from experiments.harness.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
-from lowmem.core.kernels import fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.models.build import make_decoder, model_from_config
@@ -83,7 +82,7 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
     """Runs lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
-    decoder = make_decoder(config, "bf16", "fp32", fused.available(device))
+    decoder = make_decoder(config, "bf16", "fp32", runs_kernels(device))
     layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
     case = StepCase(seq, batch, layout, torch.bfloat16, get_optimizer("adamw"))
     tokens = torch.zeros((batch, seq), dtype=torch.int64)

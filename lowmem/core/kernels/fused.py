@@ -62,11 +62,6 @@ def expected(capability: tuple[int, int]) -> bool:
     return here and capability >= OLDEST_CAPABILITY
 
 
-def available(device: torch.device) -> bool:
-    """Returns True if `device` is a GPU that runs the kernels."""
-    return device.type == "cuda" and why_not(device) is None
-
-
 @cache
 def why_not(device: torch.device) -> str | None:
     """Compiles the kernels and compares them with the plain PyTorch code. Returns None if they agree, else a sentence
