@@ -85,8 +85,6 @@ class Decoder:
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
                 "sequence, perhaps), which is not supported"
             )
-        # True if the head's weight is the token embedding's.
-        self.tied = any(parameter is self.head_weight for parameter in self.units[0].parameters.values())
 
     @property
     def head_weight(self) -> nn.Parameter:  # [V, D]
