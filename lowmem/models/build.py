@@ -139,7 +139,12 @@ def _known_config(name: str) -> PretrainedConfig | None:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    fields = _gguf_fields(path) if path.suffix == SUFFIX else config_fields(path)
+    if path.suffix == SUFFIX:
+        from lowmem.models.gguf_conversion import read_config_fields  # and with it the package gguf, which is optional
+
+        check_fields(path, fields := read_config_fields(path))
+    else:
+        fields = config_fields(path)
     kind = fields["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in fields:
@@ -159,14 +164,6 @@ def _read_config(path: Path) -> PretrainedConfig:
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
     set_padding(config, str(path))
     return config
-
-
-def _gguf_fields(path: Path) -> dict:
-    from lowmem.models.gguf_conversion import read_config_fields  # and with it the package gguf, which is optional
-
-    fields = read_config_fields(path)
-    check_fields(path, fields)
-    return fields
 
 
 def own_generation_config(
