@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, GenerationConfig, GPT2Config, PretrainedConfig, PreTrainedModel, __version__
+from transformers.initialization import guard_torch_init_functions
 
 from lowmem import hub
 from lowmem.config_switches import set_padding, without_switches
@@ -236,22 +237,25 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
     """Builds the model of `config` in training mode, with fp32 parameters on `meta` and real buffers on the CPU. Tied
     parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe."""
-    with parameters_placed(lambda tensor: tensor.to("meta")):
+    with guard_torch_init_functions(), parameters_placed(lambda tensor: tensor.to("meta"), initialize=False):
         model = model_from_config(config)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = False  # random_weights gives it numbers
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
         raise InputError(f"{type(model).__name__} keeps state in buffers ({some_of(sorted(state))}): unsupported")
     return model.train()
 
 
-def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
-    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized."""
+def parameters_placed(place: Callable[[Tensor], Tensor], initialize: bool = True) -> AbstractContextManager:
+    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. With
+    `initialize` False, transformers and guarded functions of torch do not initialize it: on `meta` that is slow."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not hasattr(parameter, "_is_placed"):  # a tied one is registered twice
             parameter = nn.Parameter(place(parameter.detach()), requires_grad=parameter.requires_grad)
-            parameter._is_placed = True
+            parameter._is_placed, parameter._is_hf_initialized = True, not initialize
         register(module, name, parameter)
 
     return patch.object(nn.Module, "register_parameter", register_placed)
