@@ -3,6 +3,7 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -31,7 +32,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    freeze_objects()  # tests collect garbage often, and would look through all imported modules each time
+    freeze_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects():
+    """Tests collect garbage often: a whole run six times. None of them looks through all that is there before a file's
+    tests begin, such as imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
