@@ -22,6 +22,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import PretrainedConfig
 
 import train_gpt2_large
 import train_gpt2_xl
@@ -29,6 +30,7 @@ from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
 from lowmem.files import MANIFEST, write, write_manifest
+from lowmem.models.compatibility import compare_small_copy
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
 from lowmem.planning.process import process_aside
@@ -124,8 +126,9 @@ def remembering() -> Iterator[Callable]:
 @contextmanager
 def simulations_shared(*modules: ModuleType) -> Iterator[None]:
     """Makes `modules` simulate each model, step and card once: a simulation depends neither on a cap nor on the
-    requested layout (simulations.py)."""
+    requested layout (simulations.py). A small copy of each model is compared once, too."""
     targets: dict[str, Target] = {}
+    compared: dict[tuple, str | None] = {}
     made: dict[tuple, Simulations] = {}
 
     def target_of(card: Card, *fused_kernels: bool | None) -> Target:
@@ -139,7 +142,13 @@ def simulations_shared(*modules: ModuleType) -> Iterator[None]:
             made[key] = Simulations(decoder, base, target)
         return made[key]
 
-    shared = {"gpu_target": target_of, "Simulations": simulations_of}
+    def compared_once(config: PretrainedConfig, *how: bool | str) -> str | None:
+        key = config.to_json_string(), *how
+        if key not in compared:
+            compared[key] = compare_small_copy(config, *how)
+        return compared[key]
+
+    shared = {"gpu_target": target_of, "Simulations": simulations_of, "compare_small_copy": compared_once}
     with ExitStack() as patches:
         for module in modules:
             there = {name: value for name, value in shared.items() if hasattr(module, name)}

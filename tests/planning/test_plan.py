@@ -45,7 +45,7 @@ PARAMETERS = (5_000 + 256) * 512 + 4 * (12 * 512**2 + 13 * 512) + 2 * 512
 
 @pytest.fixture(scope="module", autouse=True)
 def shared():
-    with simulations_shared(gpu_plan, cpu_plan):
+    with simulations_shared(gpu_plan, cpu_plan, planner):
         yield
 
 

@@ -16,6 +16,7 @@ from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.shares import Among, GatheredWeights, Shares
 from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
+from lowmem.planning import gpu_plan, planner
 from lowmem.planning.choices import choices_by_home
 from lowmem.planning.fastest import fastest_layout
 from lowmem.planning.replay import META
@@ -25,11 +26,18 @@ from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
 from lowmem.run import plan_command
 from lowmem.settings import Settings
+from runs import simulations_shared
 
 SMALL = {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_positions": 64, "vocab_size": 97}
 CONFIG = GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0)
 TARGET = gpu_target(CARDS["rtx3090"])
 ADAMW, BF16 = OPTIMIZERS["adamw"], WORKING_DTYPES["bf16"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with simulations_shared(gpu_plan, planner):
+        yield
 
 
 def decoder():

@@ -16,12 +16,18 @@ from lowmem.data.dataset import load_data
 from lowmem.run.folder import lock_run
 from lowmem.run.learning_rate import Course
 from lowmem.units import GIB
-from runs import ROOT, python, stored, write_rows
+from runs import ROOT, python, remembering, stored, write_rows
 
 TINY = lowmem.Settings(
     model="gpt2-demo", init="random", seq=16, batch=4, steps=3, lr=1e-3, device="cpu", eval_batches=1
 )
 MOST_LINES = 20
+
+
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch):
+    for module in ("api", "prepare"):
+        monkeypatch.setattr(f"lowmem.run.{module}.process_aside", remembering)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -42,6 +48,13 @@ def test_every_name_is_there_and_plan_is_a_function_also_after_its_program_was_r
         assert name in dir(lowmem)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         lowmem.trian  # noqa: B018
+    from lowmem.run import plan_command  # noqa: F401
+
+    with pytest.raises(lowmem.InputError, match=r"\?"):
+        lowmem.plan(lowmem.Settings(gpu="?"))
+
+
+def test_plan_is_a_function_in_a_process_that_has_only_imported_its_program():
     program = "import lowmem; from lowmem.run import plan_command; lowmem.plan(lowmem.Settings(gpu='?'))"
     done = python("-c", program)
     assert "InputError" in done.stderr and "?" in done.stderr
@@ -87,8 +100,8 @@ def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
     assert weights(tmp_path / "model")
 
 
-def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path):
-    settings = replace(TINY, out=str(tmp_path / "run"))
+def test_a_loop_of_one_s_own_gives_the_bits_of_a_run(tmp_path, text):
+    settings = replace(TINY, data=str(text), out=str(tmp_path / "run"))
     report = lowmem.train(settings)
     assert report["steps"] == 3
     model = lowmem.load(settings)
@@ -195,11 +208,20 @@ def test_bad_usage_of_the_command(words, code, said):
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_command_plans_and_trains(tmp_path, capsys):
+DEMO = "train --demo --seq 16 --batch 4 --micro-batch 4 --steps 1 --device cpu --out".split()
+
+
+def test_the_command_plans_and_trains(tmp_path, capsys, text):
+    assert command("plan --model gpt2-demo --gpu t4 --seq 64 --batch 2".split()) == 0
+    assert capsys.readouterr().out.startswith("Fits: ")
+    assert command([*DEMO, str(tmp_path / "demo"), "--data", str(text)]) == 0
+    assert (tmp_path / "demo" / "report.json").exists()
+
+
+def test_the_command_plans_gpt2_and_trains_as_a_process(tmp_path, capsys):
     assert command("plan --model gpt2 --gpu t4 --seq 64 --batch 2".split()) == 0
     assert capsys.readouterr().out.startswith("Fits: ")
-    options = "--seq 16 --batch 4 --micro-batch 4 --steps 1 --device cpu".split()
-    done = python("-m", "lowmem", "train", "--demo", *options, "--out", tmp_path / "demo")
+    done = python("-m", "lowmem", *DEMO, tmp_path / "demo")
     assert done.returncode == 0 and (tmp_path / "demo" / "report.json").exists(), done.stderr
 
 
