@@ -45,7 +45,7 @@ def decoder():
 
 
 def recorded(ranks: int, **layout):
-    case = StepCase(64, 4, Layout(1, **layout), BF16, ADAMW, mesh=Mesh(ranks))
+    case = StepCase(64, 2, Layout(1, **layout), BF16, ADAMW, mesh=Mesh(ranks))
     return record_step(decoder(), case, TARGET)
 
 
@@ -70,7 +70,7 @@ def test_numbers_of_a_rank_are_a_share_of_one_processs():
 
 
 def test_a_recording_from_replays_is_that_of_executing_everything():
-    simulations = Simulations(decoder, StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2)), TARGET)
+    simulations = Simulations(decoder, StepCase(64, 2, Layout(1), BF16, ADAMW, mesh=Mesh(2)), TARGET)
     for layout in (Layout(1), Layout(1, kept=2), Layout(2, states_on_gpu=5)):
         replayed = simulations.record(layout)
         executed = record_step(decoder(), replace(simulations.base, layout=layout), TARGET)
@@ -93,7 +93,7 @@ def test_what_leaves_a_machine_takes_the_network():
 
 @pytest.mark.parametrize("machines", [2, 3])
 def test_machines_send_their_sums_to_each_other_and_that_takes_time(machines):
-    case = StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2))
+    case = StepCase(64, 2, Layout(1), BF16, ADAMW, mesh=Mesh(2))
     one = record_step(decoder(), case, TARGET)
     fast, slow = (Mesh(2, machines, machines, network) for network in (1e15, 1e6))
     several = record_step(decoder(), replace(case, mesh=fast), TARGET)
@@ -109,10 +109,10 @@ def test_machines_send_their_sums_to_each_other_and_that_takes_time(machines):
 
 
 def test_weights_stay_gathered_if_that_saves_time():
-    case, slow = StepCase(64, 4, Layout(1), BF16, ADAMW, mesh=Mesh(2)), replace(TARGET, link=1e6)
+    case, slow = StepCase(64, 2, Layout(1), BF16, ADAMW, mesh=Mesh(2)), replace(TARGET, link=1e6)
     for target, gathered in ((slow, 3), (replace(TARGET, link=math.inf), 0)):
         simulations = Simulations(decoder, case, target)
-        every = choices_by_home(Settings(seq=64, batch=4, weights="resident"), simulations)
+        every = choices_by_home(Settings(seq=64, batch=2, weights="resident"), simulations)
         found = fastest_layout(every, simulations, Room(None, None))
         assert found.layout.gathered == gathered
 
@@ -146,7 +146,7 @@ def test_an_evaluation_leaves_two_blocks_gathered_also_of_those_that_stay():
 
 
 def test_cards_with_nvlink_do_not_wait_for_ram():
-    linked, case = gpu_target(CARDS["h100"]), StepCase(64, 4, Layout(1, states_on_gpu=5), BF16, ADAMW, mesh=Mesh(8))
+    linked, case = gpu_target(CARDS["h100"]), StepCase(64, 2, Layout(1, states_on_gpu=5), BF16, ADAMW, mesh=Mesh(8))
     assert linked.link == 0.8 * 450e9 and gpu_target(CARDS["h100-pcie"]).link is None
     slow = replace(linked, copies=1e7)  # else a model as small as this waits for the host
     seconds = [record_step(decoder(), case, target).seconds for target in (linked, slow, replace(slow, link=None))]
