@@ -248,13 +248,10 @@ def test_fp32_follows_plain_transformers_and_torch_adamw(family):
     assert ours.losses == pytest.approx(reference, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bf16_is_as_close_to_fp32_as_plain_autocast(family):
-    """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of 3
-    runs: at most 1.5 times. Measured over 12 runs of 40 steps: GPT-2 1.0, Llama 0.9 (with a 16-bit residual stream 1.9
-    and 1.3, which is why fp32 is the default)."""
+def distances_from_fp32(family: str, seeds: int) -> dict[str, float]:
+    """Of loss curves of 30 steps, summed over steps and runs: that of fp32 weights under autocast, and ours in bf16."""
     distance = {"autocast": 0.0, "ours": 0.0}
-    for seed in range(3):
+    for seed in range(seeds):
         batches, rates = _thirty_steps(seed)
         truth, autocast = (
             list(
@@ -267,6 +264,20 @@ def test_bf16_is_as_close_to_fp32_as_plain_autocast(family):
         )
         for name, losses in (("autocast", autocast), ("ours", ours.losses)):
             distance[name] += sum(abs(loss - true) / true for loss, true in zip(losses, truth, strict=True))
+    return distance
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bf16_is_as_close_to_fp32_as_plain_autocast_in_several_runs(family):
+    """Mean distance of the loss curve from fp32's against that of fp32 weights under torch.autocast, over 30 steps of 3
+    runs: at most 1.5 times. Measured over 12 runs of 40 steps: GPT-2 1.0, Llama 0.9 (with a 16-bit residual stream 1.9
+    and 1.3, which is why fp32 is the default)."""
+    distance = distances_from_fp32(family, seeds=3)
+    assert 0 < distance["ours"] <= 1.5 * distance["autocast"], distance
+
+
+def test_bf16_is_as_close_to_fp32_as_plain_autocast():
+    distance = distances_from_fp32("gpt2", seeds=1)
     assert 0 < distance["ours"] <= 1.5 * distance["autocast"], distance
 
 

@@ -100,16 +100,21 @@ def test_a_batch_is_a_function_of_seed_and_step_and_every_epoch_has_every_row_on
     assert not torch.equal(other.batch(0).input_ids, forwards[0])
 
 
-def test_batch_order_is_the_same_in_another_process_and_does_not_touch_the_global_generators(tmp_path):
+def test_batch_order_does_not_touch_the_global_generators(tmp_path):
+    numbered(tmp_path / "a.txt", 40)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    states = np.random.get_state()[1].copy(), torch.get_rng_state()
+    load(tmp_path / "a.txt").train.batch(5)
+    assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_batch_order_is_the_same_in_another_process(tmp_path):
     numbered(tmp_path / "a.txt", 40)
     program = (
         "from tests.data.loading import load; import sys\nprint(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
     )
-    np.random.seed(1)
-    torch.manual_seed(1)
-    states = np.random.get_state()[1].copy(), torch.get_rng_state()
     here = load(tmp_path / "a.txt").train.batch(5).input_ids.tolist()
-    assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
     there = python("-c", program, tmp_path / "a.txt")
     assert json.loads(there.stdout) == here
 

@@ -731,8 +731,10 @@ def test_a_slower_disk_takes_longer():
     assert fast > in_ram, "the host copies to and from the page cache"
 
 
-def test_if_a_disk_takes_all_the_time_the_plan_that_computes_least_is_chosen():
-    plan = plan_for(config=DEEP, states="disk", states_folder="/fast", gpu_limit_bytes=2 * GIB, disk_rate_bytes=2**28)
+@pytest.mark.parametrize("typed", [{"micro_batch": 2}, {}], ids=str)
+def test_if_a_disk_takes_all_the_time_the_plan_that_computes_least_is_chosen(typed):
+    disk = {"states": "disk", "states_folder": "/fast", "disk_rate_bytes": 2**28}
+    plan = plan_for(config=DEEP, gpu_limit_bytes=2 * GIB, **disk, **typed)
     assert plan.layout.fate is Fate.HELD and plan.layout.states_on_disk == plan.units
 
 
