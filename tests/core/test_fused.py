@@ -151,7 +151,7 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
     ],
 )
 def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer, arrangement):
-    batches = make_batches(2)
+    batches = make_batches(2, seq=12)
     kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": True}
     plain = train(batches, **kind, **PLAIN)
     assert train(batches, **kind, **arrangement).differences(plain) == []

@@ -344,7 +344,7 @@ def test_a_refusal_on_a_cpu_names_what_fits_under_the_same_cap(monkeypatch):
 
 
 def test_a_refusal_in_json_has_the_keys_of_a_plan_and_the_ways_out(capsys):
-    asked = ["--model", "gpt2", "--batch", "4", "--gpu", "rtx3060", "--json"]
+    asked = ["--model", "gpt2", "--batch", "4", "--micro-batch", "1", "--gpu", "rtx3060", "--json"]
     assert plan_command.main([*asked, "--gpu-limit", "200MiB"]) == 3
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -586,7 +586,7 @@ def test_an_answer_breaks_between_words_on_a_terminal(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--model", "gpt2", "--batch", "4", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
+        (["--model", "gpt2", "--batch", "4", "--micro-batch", "1", "--gpu-limit", "200MiB"], 3, "--gpu-limit "),
         (["--model", "gpt2-xl", "--gpu-limit", "11GBs"], 2, "not a size"),
         (["--model", "gpt2-xl", "--seq", "1"], 2, "--seq 1 is too short"),
         (["--model", "/nowhere/config.json"], 2, "/nowhere/config.json"),
