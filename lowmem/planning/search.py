@@ -13,8 +13,8 @@ best layout so far. A loop stops if the next layout is no faster. Tests compare 
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from lowmem.core.layout import Layout
 from lowmem.planning.choices import Choices
@@ -76,6 +76,15 @@ class Search:
     columns: Columns
     room: Room
     failed: tuple[tuple[Found, int], ...] = ()
+    _fitting: dict = field(default_factory=dict, repr=False)  # results of `fitting`; replace() keeps them
+
+    @cached_property
+    def _failed_in(self) -> dict[Column, tuple[tuple[int, int], ...]]:
+        """Returns {column: (kept, units_on_gpu) of each layout that failed}."""
+        failed: dict = {}
+        for found, kept in self.failed:
+            failed[found.column] = (*failed.get(found.column, ()), (kept, found.units_on_gpu))
+        return failed
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
@@ -172,7 +181,11 @@ class Search:
     def fitting(self, column: Column) -> list[int]:
         """Returns each number of units on the GPU that fits if blocks keep as little for backward as the column
         allows."""
-        return [units for units in self._fitting_ram(column) if self._fits(column, column.least_kept, units)]
+        key = column, self._failed_in.get(column)
+        if key not in self._fitting:
+            numbers = self._fitting_ram(column)
+            self._fitting[key] = [units for units in numbers if self._fits(column, column.least_kept, units)]
+        return self._fitting[key]
 
     def _least_disk_seconds(self, column: Column) -> float:
         """Returns a lower bound for the seconds of all steps of `column`: the time of the disk. Returns 0 if states may
@@ -234,10 +247,8 @@ class Search:
         return min(max(line, columns.expected_kept(column, units_on_gpu, beyond, limit)), beyond - 1)
 
     def _fits(self, column: Column, kept: int, units_on_gpu: int) -> bool:
-        failed = any(
-            found.column == column and kept >= failing and units_on_gpu >= found.units_on_gpu
-            for found, failing in self.failed
-        )
-        if failed or not self.columns.may_fit(column, kept, units_on_gpu, self.room.gpu):
+        if any(kept >= most and units_on_gpu >= units for most, units in self._failed_in.get(column, ())):
+            return False
+        if not self.columns.may_fit(column, kept, units_on_gpu, self.room.gpu):
             return False
         return within(self.columns.allocated_bytes(column, kept, units_on_gpu), self.room.gpu)
