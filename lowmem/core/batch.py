@@ -42,7 +42,7 @@ class Batch:
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
     @classmethod
-    def from_hf(cls, batch: Mapping, decoder_start: int | None = None) -> "Batch":
+    def from_hf(cls, batch: Mapping, decoder_start: int | None = None, padding: int | None = None) -> "Batch":
         """Makes a Batch of a dict in the form that transformers' collators return and `model(**batch)` takes.
 
         input_ids       int [B, T], padded on the right; an encoder-decoder's source
@@ -50,8 +50,9 @@ class Batch:
         labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 for tokens that
                         are not trained. For an encoder-decoder, its target, which may have another length
 
-        `decoder_start`: id of the token that targets begin with, for an encoder-decoder. Raises InputError for other
-        keys or shapes, and for padding on the left.
+        For an encoder-decoder, `decoder_start` is the id of the token that targets begin with, and `padding` is the id
+        that it reads where a label is -100; None: `decoder_start`. Raises InputError for other keys or shapes, and for
+        padding on the left.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -78,7 +79,8 @@ class Batch:
             raise InputError('attention_mask is 0 before a 1: pad on the right (tokenizer.padding_side = "right")')
         if decoder_start is not None:
             start = torch.full_like(labels[:, :1], decoder_start)
-            before = torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED_LABEL, decoder_start)], 1)
+            unread = decoder_start if padding is None else padding
+            before = torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED_LABEL, unread)], 1)
             return cls(torch.cat([input_ids, before], 1), labels, source_mask=mask)
         if labels.shape != input_ids.shape:
             raise InputError(f"input_ids are {list(input_ids.shape)} and labels {list(labels.shape)}: both are [B, T]")
@@ -213,7 +215,8 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
-        batch = Batch.from_hf(batch, decoder_start(decoder.model.config))
+        config = decoder.model.config
+        batch = Batch.from_hf(batch, decoder_start(config), getattr(config, "pad_token_id", None))
     if most is None:
         return batch
     batch.check_fields()

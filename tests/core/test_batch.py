@@ -51,11 +51,13 @@ def test_lists_and_arrays_will_do_and_padding_is_no_label_even_if_it_is_given():
     assert Batch.from_hf(hf_batch(padded=False) | {"token_type_ids": torch.zeros(4, 9)}).lengths is None
 
 
-def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder():
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_source_and_a_target_give_the_loss_of_an_encoder_decoder(start):
+    """With a start of 5: in the middle of a target, transformers' decoder reads padding where a label is -100."""
     torch.manual_seed(0)
-    model = model_from_config(T5Config(**T5 | {"dropout_rate": 0.0}))
+    model = model_from_config(T5Config(**T5 | {"dropout_rate": 0.0, "decoder_start_token_id": start}))
     batch = hf_batch() | {"labels": hf_batch(1)["labels"][:, :6].contiguous()}
-    batch["labels"][1, 4:] = -100
+    batch["labels"][1, 4:] = batch["labels"][0, 2] = -100
     expected = model(**batch).loss.item()
     loss, tokens = make_step(model)[0].evaluate(batch)
     assert loss / tokens == pytest.approx(expected, rel=1e-5)
