@@ -79,7 +79,7 @@ def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
         _named(recorder), _autocast_simulated(), _devices_by_number(), _storages_resized(recorder),
-        _modes_in_backward(cuda_is_meta, machine.functions), cuda_is_meta(), recorder, machine.functions(),
+        modes_in_backward(cuda_is_meta, machine.functions), cuda_is_meta(), recorder, machine.functions(),
     ):  # fmt: skip
         try:
             function(recorder)
@@ -125,7 +125,7 @@ class _CudaIsMeta(TorchFunctionMode):
 
 
 @contextmanager
-def _modes_in_backward(*modes: Callable) -> Iterator[None]:
+def modes_in_backward(*modes: Callable) -> Iterator[None]:
     """Keeps `modes` on in backward, where PyTorch switches them off; recomputed blocks run a model's code there. Also
     switches off checkpoint's check of recomputed tensors, which would compare "meta" with "cuda"."""
     run = torch.autograd._engine_run_backward

@@ -19,6 +19,8 @@ from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.models.build import build_model
 from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
 from tests.published.points import Point
+from tests.published.torchtune_llama import build_torchtune
+from tests.published.vision_transformer import build_vision_transformer
 
 META = torch.device("meta")
 NANOGPT, BOOK, MASK, NATIVE, FLASH = "nanogpt", "book", "book, mask", "book, native", "book, flash"  # kinds of GPT
@@ -120,7 +122,8 @@ def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
 
 _PROGRAMS = {
     "cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": partial(_gpt, NANOGPT), "book": partial(_gpt, BOOK),
-    "gpt2-medium": _gpt2_medium,
+    "gpt2-medium": _gpt2_medium, "torchtune": lambda point: build_torchtune(**point.shape),
+    "vision transformer": lambda point: build_vision_transformer(**point.shape),
 }  # fmt: skip
 GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from experiments.memory_estimation.estimate import plain_target
 from lowmem.cudasim.gpus import Card
+from lowmem.cudasim.peak import modes_in_backward
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.tape import Tape
 from lowmem.planning.simulated_step import Target
@@ -28,7 +29,7 @@ def simulate(card: Card, model: nn.Module, step: Callable[[], None], host_share:
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
     """Returns the step's seconds on `target`, and the tape of all calls."""
     recorder = Recorder(target.machine, lambda frame: "step")
-    with recorder, target.machine.functions():
+    with recorder, target.machine.functions(), modes_in_backward(target.machine.functions):
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.note(tensor)
         for _ in range(STEPS):

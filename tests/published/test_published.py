@@ -30,7 +30,8 @@ WORST_MEDIANS = {
     "A100-80GB build-nanogpt bf16 autocast, whole step": 0.2, "RTX 3090 Ti gpt2-medium bf16 autocast, whole step": 0.09,
     "RTX 5090 fp32, whole step": 0.2, "RTX 5090 fp32, forward": 0.05,
     "A100-80GB bf16 autocast, forward and backward": 0.07, "RTX 3090 book's GPT fp32, whole step": 0.07,
-    "RTX 3090 book's GPT fp16 autocast, whole step": 0.11,
+    "RTX 3090 book's GPT fp16 autocast, whole step": 0.11, "A100-80GB torchtune Llama-3.2-3B bf16, whole step": 0.05,
+    "RTX 4070 Ti SUPER ViT-giant bf16, whole step": 0.02,
 }  # fmt: skip
 # One point of each kind, the smallest, by its place in the file.
 SMALLEST_STEPS = {
@@ -47,7 +48,7 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
     assert medians.keys() == WORST_MEDIANS.keys()
     assert {name: distance for name, distance in medians.items() if distance > WORST_MEDIANS[name]} == {}
     trained = table.with_backward(found)
-    assert (len(trained), table.within_a_third(trained)) >= (65, 64)
+    assert (len(trained), table.within_a_third(trained)) >= (67, 66)
     assert abs(statistics.median(trained) - 1) <= 0.03
     assert min(found["H200 Llama-3.2-1B bf16, whole step"]) > 0.95  # it was 0.75 to 0.83,
     assert max(max(found[name]) for name in found if name.startswith("A100 fp32")) < 1.24  # and 1.35
@@ -56,7 +57,7 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
 
 def test_peaks_of_others_are_predicted_no_worse_than_they_were():
     errors = [error for group in table.peak_errors().values() for error in group]
-    assert (len(errors), table.within_a_percent(errors)) >= (85, 82)
+    assert (len(errors), table.within_a_percent(errors)) >= (87, 84)
     assert table.median_size(errors) <= 0.0025
     assert max(map(abs, errors)) < 0.012
 
