@@ -48,10 +48,11 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan for the card that `settings.gpu` names, which need not be in this machine. Without a name, plans
-    for this machine's GPU, or for its CPU. `gpus`: number of GPUs that torchrun uses on each of `machines` machines.
-    The plan's bytes and seconds are those of one GPU. Loads no weights. Raises PlanError if nothing fits; its message
-    names the smallest caps that fit. Raises InputError for a model that cannot be trained block by block."""
+    """Returns the plan for training on the card that `settings.gpu` names, which need not be in this machine. If
+    `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs, each with one process of
+    torchrun, on each of `machines` machines. The plan's bytes and seconds are those of one GPU. Loads no weights.
+    Raises PlanError if nothing fits; its message names the smallest caps that fit. Raises InputError for a model that
+    cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -82,9 +83,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
     one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
     not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint,
-    or a folder with some from `LoadedModel.save` or a run of the scripts. Loads the newest undamaged one, and sets the
-    model's `done` to its step. Without one, loads the initial weights and warns (UserWarning). Also warns if fused
-    kernels or page-locked memory are missing, which makes steps slower. Raises the same errors as `train`."""
+    or a folder of checkpoints from `LoadedModel.save` or a run of the scripts. Loads the newest undamaged one, and sets
+    the model's `done` to its step. If `resume` is None, loads the initial weights. Does the same, with a UserWarning,
+    if there is no checkpoint in `resume`. Also warns if fused kernels or page-locked memory are missing, which makes
+    steps slower. Raises the same errors as `train`."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -123,7 +125,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 
 
 def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints of `folder`, newest first, also if a run is writing there."""
+    """Returns the checkpoints in the run folder `folder`, newest first. First tidies up after a save that was killed,
+    unless another training run is writing to the folder."""
     with suppress(InputError), lock_run(folder):
         return find_checkpoints(folder, "auto", say)
     return checkpoints_in(folder / "checkpoints")
@@ -133,9 +136,9 @@ def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
     dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
-    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has other files, and LowmemError if that
-    dtype cannot hold a weight. Warns (UserWarning) of a weight that is not finite, and of a file that could not be
-    written."""
+    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem.
+    Raises LowmemError if a weight is too large for that dtype. Warns (UserWarning) of weights that are NaN or infinite,
+    and of files that could not be written."""
     folder = Path(folder).expanduser()
     about = folder / "README.md"  # every export has one
     if folder.exists() and not folder.is_dir():

@@ -17,9 +17,10 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
-    """Returns `chosen`, {option: value}, with `batch` and `micro_batch` in place of other trainers' options
-    (PER_DEVICE, AT_ONCE, ACCUMULATION). `spelled`: {option: its name as the user typed it}. `say` gets a sentence if
-    the batch was computed. Raises InputError if the batch is still unknown, or if two options contradict each other."""
+    """Replaces other trainers' options for the batch (PER_DEVICE, AT_ONCE, ACCUMULATION) by `batch` and `micro_batch`.
+    Returns all options, {option: value}. `chosen`: the options that the user gave, {option: value}. `spelled`: {option:
+    its name as the user typed it}. `say` gets a sentence if the batch was computed. Raises InputError if the given
+    options do not determine the batch, or contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

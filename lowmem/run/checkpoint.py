@@ -42,8 +42,8 @@ _ADVICE |= {errno.EFBIG: "raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args`: (a sentence with the step and the system's error, advice to
-    the user)."""
+    """Says that a checkpoint could not be written. `args` has two texts: a sentence with the step and the system's
+    error, and advice to the user."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -55,8 +55,8 @@ def save_checkpoint(
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
     """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. It has the weights and optimizer states
-    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the rows of
-    its metrics.jsonl as text; None: it has no such file.
+    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the content of its
+    metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
 
     Call TrainingStep.flush before, so that no update is pending. All ranks must call this; rank 0 writes. Keeps the
     newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
@@ -116,8 +116,9 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
-    """Returns the part's weights ("working") and optimizer states, {name: (tensor, entries)}. The tensor is the share
-    that this rank stores. `entries` is the number of entries of the whole flat tensor."""
+    """Returns {name: (tensor, entries)} for `part`: its weights ("working") and its optimizer states. A part is all
+    matrices, or all vectors, of a block or another unit, as flat tensors. `tensor` is the share that this rank stores.
+    `entries` is the number of entries in all ranks' shares together."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -128,8 +129,8 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the first bytes of a part's .safetensors file. Its metadata give the place of each parameter in the flat
-    tensors: [start, *shape]."""
+    """Returns the header of the .safetensors file for `part`: the file's bytes before its tensors. The header's
+    metadata have {parameter: [start, *shape]}, its place in the flat tensors."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
 
@@ -145,7 +146,8 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
 
 
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
-    """Returns the first of `checkpoints` (newest first) with a readable state.json, and its content; or None."""
+    """Returns the path and the content of state.json of the newest checkpoint whose state.json is not damaged. Returns
+    None if there is no such checkpoint. `checkpoints`: paths, newest first."""
     for checkpoint in checkpoints:
         with suppress(Damaged):  # load_newest reports it
             return checkpoint, _read_state(Manifest(checkpoint))
@@ -155,9 +157,10 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the first undamaged one of `checkpoints` (newest first) into `store`. Returns its path and the content of
-    its state.json. `identity`: that of this training run (identity.py). `say` gets a sentence about each damaged one.
-    If all are damaged, raises Damaged if `required`. Otherwise renames them, zeroes `store` and returns None."""
+    """Loads the newest undamaged checkpoint into `store`. Returns its path and the content of its state.json, or None
+    if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: that of this training run (identity.py).
+    `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is True, raises Damaged. If
+    all are damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -177,9 +180,9 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
     """Reads every tensor into its place in `store`, each file once. Returns the content of state.json, with the text of
     metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps its share of the tensors.
 
-    Raises InputError, before `store` is changed, if a run with this `identity` (identity.py) cannot go on from the
-    checkpoint. Does the same if a file or tensor is missing, or is of another model, optimizer or precision. Raises
-    Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
+    Raises InputError, before `store` is changed, if a training run with this `identity` (identity.py) cannot go on from
+    the checkpoint. A missing file or tensor, or one of another model, optimizer or precision, also raises InputError.
+    Raises Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
@@ -210,7 +213,8 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
 
 
 def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
-    """Reads and drops `size_bytes` of another rank, because the hash covers them. `fill` is from Manifest.checked."""
+    """Reads the next `size_bytes` bytes of a file and drops them: other ranks store these numbers. They must be read
+    because the file's hash covers them. `fill`: the function that Manifest.checked yields."""
     while size_bytes > 0:
         fill(memoryview(bytearray(min(size_bytes, CHUNK_BYTES))))
         size_bytes -= CHUNK_BYTES
@@ -240,8 +244,8 @@ def _read_state(manifest: Manifest) -> dict:
 
 
 def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
-    """Raises InputError, which names the difference, if the header of the checkpoint's file `name` is not the header of
-    `part`. Raises Damaged if the file is damaged."""
+    """Raises InputError, which names the difference, unless the file `name` of the checkpoint has the header that is
+    expected for `part`. Raises Damaged if the file is damaged. `manifest`: the checkpoint's."""
     path, header = manifest.folder / name, _header(part)
     try:
         with open(path, "rb") as file:

@@ -62,9 +62,9 @@ class Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). A repeated option
-    replaces the earlier value, or is added to it if the field takes several (SEVERAL). Raises InputError if two names
-    of one option have different values."""
+    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). If an option is
+    repeated, the later value replaces the earlier one. For a field that takes several values (SEVERAL), it is added.
+    Raises InputError if two names of one option have different values."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -84,17 +84,19 @@ class _Record(argparse.Action):
 
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
-    """Returns the Settings of a script's `defaults`, overridden by the command line `argv` (without the program's
-    name). Raises InputError for unknown options, and for values that are not allowed. ``--help`` exits with 0."""
+    """Returns a script's `defaults`, overridden by the command line `argv` (without the program's name) and by the file
+    of its --config. Raises InputError for unknown options, and for values that are not allowed. ``--help`` exits with
+    0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Returns the Settings for the command line `argv` of `lowmem plan`. Also returns a namespace with its own options
-    `json`, `gpus` and `machines`, and `write` (True if --out was given). `program`: ArgumentParser's arguments, such as
-    the description. Raises InputError without --model. With --gpu, the default cap is the card's memory."""
+    """Returns the Settings for the command line `argv` of `lowmem plan`, and a namespace. The namespace has the options
+    `json`, `gpus` and `machines`, which only this command has, and `write` (True if --out was given). `program`:
+    ArgumentParser's arguments, such as the description. Raises InputError if there is neither --model nor --demo. With
+    --gpu, the default cap of GPU memory is all of the card's memory."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
@@ -110,8 +112,8 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
-    """Returns {field of Settings: value} as the command line and its --config file set them, and a namespace with the
-    program's other options."""
+    """Returns {field of Settings: value} for the options in the command line `argv` and in the file that its --config
+    names. Also returns a namespace with the options that are no fields of Settings."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
@@ -138,8 +140,8 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """Returns the options of both layers; `upper` wins over `lower`. An option in `upper` also removes those in `lower`
-    that set the same thing (_REPLACED): `steps` removes `epochs`."""
+    """Merges two dicts of options, {field: value}. A value in `upper` replaces the one in `lower`. An option with a
+    value in `upper` also removes options of `lower` that set the same thing (_REPLACED): `steps` removes `epochs`."""
     replaced = {name for field, value in upper.items() if value is not None for name in _REPLACED.get(field, ())}
     return {field: value for field, value in lower.items() if field not in replaced} | upper
 
@@ -187,7 +189,8 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
 
 
 def _listed(of: str, problems: list[str]) -> str:
-    """Joins `problems` into one text: a single one alone, several as a list. `of` names their group: "the options"."""
+    """Returns a text about `problems`: a single one unchanged, several as a list with a heading. `of`: the name of the
+    whole in the heading, such as "the options" in "2 of the options cannot be used"."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} of {of} cannot be used:", *problems))
@@ -218,7 +221,8 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
 
 
 def _read_object(text: str, path: str) -> dict[str, object]:
-    """Returns the JSON object or YAML mapping in `text`. Plain values of YAML, except null, stay text."""
+    """Returns the JSON object or YAML mapping in `text`. `path`: the file's name, which decides between JSON and YAML.
+    Unquoted values of YAML, except null, stay text."""
     yaml = path.lower().endswith((".yaml", ".yml"))
     values = (parse_yaml if yaml else parse_json)(text, path)
     if not isinstance(values, dict):
@@ -246,7 +250,8 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """Returns the keyword arguments of add_argument for the option `name`. A switch or a flag needs no value."""
+    """Returns the keyword arguments of add_argument for the option `name`. An option that is on or off may be typed
+    without a value."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

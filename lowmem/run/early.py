@@ -27,8 +27,9 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run. Returns them with the run folder in `out`, and with the `model` that
-    with_recognized_model gives. `say` gets a sentence about each change. Raises InputError if training cannot work."""
+    """Checks the settings of a training run before slow imports. Returns the settings with the run folder in `out`, and
+    with `model` as with_recognized_model replaces it. `say` gets a sentence about each change. Raises InputError if
+    training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -55,8 +56,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks only the machine, the card and the model, on which a plan depends. Returns the settings with the `model`
-    that with_recognized_model gives. Raises InputError if one of the three cannot be used."""
+    """Checks the settings on which a plan depends: the machine, the card and the model. Returns the settings with
+    `model` as with_recognized_model replaces it. `say` gets a sentence about this change. Raises InputError if the
+    machine, the card or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -69,8 +71,9 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` replaced: a run folder by its exported model, a GGUF file by the folder that it
-    is converted to (unless `plan_only`). Makes that folder if needed. `say` gets a sentence about the change. Raises
+    """Returns `settings` with `model` replaced by the model that will be read. If `model` is a run folder, this is the
+    model that the run has exported. If `model` is a GGUF file, this is a folder with the converted model, which is made
+    if it does not exist. With `plan_only`, a GGUF file is not replaced. `say` gets a sentence about the change. Raises
     InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
@@ -82,8 +85,8 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """Raises InputError if training cannot write its --out or --states-folder. Does nothing for a plan, which may name
-    folders of another machine."""
+    """Raises InputError if training cannot write into the folder of --out or of --states-folder. Does nothing if the
+    settings ask only for a plan, because the folders may be on another machine."""
     if settings.plan_only:
         return
     if (reason := why_not_writable(Path(settings.out))) is not None:

@@ -42,7 +42,8 @@ class Ending:
         self._session = session
 
     def was_finished(self) -> bool:
-        """Returns True, and logs how to train longer, if the same command has finished this run before."""
+        """Returns True if this training run is finished already: its steps and export were done with the same settings.
+        Then also logs how to train longer."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
@@ -63,9 +64,10 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Catches an error in the block and logs it, so that the rest of the end still happens. `name` names the block
-        in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as Ctrl-C. In code that several ranks
-        execute, does not catch an error of one rank either, because the other ranks would wait for it."""
+        """Catches an error in the block, logs it and adds it to `failed`. Then later parts of the end are still done.
+        `name`: the block's name in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as
+        KeyboardInterrupt. If all ranks execute the block, does not catch an error of a single rank: the other ranks
+        would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -114,8 +116,9 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported: `done`, the last one, or, with --keep-best, the one with the
-        lowest held-out loss, after loading its checkpoint. Returns None if none could be loaded."""
+        """Returns the step whose weights are exported. This is `done`, the last one. With --keep-best it is the step
+        with the lowest held-out loss, whose checkpoint is loaded first. Returns `done` if that checkpoint is damaged or
+        missing. Returns None if the weights in the store are incomplete after a failed load."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done
@@ -211,7 +214,7 @@ class Ending:
         log.say(f"trained{trained}" if self.failed else f"done{trained}; see {folder}/report.html and {folder}/model")
 
     def _note(self, sentence: str, details: str = "") -> None:
-        """Logs and stores a sentence about a failure. `details` go to log.txt only."""
+        """Logs a sentence about a failure, and adds it to `failed`. `details`: further lines that only log.txt gets."""
         self.failed.append(sentence)
         self._session.log.say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 

@@ -46,7 +46,8 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 @contextmanager
 def variables_blamed() -> Iterator[None]:
     """Turns an error of a package's import in the block into an InputError. The message names the environment variables
-    whose values the error quotes. Passes on ImportError. Raises InputError for PYTHONOPTIMIZE=2."""
+    whose values the error quotes. Does not change ImportError and InputError. Raises InputError for
+    PYTHONOPTIMIZE=2."""
     _name_the_user()
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
@@ -88,7 +89,8 @@ def limit_waiting_of_threads() -> None:
 
 
 def _other_running_threads() -> int:
-    """Returns the number of other threads on the machine that run or could run now; 0 if the system does not tell."""
+    """Returns the number of other threads on the machine that run or could run now. Returns 0 if the system does not
+    report it."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("procs_running")) - 1

@@ -23,8 +23,8 @@ SAMPLE_TOKENS = 64
 
 
 def evaluated(session: Session) -> dict:
-    """Evaluates the model on the held-out texts. Returns keys of a row of metrics.jsonl: `eval_loss`, in nats per
-    token, and with several texts also `eval_losses`, {text: loss}. Returns an empty dict if nothing is held out."""
+    """Evaluates the model on the held-out texts. Returns {key of a row of metrics.jsonl: value}: `eval_loss`, in nats
+    per token, and with several texts also `eval_losses`, {text: loss}. Returns an empty dict if nothing is held out."""
     limit = session.settings.eval_batches
     with session.budget.phase("evaluate"):
         sums = {text.parts[0].name: summed_loss(session.step, text, limit) for text in session.data.evaluations}
@@ -44,8 +44,8 @@ def due(session: Session, done: int) -> bool:
 
 
 def is_missing(session: Session) -> bool:
-    """Returns True if an evaluation is to be made before the first step of `session`. A new training run needs one. A
-    resumed run needs one if a signal or an error has skipped the evaluation after its last step."""
+    """Returns True if the model must be evaluated before the first step of `session`. That is so for a new training
+    run. It is also so for a resumed one, if a signal or an error prevented the evaluation after its last step."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
@@ -108,10 +108,11 @@ def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
     alone: bool = True,
 ) -> str:  # fmt: skip
-    """Returns "sample: " and the model's continuation of `prompt`, at most SAMPLE_TOKENS tokens, or "no sample: " and
-    the reason. A decoder's sample begins with `prompt`. With `chat`, the continuation is the answer to it.
-    `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from `seed`. Other random numbers do not
-    change. If not `alone`, raises RuntimeErrors (torch.OutOfMemoryError is one), because other ranks wait for it."""
+    """Returns "sample: " and a text, or "no sample: " and the reason. The text is the model's continuation of `prompt`,
+    at most SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True if the model is to answer `prompt`
+    as a question. `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from `seed`. torch's random
+    generators keep their states. `alone`: False if other ranks wait for this one. Then a RuntimeError, such as
+    torch.OutOfMemoryError, is raised instead of returned as the reason."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:

@@ -29,23 +29,26 @@ class Best:
 
 
 def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
-    """Returns (step, held-out loss) of each evaluation. `eval_first`: the loss before the first step, if there is
-    one."""
+    """Returns (step, held-out loss) of each evaluation. `rows`: rows of metrics.jsonl. `eval_first`: the held-out loss
+    before the first step, which becomes step 0; None if there is none."""
     before = [] if eval_first is None else [(0, eval_first)]
     return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the first if several are equal. `rows`: rows of
-    metrics.jsonl. `eval_first`: loss before the first step. Without evaluations, returns step 0 with the loss NaN."""
+    """Returns the evaluation with the lowest held-out loss, the earliest if several are equal. `rows`: rows of
+    metrics.jsonl. `eval_first`: held-out loss before the first step, None if it is unknown. Without any evaluation,
+    returns step 0 with the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
-    """Returns the value of the key `loss` in report.json. `exported_step`: the step whose weights are in model/, None
-    for the last. `diverged` is True if their held-out loss is NaN or higher than before training."""
+    """Returns the value of the key `loss` in report.json: training and held-out losses by name. `rows`: rows of
+    metrics.jsonl. `eval_first`: held-out loss before training. `exported_step`: the step whose weights are in model/,
+    None for the last step. `diverged` is True if the exported weights' held-out loss is NaN or higher than
+    `eval_first`."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -67,8 +70,9 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, versions: dict[str, str], sequences_per_step: int,
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """Returns the content of report.json, without the summary. Its time of a step is the median of all steps but the
-    first, which also warms up. `exported_step`: the step whose weights are in model/, None for the last."""
+    """Returns the content of report.json, without the summary. Its seconds per step are the median over all steps
+    except the first, whose time includes the warm-up. `peaks`: Budget.peaks(). `sequences_per_step`: --batch.
+    `exported_step`: the step whose weights are in model/, None for the last step."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
     # An earlier process of this run may have had the higher peak.
@@ -130,8 +134,8 @@ def total_steps(settings: dict, rows: list[dict]) -> int:
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:
-    """Returns {step: median loss of the MEDIAN_OVER steps around it}, without losses that are not finite; {} for a
-    short run."""
+    """Returns {step: median loss of the MEDIAN_OVER steps around it}. Skips losses that are not finite. Returns {} for
+    a run with fewer than 4 * MEDIAN_OVER finite losses."""
     finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     if len(finite) < 4 * MEDIAN_OVER:
         return {}
@@ -146,8 +150,9 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns tuples ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap): one for GPU memory if there is a
-    GPU, and one for RAM. `plan`: content of plan.json. `measured`: {name in report.json: peak}."""
+    """Returns a tuple ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap) for each kind of memory. Without a
+    GPU, there is only the tuple for RAM. `plan`: content of plan.json. `measured`: {name in report.json: peak in
+    bytes}, None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -23,9 +23,9 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Creates `folder` and keeps other training runs out of it until the end of the block or of the process. If the
-    block writes nothing, removes the folders that were created. Raises InputError if another training run has locked
-    the folder, or if it cannot be written."""
+    """Creates the run folder `folder`, and keeps other training runs out of it. The lock ends with the block or the
+    process. If the block writes nothing, removes the folders that were created. Raises InputError if another training
+    run has locked the folder, or if it cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -49,10 +49,10 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
-    """Raises PlanError if a disk has too little room: that of the run folder `folder`, for the checkpoints and the
-    exported model, or that of `states_folder`, for optimizer states. `disk`: bytes by name (Plan.disk). `saves`: number
-    of checkpoints that will be written, None if unknown. Files of an earlier training run count as free room, because
-    they are replaced."""
+    """Raises PlanError if a disk has too little room. Checkpoints and the exported model need room on the disk of the
+    run folder `folder`. Optimizer states may need room on the disk of `states_folder`. `disk`: {name: bytes}
+    (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Checkpoints and models of an
+    earlier run count as free room, because they are replaced."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
@@ -103,8 +103,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes unfinished files that a killed save has left in `root`, the folder of checkpoints. A checkpoint that the
-    save had moved aside gets its name back, unless its replacement is complete."""
+    """Removes the unfinished files that a killed save has left in `root`, the folder of checkpoints. Before a save
+    replaces a checkpoint, it renames the old one. The old one gets its name back if the new one is not complete."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
@@ -113,9 +113,10 @@ def sweep(root: Path) -> None:
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints to resume from, newest first; an empty list means step 0. `resume`: "never", "auto"
-    (those of `folder`), or the path of a checkpoint or of a run folder with some (else InputError). `say` gets a
-    sentence about checkpoints of `folder` that are not used. The caller must hold lock_run(folder)."""
+    """Returns the checkpoints to resume from, newest first. An empty list means that training starts at step 0.
+    `resume`: "never"; "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run
+    folder. Raises InputError if there is no checkpoint at that path. `say` gets a sentence about checkpoints in
+    `folder` that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():
         sweep(root)

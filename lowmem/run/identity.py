@@ -25,14 +25,15 @@ _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
-    """Returns the part of a training run's identity that is known before its data are read and its plan is made."""
+    """Returns the part of the identity (run_identity) that is known before the data are read and the plan is made."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the identity of a training run of `steps` steps: everything that its weights depend on, bit for bit.
-    `data_fingerprint`: Data.fingerprint, a hash of the tokens."""
+    """Returns the identity of a training run of `steps` steps, {name: value}: everything that its weights depend on,
+    bit for bit. A checkpoint can be resumed only with the same identity. `data_fingerprint`: Data.fingerprint, a hash
+    of the tokens."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
@@ -45,14 +46,16 @@ def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps
 
 
 def config_identity(config: PretrainedConfig) -> dict:
-    """Returns every field of the config that changes the computation, defaults included."""
+    """Returns {name: value} of all fields of the config that change the model's computation, including those with
+    default values."""
     fields = as_given(json.loads(config.to_json_string(use_diff=False)))
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
-    `state`: content of the checkpoint's state.json. `identity` may be a part of the whole identity."""
+    `state`: content of the checkpoint's state.json. `identity`: a result of run_identity or known_identity; only its
+    keys are compared."""
     saved = state.get("identity", {})
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:

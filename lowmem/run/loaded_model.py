@@ -52,9 +52,11 @@ class LoadedModel:
         `lowmem.load(settings, resume=folder)` goes on from there with the same bits, if the loop gives the same batches
         and learning rates.
 
-        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError for a
-        wrong `done` or `keep_last`, for the folder of a run of the scripts, and for later checkpoints of another loop.
-        Raises LowmemError if the disk is full; earlier checkpoints are then intact."""
+        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError if
+        `done` is negative or `keep_last` below 1, or if `folder` is the run folder of a script. Also raises InputError
+        if `folder` has checkpoints of later steps from another loop. Raises LowmemError if the disk is full; earlier
+        checkpoints are then intact.
+        """
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
@@ -71,7 +73,8 @@ class LoadedModel:
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
 
     def state(self, done: int) -> dict:
-        """Returns the step's counters for the state.json of a checkpoint. `done`: number of steps made."""
+        """Returns the counters of training for a checkpoint's state.json: steps, optimizer updates and loss scale. With
+        several machines, also returns the number of ranks that share a model. `done`: number of steps made."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
         ranks = self.step.store.ranks  # with several machines, the bits depend on how many share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
@@ -79,8 +82,8 @@ class LoadedModel:
     def read(
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
-        """Loads weights and optimizer states from `checkpoints` by `load_newest`, and returns its result. Also sets the
-        step's counters (updates, loss scale) to those of the checkpoint."""
+        """Loads weights and optimizer states from the newest undamaged one of `checkpoints`. Also sets the counters of
+        `step` (updates, loss scale) to those of that checkpoint. Arguments and result are those of `load_newest`."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded
@@ -89,6 +92,7 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns the training run's identity (identity.py), without the settings that your own loop chooses."""
+        """Returns the training run's identity (identity.py), without the settings that your own loop chooses, such as
+        data, batch and learning rate."""
         identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

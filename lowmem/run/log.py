@@ -48,7 +48,8 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Takes over the rows and samples until the checkpoint with this `state` (from load_checkpoint)."""
+        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: what load_checkpoint
+        returned."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -179,7 +180,8 @@ class RunLog:
 
 
 def _round_interval(steps: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... at which `steps` steps make at most _MOST_LINES lines."""
+    """Returns the number of steps between two lines of the log. This is the smallest of 1, 2, 5, 10, 20, 50, ... with
+    which `steps` steps make at most _MOST_LINES lines."""
     intervals = (first * 10**power for power in count() for first in (1, 2, 5))
     return next(every for every in intervals if steps <= _MOST_LINES * every)
 
@@ -202,14 +204,16 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Formats the tokens per second that are `trained` on. Adds all `computed` tokens per second if more than 1% of
-    these have no label (prompts and padding)."""
+    """Formats a speed for a line of the log. `trained`: number of tokens with a label per second. `computed`: number of
+    all tokens per second, including prompts and padding. The text has `computed` only if more than 1% of these tokens
+    have no label."""
     of_computed = f" trained of {_number(computed)}" if computed - trained > 0.01 * computed else ""
     return f"{_number(trained)}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:
-    """Flattens nested dicts: for `name` "plan", {"choice": {"group": 1}} becomes {"plan/choice/group": 1}."""
+    """Flattens nested dicts. The keys are joined by slashes and begin with `name`: for "plan", {"choice": {"group": 1}}
+    becomes {"plan/choice/group": 1}."""
     flat = {}
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}

@@ -22,8 +22,9 @@ SECONDS_TO_TELL = 5
 
 
 def main(defaults: Settings, arguments: list[str] | None = None) -> int:
-    """Trains as `arguments` (None: the command line's) and a script's `defaults` say. Returns the exit code. Until
-    training begins, Ctrl-C ends the process at once. From then on Ctrl-C is a request to save and stop (signals.py)."""
+    """Trains, or only plans, with a script's settings, and returns the exit code. `defaults`: the script's settings.
+    `arguments`: options that override them, None for the process's command line. Until training begins, Ctrl-C ends the
+    process at once. From then on, Ctrl-C is a request to save and stop (signals.py)."""
     escape_what_stdout_lacks()
     settings = defaults
     try:

@@ -26,7 +26,8 @@ def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. Its `tokens` are those with a label. Computed tokens
-    are all that go through the model, prompts and padding included."""
+    are all that go through the model, prompts and padding included. `seconds`: duration of the step. `peaks`:
+    Budget.peaks()."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -59,15 +60,16 @@ def _rows_in(text: str) -> list[dict]:
 
 
 def computed(rows: list[dict]) -> str:
-    """Returns the content of a checkpoint's metrics.jsonl. Its rows are without times, speeds and memory, so that the
-    same command writes the same checkpoint, bit for bit."""
+    """Returns the content of a checkpoint's metrics.jsonl. Leaves out times, speeds and memory, so that the same
+    command writes the same checkpoint, bit for bit. `rows`: rows of metrics.jsonl."""
     return as_lines({key: row[key] for key in row if key not in _MEASURED} for row in rows)
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
-    """Returns the rows of the checkpoint with this `state`, and whether the files in the run folder `folder` are of the
-    same run. Times, speeds and memory come from `folder`; they are None for steps that are not there. A checkpoint of
-    an older version has no rows. Then returns the rows in `folder`, and True."""
+    """Returns the rows of metrics.jsonl, one per step, up to the checkpoint with this `state` (from load_checkpoint).
+    Also returns True if the files in the run folder `folder` were written by the run of the checkpoint. A checkpoint's
+    rows have no times, speeds and memory. These values come from the rows in `folder`; for a step that is not in
+    `folder`, they are None. For an older checkpoint without rows, returns the rows in `folder`, and True."""
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:
         return there, True
@@ -77,18 +79,20 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 
 def _step_made(row: dict) -> tuple[str, ...]:
-    """Returns the values of `row` that tell whether two rows come from the same run. Held-out losses are not among
-    them: a stop can skip an evaluation, and its loss is added to the row later."""
+    """Returns step, loss, learning rate and gradient norm of `row`, as texts. Two rows come from the same run if these
+    are equal. Held-out losses are not compared: a stop can skip an evaluation, whose loss is then added to the row
+    later."""
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replaces the file `path` by `content`, whole or not at all. Numbers that are not finite become null."""
+    """Replaces the file `path` by `content`, as replace_file does. Numbers that are not finite become null."""
     replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def finite(content: object, shown: Callable[[float], float] = float) -> object:
-    """Returns `content`, nested dicts and lists, with None for NaN and infinity, and `shown(x)` for other floats x."""
+    """Returns a copy of `content`, which may be nested dicts and lists. In the copy, NaN and infinity are None, and any
+    other float x is `shown(x)`."""
     if isinstance(content, dict):
         return {key: finite(value, shown) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -107,7 +111,8 @@ def as_lines(rows: Iterable[dict]) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces the file `path` by `text`, whole or not at all."""
+    """Replaces the content of the file `path` by `text`. If the process is killed, the file has either the old content
+    or the new one."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

@@ -28,8 +28,8 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with a run folder in `out`: the given one, or one named after model and data. `say` gets a
-    sentence about folders of that name that hold other runs."""
+    """Returns `settings` with a run folder in `out`. If `out` is None, this is a folder in runs/ that is named after
+    the model and the data. `say` gets a sentence if folders of that name hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"
@@ -110,5 +110,6 @@ def _text_name(spec: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Returns `name`, shortened, with "-" for all characters except letters, digits, "_", "." and "-"."""
+    """Returns `name` with "-" in place of all characters except letters, digits, "_", "." and "-". Shortens it to
+    _MOST_CHARACTERS."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:_MOST_CHARACTERS] or "unnamed"

@@ -141,8 +141,8 @@ SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """Returns the placeholder or the choices that --help shows for a field's value (`SIZE`, `on|off`), and the function
-    that parses the typed text."""
+    """Returns two things about the option of a field of Settings. The first is what --help shows for the value: a
+    placeholder or the choices (`SIZE`, `on|off`). The second is the function that parses the typed text."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

@@ -44,7 +44,8 @@ def write_page(folders: Sequence[Path], path: Path) -> None:
 
 
 def make_page(runs: list[dict]) -> str:
-    """Returns the page's HTML. `runs`: results of `run_data`."""
+    """Returns the HTML of report.html: the template page.html with the data of all `runs` inserted as JSON. `runs`: a
+    result of `run_data` for each training run. Floats have six significant digits. NaN and infinity become null."""
     content = finite({"runs": runs, "median_over": MEDIAN_OVER}, lambda number: float(f"{number:.6g}"))
     data = json.dumps(content, allow_nan=False)
     template = files("lowmem.run").joinpath("page.html").read_text(encoding="utf-8")
@@ -52,8 +53,8 @@ def make_page(runs: list[dict]) -> str:
 
 
 def run_data(folder: Path, name: str) -> dict:
-    """Returns everything that the page shows of the training run in `folder`, under the name `name`. Raises InputError
-    if the files there are not those of a run of this version."""
+    """Returns everything that the page shows of the training run in `folder`. `name`: the run's name on the page.
+    Raises InputError if the files in `folder` are not those of a run of this version."""
     try:
         plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
         rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")
@@ -103,7 +104,8 @@ def _remarks(report: dict) -> list[str]:
 
 
 def _columns(rows: list[dict]) -> dict[str, list]:
-    """Returns {curve: its values}. Leaves out steps of a long run (MOST_POINTS), but smooths all steps' losses."""
+    """Returns {name of a curve: its values, one for each step that is shown}. Shows at most MOST_POINTS steps, for
+    example every third one. Smoothed losses are computed from all steps. `rows`: rows of metrics.jsonl."""
     kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
@@ -116,8 +118,8 @@ def _columns(rows: list[dict]) -> dict[str, list]:
 
 
 def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
-    """Returns the points of the held-out curves, {name: [step, loss] of each evaluation}. One curve is for all held-out
-    texts together. If there are several texts, each also has one."""
+    """Returns {name of a curve: [step, held-out loss] of each evaluation}. One curve is the loss on all held-out texts
+    together. If there are several texts, there is also one curve for each of them."""
     found: dict[str, list] = {"held-out": evaluations(rows, eval_first)}
     names = short_names(name for row in rows for name in row.get("eval_losses", {}))
     for row in rows:
@@ -127,14 +129,16 @@ def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
 
 
 def _phases(plan: dict, report: dict) -> list[list]:
-    """Returns [phase of the run, planned bytes of RAM, measured bytes of RAM], in the order of the phases."""
+    """Returns a list [phase, planned bytes of RAM, measured bytes of RAM] for each phase of the training run, in order.
+    `plan`, `report`: content of plan.json and report.json."""
     planned = plan.get("ram_phases", {})
     measured = {phase: sizes["measured"] for phase, sizes in report.get("ram_phases", {}).items()}
     return [[phase, planned.get(phase), measured.get(phase)] for phase in {**planned, **measured}]
 
 
 def _samples(rows: list[dict]) -> list[dict]:
-    """Returns a dict for each prompt, {"prompt": prompt, "texts": [step, text] in the order of the steps}."""
+    """Returns a dict {"prompt": prompt, "texts": list of [step, text]} for each prompt. `rows`: rows of
+    samples.jsonl."""
     prompts: dict[str, list] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         prompts.setdefault(row.get("prompt", ""), []).append([row["step"], continuation(row)])
@@ -142,7 +146,8 @@ def _samples(rows: list[dict]) -> list[dict]:
 
 
 def _settings(settings: dict) -> list[list]:
-    """Returns [option, value as text, whether it is not the default] of all settings."""
+    """Returns a list [option, value as text, True if it is not the default] for each of the `settings`, content of
+    settings.json."""
     defaults = json.loads(json.dumps({name: getattr(Settings, name) for name in FIELD_NAMES}))
     known = [name for name in FIELD_NAMES if name in settings]
     return [[option_name(name), in_words(name, settings[name]), settings[name] != defaults[name]] for name in known]

@@ -24,7 +24,8 @@ _PROGRAM = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs `python -m lowmem.plan` with these arguments (None: the command line's). Returns the exit code."""
+    """Runs the command `python -m lowmem.plan`, which prints a plan and trains nothing. `arguments`: None for the
+    process's command line. Returns the exit code."""
     escape_what_stdout_lacks()
     try:
         with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
@@ -38,8 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan, as text or `as_json`. It is for one of torchrun's processes: `gpus` on each of `machines`
-    machines. If `write`, also writes plan.json and memory.png into a run folder that holds no training run."""
+    """Prints the plan, as JSON if `as_json`, else as text. The plan is for one of torchrun's processes, if each of
+    `machines` machines has `gpus` of them. If `write`, also writes plan.json and memory.png into the run folder, unless
+    a training run has begun there."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

@@ -108,7 +108,8 @@ def draw_memory(
 
 
 def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
-    """Draws the bars of peaks. `kinds`: tuples ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap)."""
+    """Draws the predicted and the measured peak of each kind of memory as bars, with the cap as a line. `kinds`: tuples
+    ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap)."""
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     annotate = partial(axes.annotate, textcoords="offset points")
@@ -143,7 +144,8 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
-    """Draws the RAM peak in each phase of the training run, in their order."""
+    """Draws the RAM peak in each phase of the training run, in the order of the phases. `predicted` and `measured`:
+    {phase: bytes}."""
     names = list(dict.fromkeys([*predicted, *measured]))
     side = 0.2 if measured else 0.0
     for phases, label, colour, place in ((predicted, "predicted", "C0", -side), (measured, "measured", "0.35", side)):
@@ -162,7 +164,8 @@ def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_
 def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
-    """Draws allocated and reserved bytes over one step; each value holds until the next one."""
+    """Draws allocated and reserved GPU memory over one step. `timeline`: (seconds, allocated bytes, reserved bytes);
+    each value holds until the next one. `measured_bytes`: peak of reserved memory."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]
@@ -178,7 +181,8 @@ def _draw_timeline(
 
 
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
-    """Returns a figure of `width` x `height` inches, and the axes of its panels. `rows`: heights of panels."""
+    """Returns a figure of `width` x `height` inches, and the axes of its panels, one below the other. `rows`: relative
+    heights of the panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -106,7 +106,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns what planning needs: precision, GPU, the model's config, and the settings adapted to this config."""
+    """Returns the input of planning: precision, GPU, the model's config, and the settings adapted to this config."""
     precision, card = planning_target(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
@@ -200,8 +200,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 
 def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, says so. Then
-    returns the model with a plan whose step takes longer, because copies are slower."""
+    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, `say` gets a
+    sentence. The returned model then has a plan with slower steps, because copies are slower."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
@@ -335,8 +335,8 @@ def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
 
 
 def _computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence on the positions that a step skips and the padding that remains. Returns an empty list if
-    every row is computed at full length."""
+    """Returns one sentence on the share of a step's positions that need not be computed, and on the padding in the
+    others. Returns an empty list if every row is computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

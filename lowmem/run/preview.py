@@ -42,7 +42,8 @@ def show_preview(settings: Settings) -> None:
 
 
 def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields lines about an example: its place `where`, size, and runs of tokens that are `trained` on or not."""
+    """Yields lines about one example: its place in the data (`where`), its size, and its text. The text is split into
+    runs of tokens that are trained on and runs of tokens that are not. `trained`: bool [tokens]."""
     yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
     start = 0
     for is_trained, run in itertools.groupby(trained.tolist()):

@@ -45,8 +45,9 @@ class Recovery:
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
         """Registers itself as the function that makes room for `step`. `smaller_layouts`: layouts to try, in this
-        order. `ram_refuses(moving, moved)` returns the reason why RAM has no room for `moving` more bytes of optimizer
-        states, or None. `moved`: bytes of states that the plan had on the GPU and that would then be in RAM."""
+        order. `ram_refuses(moving, moved)` returns the reason why optimizer states cannot move from the GPU to RAM, or
+        None if they can. `moving`: bytes of the states that would move now. `moved`: bytes of these states and of all
+        that moved before; the plan has none of them in RAM."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -93,9 +94,10 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Goes on with the layout that the last of `measures` led to: what the run had done when memory ran out. If
-        the plan has changed since, for example because of other caps, uses the new plan's layout. Its micro-batch is
-        then made as small as that of the last measure, because only equal micro-batches give equal bits."""
+        """Changes the layout to the one that the training run had when it was saved. `measures`: its earlier measures,
+        of which the last has that layout. If the plan has changed since, for example because of other caps, keeps the
+        new plan's layout. Its micro-batch is then made as small as that of the last measure, because only equal
+        micro-batches give equal bits."""
         self.measures += measures
         if not measures:
             return
@@ -118,7 +120,8 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of a change, smaller layout) for each change to try, in order. `where`: the failed work."""
+        """Yields (name of a change, smaller layout) for each change to try, in this order. `where`: the work that ran
+        out of memory, STEP, HALFWAY, UPDATES or EVALUATION."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -138,8 +141,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns the smallest possible number of units (mostly blocks) with optimizer states on the GPU. That is the
-        number in `layout`, or more if RAM has no room for the states of the others."""
+        """Returns the smallest possible number of units (mostly blocks) whose optimizer states are on the GPU. That is
+        the number in `layout`, or more if RAM has no room for the states of the other units."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -171,8 +174,9 @@ class Recovery:
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
     """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
-    micro-batches that pass a segment (blocks that are recomputed together) before the next one. A group of several
-    micro-batches keeps its sequences, and so does a group that must be the whole batch. A group of one shrinks."""
+    micro-batches that pass a segment (blocks that are recomputed together) before the next segment. A group of several
+    micro-batches, or one that must be the whole batch, keeps its number of sequences. Any other group has one
+    micro-batch before and after."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -183,7 +187,8 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery for training with this plan. It moves states to RAM if the cap and free RAM allow it."""
+    """Returns the Recovery for `step`, with the layouts of `plan`. It moves optimizer states to RAM only as far as
+    --ram-limit and the free RAM allow."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]

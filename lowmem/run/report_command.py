@@ -11,7 +11,8 @@ from lowmem.terminal import output, say
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page and prints its path. Returns the exit code. `arguments`: those after `report`."""
+    """Writes an HTML page about training runs, and prints its path. `arguments`: those after `report` on the command
+    line. Returns the exit code."""
     parser = CommandParser(
         prog="python -m lowmem report", usage="%(prog)s RUN [RUN ...] [--out FILE]", allow_abbrev=False,
         formatter_class=Help, description="Makes one HTML page about training runs, with curves, memory, samples and "

@@ -16,7 +16,8 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
-    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for one after `done` steps."""
+    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for a checkpoint after `done`
+    steps."""
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
@@ -33,9 +34,9 @@ class Saver:
         return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves the state after `done` steps, unless it is saved already. Then raises Stopped if a signal has come and
-        training has not `ended`. If the checkpoint cannot be written and `must` is True or Stopped would follow, raises
-        NotSaved. Otherwise logs a warning."""
+        """Saves the state after `done` steps, unless it is saved already. Then raises Stopped if a signal has come,
+        unless training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is True or if
+        Stopped would follow. Otherwise logs a warning about it."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
@@ -58,8 +59,8 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """If GPU memory runs out in the block, or a cap is exceeded, saves the state after `done` steps. Does not save
-        if only some of the weights are updated, or if there are several ranks. Raises the error again in any case."""
+        """Saves the state after `done` steps if GPU memory runs out or a cap is exceeded in the block. Does not save if
+        only some of the weights are updated, or if there are several ranks. Raises the block's error in any case."""
         try:
             yield
         except CapExceeded:

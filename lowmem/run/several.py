@@ -20,7 +20,7 @@ from lowmem.run.metrics import recorded
 
 
 class QuietLog:
-    """Takes the place of RunLog in all ranks but the first. Keeps the rows, and writes nothing."""
+    """Replaces RunLog in all ranks except rank 0. Keeps the rows of metrics.jsonl in `rows`, and writes nothing."""
 
     def __init__(self, folder: Path):
         self.rows: list[dict] = []
@@ -39,9 +39,10 @@ class QuietLog:
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
-    """Returns `question`, the input of planning, for one rank of `mesh`: its share of the batch and of the RAM cap.
-    `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: that of the checkpoint, for settings that
-    give none. Raises InputError for settings that several ranks do not support yet."""
+    """Returns `question`, the input of planning, changed for one rank: with its share of the batch and of the RAM cap.
+    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the
+    checkpoint's, used if the settings give none. Raises InputError for settings that several ranks do not support
+    yet."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
@@ -65,7 +66,8 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batc
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
-    """Returns the plan for one process if torchrun starts `gpus` processes on each of `machines` machines."""
+    """Returns the plan for one of torchrun's processes, if each of `machines` machines has `gpus` of them. Raises
+    InputError if `gpus` or `machines` is not a positive whole number, and PlanError if nothing fits."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError(f"{option} {number!r}: give a whole number, at least 1")
@@ -74,9 +76,10 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
     """Returns the ways (meshes) in which `count` ranks may store a model, in the order to try. First, each machine
-    stores the whole model, if machines are `alike` (have the same number of ranks) and have several ranks each. Second,
-    all machines store the model together, which sends more over the network. `sharing`: number of ranks that shared a
-    model before the run was resumed, which must stay the same for the same bits; None for a new run."""
+    stores the whole model. This needs several ranks on each machine, and machines that are `alike`: with the same
+    number of ranks. Second, all machines store the model together, which sends more over the network. `sharing`: number
+    of ranks that shared a model before the run was resumed, None for a new run. It must stay the same for the same
+    bits."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))
@@ -86,11 +89,11 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. A lack of free RAM
-    raises PlanError at once. The plan's `settings` are those of all ranks. `on_this_machine`: number of ranks on a
-    machine. `make`: function that makes a Plan from a Question. `micro_batch`: the checkpoint's, None for a new run. A
-    resumed run needs the same micro-batch for the same bits, and a new plan might choose another. Raises PlanError if
-    nothing fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a machine."""
+    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. The plan's `settings`
+    are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: function that makes a Plan from a
+    Question. `micro_batch`: the checkpoint's, None for a new run. A resumed run needs the same micro-batch for the same
+    bits, and a new plan might choose another. Raises PlanError if no mesh fits. Its message names the GPU memory of one
+    rank, and the RAM of all ranks on a machine. If too little RAM is free, tries no other mesh."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make, micro_batch)

@@ -40,8 +40,9 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 
 class StopRequest:
-    """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third ends the
-    process; before the first call of `now`, the second does. Works only in the main thread (ValueError elsewhere).
+    """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
+    the process. Before the first call of `now`, the second signal does. Works only in the main thread (ValueError
+    elsewhere).
 
     `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
@@ -59,7 +60,8 @@ class StopRequest:
         return (self.requests if self._agreed is None else self._agreed) > 0
 
     def agree(self, ranks: "Ranks") -> None:
-        """Makes `requested` True on all ranks if one has had a signal. All ranks must call this together."""
+        """Makes `requested` the same on all ranks: True if any rank has had a signal. All ranks must call this
+        together."""
         if ranks.count > 1:
             self._agreed = ranks.most(self.requests)
 

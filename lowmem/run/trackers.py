@@ -61,9 +61,9 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """Starts the trackers; `first_step` steps are done. TensorBoard then removes its rows of later steps, from
-        before an interruption. wandb keeps such rows, and gets them again when the steps are made again. `constants`:
-        settings and plan of the run, {name: value}."""
+        """Starts the trackers when `first_step` steps are done. TensorBoard then removes its values of later steps,
+        which an interrupted run has left. wandb keeps such values, and gets them again when the steps are made again.
+        `constants`: settings and plan of the run, {name: value}."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
         for tracker in self._active:
             self._say(f"{tracker.name}: {tracker.where}")
@@ -97,9 +97,9 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """Returns the mode of wandb. That is --wandb, if given. Otherwise it is "disabled" if --report-to is given without
-    wandb, or if WANDB_DISABLED is set and --report-to does not name wandb. Otherwise it is WANDB_MODE or, without that,
-    "online" if --report-to names wandb and "disabled" if not."""
+    """Returns the mode of wandb. This is the value of --wandb, if given. Otherwise it is "disabled" if --report-to is
+    given without wandb. It is also "disabled" if WANDB_DISABLED is set and --report-to does not name wandb. Otherwise
+    it is the value of WANDB_MODE. Without WANDB_MODE, it is "online" if --report-to names wandb, else "disabled"."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -163,8 +163,8 @@ def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
 
 
 def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Calls `hook`, an excepthook of threads, unless the problem is in TensorBoard's writing thread: the writer's next
-    call raises the same error."""
+    """Calls `hook` with `problem`, an uncaught error of a thread, unless the thread is TensorBoard's. The next call of
+    TensorBoard's writer raises that error again. `hook`: the former threading.excepthook."""
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
 
@@ -221,7 +221,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to Weights & Biases. The WANDB_* environment variables apply, unless an option was given."""
+    """Logs to Weights & Biases. The WANDB_* environment variables apply where no option of lowmem sets the same."""
 
     name, afterwards = "wandb", None
 

@@ -24,8 +24,8 @@ SKIPPED_IN_A_ROW = 10  # a run ends after so many steps without a finite gradien
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
-    """Plans and trains; or only plans (`settings.plan_only`) or shows data (`settings.preview`). `stop` counts the
-    signals that ask to stop."""
+    """Plans and trains. With `settings.plan_only`, only prints the plan; with `settings.preview`, only prints data.
+    `stop` counts the signals that ask to stop."""
     if settings.trains_nothing and launched_rank() > 0:
         return
     if settings.preview is not None:
@@ -98,8 +98,8 @@ def train(session: Session, stop: StopRequest) -> None:
 
 
 def _begin(session: Session, ending: Ending) -> None:
-    """Evaluates before the first step if training is new, or if the evaluation after the last step was skipped. Writes
-    plan.json and settings.json, and starts the log."""
+    """Prepares for the first step. Evaluates the model if training is new, or if the evaluation after its last step was
+    skipped. Writes plan.json and settings.json, and starts the log."""
     log, held_out = session.log, {}
     if session.ranks.on_first(lambda: evaluation.is_missing(session)):
         with ending.part("the last evaluation") if session.model.done == session.steps else nullcontext():
@@ -143,9 +143,9 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. With
-    --keep-best, an earlier checkpoint is exported instead, if there is one. If training ends before its last step, says
-    why."""
+    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. Does
+    not raise it if --keep-best exports an earlier checkpoint. If training ended before its last step, says why. `done`:
+    number of steps done."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
