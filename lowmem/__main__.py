@@ -21,7 +21,7 @@ _PROGRAMS = {  # {command: (module of lowmem/run, function, its first argument i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command that `arguments` begin with, such as ["plan", "--gpu", "t4"], with the rest as its options.
+    """Runs the command that is the first of `arguments`. The other arguments are its options: ["plan", "--gpu", "t4"].
     `arguments`: None for the process's command line. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])

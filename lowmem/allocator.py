@@ -17,8 +17,9 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Performs the operations in `tape` on `allocator`. Each line is a JSON list, as described above; blank lines are
-    skipped. Raises InputError for any other line; the message has `tape_name` and the line's number."""
+    """Performs the operations in `tape` on `allocator`. Each line is a JSON list: ["a", id, bytes, stream] allocates,
+    ["f", id] frees, ["e"] calls empty_cache. Skips blank lines. Raises InputError for any other line; the message has
+    `tape_name` and the line's number."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

@@ -36,8 +36,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 
 def without_switches(fields: dict) -> dict:
-    """Returns the `fields` of a config.json without the fields that training overrides or that prevent loading. The
-    result has the removed fields under the keys OWN (overridden) and LEFT_OUT (they prevent loading)."""
+    """Returns the `fields` of a config.json without those that training overrides or that prevent loading. The result
+    has the overridden fields under the key OWN. It has those that prevent loading under the key LEFT_OUT."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -84,7 +84,8 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns a config's `fields` with the user's values (those under OWN). Leaves out the keys OWN and LEFT_OUT."""
+    """Returns a config's `fields` with the user's values in place of those that training needs. `fields` has the user's
+    values under the key OWN. Leaves out the keys OWN and LEFT_OUT."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -93,7 +94,8 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns up to two sentences: on the fields that training overrides, and on those left out of the export."""
+    """Returns up to two sentences for the user. One is on the fields of the config that training overrides, the other
+    on fields that are left out of the export."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

@@ -19,8 +19,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the f
 
 
 def set_environment() -> None:
-    """Sets CUDA's environment variables and glibc's allocator, unless the user has. Call before CUDA starts. Expandable
-    segments keep reserved memory within 0.2% of allocated memory. A fixed workspace makes products reproducible."""
+    """Sets environment variables of CUDA and the options of glibc's allocator. Changes nothing that the user has set.
+    Call it before CUDA starts. Expandable segments keep reserved memory within 0.2% of allocated memory. A fixed
+    workspace makes matrix products reproducible."""
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
@@ -30,8 +31,9 @@ def set_environment() -> None:
 
 def return_freed_memory() -> None:
     """Makes glibc return the memory of large freed tensors to the system, unless the user has set glibc's allocator. By
-    default glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium took 0.4 GiB more. Getting new pages takes a fifth of
-    the time of a step of 128 tokens, and no measurable time with 1,024."""
+    default, glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB more RAM. With this setting,
+    getting new pages takes a fifth of the time of a step of 128 tokens. With 1,024 tokens, it takes no measurable
+    time."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with suppress(OSError, AttributeError, TypeError):  # a C library without mallopt
@@ -91,8 +93,8 @@ def select_device(wanted: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """Returns why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if it can, if there is none, or if
-    CUDA_VISIBLE_DEVICES hides it."""
+    """Returns the reason why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if PyTorch can use it, if
+    there is no such GPU, or if CUDA_VISIBLE_DEVICES hides it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(map(glob, _NVIDIA_FILES)):
         return None
@@ -120,9 +122,9 @@ def collect_garbage() -> None:
 
 
 def freeze_objects() -> bool:
-    """Makes Python's cycle collector skip all objects that exist now, such as imported modules: looking through them
-    takes 0.2 s each time. Returns False, and does nothing, if this function or another program's gc.freeze has done so
-    already. Python 3.12 itself freezes some hundred objects when it starts."""
+    """Makes Python's cycle collector skip all objects that exist now, such as imported modules. Looking through them
+    takes 0.2 s each time. If many objects are frozen already, does nothing and returns False. Otherwise returns True.
+    Python 3.12 itself freezes some hundred objects when it starts."""
     global _frozen
     if _frozen or gc.get_freeze_count() > 10_000:  # this count takes 0.1 s if there are many
         return False
@@ -143,8 +145,8 @@ _frozen = False
 
 def take_workspaces(device: torch.device) -> None:
     """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
-    thread allocates its workspace at its first product and keeps it (cuda_ops.py). If this comes first, the workspaces
-    are next to each other, as the plan assumes. Does nothing on the CPU."""
+    thread allocates its workspace at its first product and keeps it (cuda_ops.py). Call this before any other
+    allocation: then the workspaces are next to each other, as the plan assumes. Does nothing on the CPU."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         product = matrix @ matrix

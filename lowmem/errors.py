@@ -20,20 +20,22 @@ def some_of(names: Iterable[str]) -> str:
 
 
 class LowmemError(Exception):
-    """Base class of the errors that a user or a machine can cause. The message explains one in one or two sentences."""
+    """Is the base class of errors that a user or a machine can cause. The message explains the error in one or two
+    sentences."""
 
     exit_code = 1
 
 
 class InputError(LowmemError):
-    """Says that an option or an input is wrong. Raised before any file is written."""
+    """Says that an option or an input is wrong. A training run raises it before its first step."""
 
     exit_code = 2
 
 
 class PlanError(LowmemError):
-    """Says that no plan fits, or that the disk has no room. If caps are too small, the message names the smallest caps
-    that suffice, and other solutions. `ways_out`: the same solutions as dicts, as in plan.json."""
+    """Says that no plan fits under the caps, or that a disk has no room. If caps are too small, the message names the
+    smallest caps that suffice, and other solutions. `ways_out`: the same solutions as dicts, as in plan.json; empty if
+    there are none."""
 
     exit_code = 3
 

@@ -39,24 +39,27 @@ def option_name(name: str) -> str:
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns `specs` as a tuple of texts, also if it is a single text or None."""
+    """Returns `specs` as a tuple of texts. A single text becomes a tuple of one, and None an empty tuple."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """Returns the type of a field's values, and whether the field may be None. `hint` is the field's annotation."""
+    """Returns the type of a field's values, and True if the field may be None. `hint`: the field's type annotation,
+    such as int | None."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
 
 def may_be_several(hint: Any) -> bool:
-    """Returns True if a field takes one text or several (the type Specs). `hint` is the field's annotation."""
+    """Returns True if a field takes one text or several, as the type Specs does. `hint`: the field's type
+    annotation."""
     return tuple[str, ...] in get_args(hint)
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type. Sizes may be texts, such as
-    "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad path."""
+    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type annotation. Sizes may be
+    texts, such as "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad
+    path."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)
@@ -73,7 +76,9 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` converted to `hint`. Raises InputError if `value` is of another type."""
+    """Returns `value` in the type that the field `name` of Settings has. `hint`: the field's type annotation. Converts
+    sizes and intervals that are texts, whole numbers for a float field, and lists of texts. Raises InputError for any
+    other value that is not of that type; the message has the option of `name`."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))
@@ -96,8 +101,8 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 
 
 def _read(name: str, text: str) -> str:
-    """Returns `text` as the field `name` stores it: unchanged, except that `~` in a path is replaced (paths.py). Raises
-    InputError for a bad text or path."""
+    """Returns `text` as the field `name` of Settings stores it: unchanged, except that `~` in a path is replaced by the
+    home folder. Raises InputError for an empty text, a bad path, or text that is not UTF-8."""
     if name not in _MAY_BE_BLANK and ("\0" in text or not text.strip()):
         raise InputError(f"{option_name(name)} must not be empty.")
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)

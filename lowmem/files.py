@@ -49,8 +49,8 @@ class Damaged(InputError):
 
 
 class HashedFile:
-    """Writes a new file and computes the hash of its bytes. `forget`: start writing each chunk to the disk at once, and
-    drop written pages from the page cache."""
+    """Writes a new file and computes the hash of its bytes. `forget`: True to start writing each chunk to the disk at
+    once, and to drop written pages from the page cache."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -151,8 +151,8 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """Returns the error for a file that could not be read. It is Damaged if the file is missing, and LowmemError for
-    other failures, such as a disk's or a network's."""
+    """Returns the error for a file that could not be read. It is Damaged if the file is missing, and LowmemError if the
+    disk or the network failed."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
@@ -183,7 +183,8 @@ class Manifest:
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
         """Yields a function that fills a buffer with the next bytes of the file `name`. The caller must read the whole
-        file in the block. At the block's end, raises Damaged if these bytes are not those that were written."""
+        file in the block. Raises Damaged if the file has another size or, at the end of the block, if its bytes are not
+        those that were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:
@@ -214,7 +215,7 @@ class Manifest:
                 fill(buffer[: size_bytes - start])
 
     def read(self, name: str) -> bytes:
-        """Returns all bytes of a small file, and checks them like `checked`."""
+        """Returns all bytes of a small file. Raises Damaged if they are not those that were written."""
         with self.checked(name) as fill:  # it has compared the file's size with the manifest's
             content = bytearray(self.entries[name]["bytes"])
             fill(memoryview(content))

@@ -17,8 +17,8 @@ GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Returns the names under which the hub's cache may have `model`. GPT-2 has two: with the owner, openai-community,
-    and the older one without."""
+    """Returns the names under which the hub's cache may have `model`. A GPT-2 may be there with its owner, as
+    openai-community/gpt2, and under the older name without an owner."""
     short = model.removeprefix(_OWNER)
     if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)
@@ -27,7 +27,8 @@ def names_of(model: str) -> tuple[str, ...]:
 
 @functools.cache
 def why_unreachable() -> str | None:
-    """Returns the reason why the hub does not answer within TIMEOUT_SECONDS; None if it does. Asks once per process."""
+    """Returns the reason why the Hugging Face hub does not answer within TIMEOUT_SECONDS. Returns None if it answers.
+    Asks only once per process."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

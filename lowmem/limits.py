@@ -43,9 +43,9 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator a little below the GPU limit (OVERSHOOT_BYTES), or at `allocator_bytes` if that
-        is less. Raises LowmemError if the card has less free memory than `planned_bytes`, or, if that is None, than the
-        GPU limit."""
+        """Caps PyTorch's GPU allocator a little below the GPU limit (by OVERSHOOT_BYTES), or at `allocator_bytes` if
+        that is less. `planned_bytes`: GPU memory that the plan needs; None: the GPU limit. Raises LowmemError if the
+        card has less free memory than that."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
@@ -63,8 +63,8 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def enter(self, phase: str) -> str:
-        """Ends the current phase of the training run, stores its peak in `ram_phases`, and begins `phase`. Returns the
-        name of the phase that ended. The first phase is "prepare"."""
+        """Ends the current phase of the training run, and begins the phase named `phase`. Stores the RAM peak of the
+        ended phase in `ram_phases`, and returns that phase's name. The first phase is "prepare"."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -92,8 +92,8 @@ class Budget:
         }
 
     def check(self, where: str) -> None:
-        """Raises CapExceeded if a measured peak is above its cap. `where`: the current place in the training run, for
-        the message."""
+        """Raises CapExceeded if a measured peak is above its cap. `where`: words for the message that say what training
+        has just done, such as "step 12"."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),

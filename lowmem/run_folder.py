@@ -30,8 +30,8 @@ _OF_A_DISK = {"lost+found"}  # in the empty root folder of a disk
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Splits `files` into data and output of training runs. Returns the files that are data, and the files and folders
-    that training runs have written. All `files` are below `root`. `out`: the folder of this training run."""
+    """Splits `files`, all below `root`, into data and output of training runs. Returns the files that are data, and the
+    files and folders that training runs have written. `out`: the run folder of the present training run."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -61,8 +61,8 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
-    """Returns True if a training run or an export wrote `path`, which is in the folder `above`. `out` is the folder of
-    this training run."""
+    """Returns True if a training run or an export wrote the file or folder `path`. `above`: the folder that contains
+    it. `out`: the run folder of the present training run, None if it has none."""
     if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
         return True
     if path.is_file():
@@ -80,8 +80,9 @@ def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
 
 
 def is_of_a_run(folder: Path, out: Path | None) -> bool:
-    """Returns True if `folder` is the folder of a training run, a part of one, or a model. `out`: the folder of the
-    present training run."""
+    """Returns True if a training run wrote `folder`, or if it is a model's folder with weights and config.json. A run
+    writes its run folder and folders inside it, such as `checkpoints` and each checkpoint. Also returns True if
+    `folder` is `out`, the run folder of the present training run."""
     folder = folder.resolve()
     return _is_of_a_run(folder, folder.parent, None if out is None else out.resolve())
 
@@ -96,8 +97,8 @@ def is_run(folder: Path) -> bool:
 
 
 def why_not_writable(out: Path) -> str | None:
-    """Returns the reason why training cannot write its files into the folder `out`; None if there is no known
-    reason."""
+    """Returns the reason why training cannot write its files into the folder `out`. Returns None if no reason is
+    known."""
     for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
         name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():

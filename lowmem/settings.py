@@ -27,7 +27,8 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Flags in a setting's metadata. A flag says what a change of the setting would change."""
+    """Marks a setting by what depends on its value: RUN for the bits of a training run, TOKENS for the tokens of a data
+    set. A setting may have both marks."""
 
     RUN = auto()  # the bits of a run; a resumed run must have the same value
     TOKENS = auto()  # the tokens of a data set
@@ -38,8 +39,8 @@ RUN, TOKENS = Mark
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
     """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, unless the field's type
-    says it. `shown`: the default in words, if `default` is None. `marks`: RUN if the bits of a run depend on the
-    setting, TOKENS if the tokens of a data set do."""
+    says it. `shown`: the default in words, if `default` is None. `marks`: RUN if the bits of a training run depend on
+    the setting, TOKENS if the tokens of the data do."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
@@ -257,7 +258,7 @@ class Settings:
 
     @property
     def masks_documents(self) -> bool:
-        """Returns True if attention may need to know to which document a position belongs."""
+        """Returns True if attention may have to stop at the ends of documents or examples that share a row."""
         return self.document_mask or self.pack == "packed"
 
     @property
@@ -274,8 +275,9 @@ class Settings:
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the number of optimizer steps of the whole training run: `steps`, or else `epochs` (default 1) times
-        `steps_per_epoch`, rounded up. Raises InputError if the warm-up is longer."""
+        """Returns the number of optimizer steps of the whole training run. This is `steps` if given, else `epochs`
+        (default 1) times `steps_per_epoch`, rounded up. In the second case, raises InputError if the warm-up is
+        longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
@@ -286,7 +288,8 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings with this mark. `settings` may be any object with these attributes."""
+    """Returns {name: value} of the settings that have `mark`. `settings` may be any object with the attributes of
+    Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 

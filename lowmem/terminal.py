@@ -15,9 +15,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, all later output
-    is dropped, and training goes on. `needed`: the block writes an answer to stdout. Then any other failure, such as a
-    full disk, raises LowmemError."""
+    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, drops all later
+    output, so training goes on. `needed`: True if the block writes an answer to stdout; any other failure, such as a
+    full disk, then raises LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:
@@ -55,7 +55,7 @@ def has_room_for_a_bar() -> bool:
 
 
 def for_terminal(text: str, stream: TextIO | None) -> str:
-    """Returns `text`, its lines wrapped between words if `stream` is a terminal."""
+    """Returns `text`. If `stream` is a terminal, its lines are wrapped between words at the terminal's width."""
     at_terminal = stream is not None and stream.isatty()
     return filled(text, shutil.get_terminal_size().columns) if at_terminal else text
 

@@ -56,7 +56,7 @@ def refuse_pointer(path: Path) -> bytes:
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
     """Raises InputError if the file is a Git LFS pointer, or if its first bytes show that it is of an unexpected kind.
-    `binary`: None if text is expected; else the first bytes of the expected kind, b"" if they vary."""
+    `binary`: the first bytes of the expected kind, b"" if they vary. None: text is expected."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -98,7 +98,8 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. Raises InputError, which names the line, or OSError."""
+    """Returns the value in a JSON file. Raises InputError, which names the line, for bad JSON or text that is not
+    UTF-8. Raises OSError if the file cannot be read."""
     return parse_json(read_text(path), str(path))
 
 
@@ -122,8 +123,9 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns a folder like `folder`, whose text files have no byte-order marks. `instead`, {name: content}, replaces
-    or adds files. That is `folder` itself if nothing changes, else a temporary folder with links to unchanged files."""
+    """Returns a folder with the files of `folder`, in which text files have no byte-order marks. `instead`, {name:
+    content}, replaces or adds files. Returns `folder` itself if nothing changes. Otherwise returns a temporary folder
+    with the changed files and with links to the others."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.is_file():
@@ -180,8 +182,8 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns the value of the YAML `text`: mappings, lists, None and texts. A plain value such as `yes` stays the text
-    that was typed. Raises InputError, which names `source` and the line."""
+    """Returns the value of the YAML `text`: mappings, lists, None and texts. An unquoted value such as `yes` stays the
+    text that was typed. Raises InputError, which names `source` and the line, for YAML that is not valid."""
     import yaml
 
     class Loader(yaml.SafeLoader):

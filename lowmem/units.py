@@ -82,5 +82,5 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def counted(number: int, things: str) -> str:
-    """Returns "1 row" or "2,000 rows" for `things` "rows"."""
+    """Returns `number` with its noun: "1 row" or "2,000 rows" for `things` "rows"."""
     return f"{number:,} {things.removesuffix('s') if number == 1 else things}"

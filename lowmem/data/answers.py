@@ -41,8 +41,9 @@ class Answers:
         return [last] * (self._last_only > 0) + left_out
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation` and returns its text in segments, (text, True if trained on). Answers are trained on;
-        with `everything`, the whole text is. Raises InputError if the answers cannot be found."""
+        """Renders `conversation` with the chat template. Returns its text in segments, (text, True if trained on). Only
+        the answers are trained on; if `everything`, the whole text is. Raises InputError if the answers cannot be
+        found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._left_out.update(name for name, parts in conversation.optional.items() if not all(map(text.count, parts)))
@@ -60,7 +61,8 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Returns the spans of the answers to train on. `marked`: all spans that the template marks as generated."""
+        """Returns the character spans of the answers to train on. `marked`: the spans of all answers, as the template
+        marks them with {% generation %}."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -72,8 +74,9 @@ class Answers:
         return spans
 
     def _found(self, conversation: Conversation, text: str) -> list[Span]:
-        """Returns the spans in `text`, the rendered `conversation`, of the answers to train on. Returns only the last
-        one if not all can be found. Raises InputError if the last one cannot be found either."""
+        """Returns the character spans of the answers to train on. `text`: the rendered `conversation`. If some answers
+        cannot be found, returns only the span of the last answer. Raises InputError if the last answer cannot be found
+        either."""
         turns = [self._turn(conversation, text, index) for index in conversation.answers]
         if None not in turns and all(turn[1] <= following[0] for turn, following in itertools.pairwise(turns)):
             return turns
@@ -104,8 +107,8 @@ class Answers:
         return start, end
 
     def _start(self, conversation: Conversation, text: str, index: int) -> int | None:
-        """Returns the character of `text` at which message number `index`, an answer, begins. Returns None if it cannot
-        be found."""
+        """Returns the index in `text` of the character with which an answer begins. Returns None if it cannot be found.
+        `text`: the rendered `conversation`. `index`: the number of the answer among its messages."""
         asked, unasked = (self._rendered(conversation, index, ask) for ask in (True, False))
         if asked and text.startswith(asked[0]):
             return len(asked[0])
@@ -114,9 +117,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the character of `text` at which the answer that begins at `start` ends; None if it is not found.
-        `after`: the conversation rendered through this answer. The answer includes the first special token after its
-        words, and the characters that follow its words in both `text` and `after`."""
+        """Returns the index in `text` of the character at which an answer ends, None if it is not found. `start`: where
+        the answer begins. `after`: the conversation rendered through this answer. The answer includes the first special
+        token after its words, and the characters that follow its words in both `text` and `after`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -138,8 +141,9 @@ class Answers:
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages, with the prompt for an answer if `ask`. Returns (text, spans marked as
-        generated), or None if the template refuses the messages."""
+        """Renders the first `count` messages with the chat template. If `ask`, the text ends with the prompt for the
+        next answer. Returns (text, spans that the template marks as generated), or None if the template refuses the
+        messages."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

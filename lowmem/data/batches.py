@@ -57,9 +57,10 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the row numbers of an epoch, in no particular order. All rows are repeated endlessly, and epoch e
-        takes items e*n to (e+1)*n of this sequence, with n = `in_epoch`. If an epoch takes only some rows of a
-        repetition, that repetition is shuffled. `seed` and `part`, the number of this text, seed the shuffle."""
+        """Returns the row numbers that epoch number `epoch` reads, in no particular order. All rows are repeated
+        endlessly, and epoch e takes items e*n to (e+1)*n of this sequence, with n = `in_epoch`. If an epoch takes only
+        some rows of a repetition, that repetition is shuffled. The shuffle is seeded by `seed` and by `part`, the
+        number of this text."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -76,8 +77,9 @@ class Batches:
     """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
     the sequence never ends, and each epoch has a new order; a batch may span two epochs. If `seed` is None
     (evaluation), rows keep their order, and the last batch of a pass may be smaller. `end_of_text`: the id after each
-    document, also used as padding. `fixed`: every batch is the first one. `document_mask`: attention stops at the ends
-    of packed documents. `pack`: PADDED, SORTED or PACKED, the way to treat padding."""
+    document, also used as padding. `document_mask`: True if attention stops at the ends of packed documents. `fixed`:
+    True if every batch is the first one. `pack`: PADDED (full padding), SORTED (by length), or PACKED (several examples
+    in a row)."""
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
 
@@ -141,8 +143,8 @@ class Batches:
         return Batch(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the lengths in tokens of a typical batch's rows, longest first; None if all rows are computed at full
-        length."""
+        """Returns the number of tokens in each row of a typical batch, longest first. Returns None if all rows are
+        computed at full length."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
@@ -154,7 +156,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Names the places in the user's files that the rows of batch `step` come from, in the order of the rows."""
+        """Names the places in the user's files from which batch number `step` comes, in the order of its rows."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:

@@ -70,7 +70,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
-        generated. With `ask`, the text ends with the prompt for an answer. Raises InputError if the template fails."""
+        generated. If `ask`, the text ends with the prompt for an answer. Raises InputError if the template fails."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -84,7 +84,8 @@ class ChatTemplate:
             ) from error
 
     def question(self, text: str) -> str:
-        """Returns the text that the model continues with its answer to the user's `text`."""
+        """Returns the user's message `text`, rendered with the prompt for an answer. The model continues the returned
+        text with its answer."""
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
@@ -130,7 +131,8 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """Returns `message` with its tool calls' arguments as JSON text. A missing content becomes None."""
+    """Returns `message` with the arguments of its tool calls as JSON text, which older templates expect. A missing
+    content becomes None."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

@@ -35,7 +35,8 @@ class UntrainableRow(InputError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds a conversation's messages. `where`: file and row, for errors. The first `given` are never trained on."""
+    """Holds the messages of one conversation, and the `tools` that they may call. `where`: file and row, for error
+    messages. `given`: number of messages at the start that are never trained on."""
 
     where: str
     messages: list[Message]
@@ -55,7 +56,8 @@ class Conversation:
 
     @property
     def optional(self) -> dict[str, list[str]]:
-        """Returns the texts that a chat template may leave out, as {description for the log: texts}."""
+        """Returns {description for the log: texts} for the parts of the conversation that a chat template may leave
+        out."""
         tools = [tool.get("function", tool) for tool in self.tools or ()]
         return {
             "the reasoning of the last answer": self._last_reasoning,
@@ -76,8 +78,9 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages in one or two `columns` of `record`. With two columns (prompt, completion), only messages of
-    the second are trained on. `template`: the chat template; roles that it names are accepted, too."""
+    """Reads the messages of `record` from one or two columns. With two `columns` (prompt, completion), only messages of
+    the second are trained on. `template`: the chat template. A role with an unusual name is accepted if the template
+    has that name."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -105,7 +108,8 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text` unchanged. Raises InputError, with its place `where` and its `name`, if UTF-8 cannot encode it."""
+    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it. The message has `where`, the place of the
+    text, and `name`, its column or key."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -129,7 +133,8 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """Converts a message to the keys and roles that chat templates read, without nulls. `place` is for errors."""
+    """Converts one message of the data to the keys and roles that chat templates read. Leaves out keys with null.
+    `place`: the message's file, row and number, for errors. `template`: the chat template."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -156,7 +161,8 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value under `name` or its synonym `other`. Removes `other`. Raises InputError if both differ."""
+    """Returns the value that `message` has under the key `name` or under its synonym `other`. Removes `other` from
+    `message`. Raises InputError if both keys have values that differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -209,7 +215,8 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Converts a list of objects, one object, or JSON text of either to a list. Raises InputError for other values."""
+    """Returns `value` as a list of objects. It may be a list of objects, one object, or JSON text of either. Raises
+    InputError for other values, whose message has `place` and `name`, the key of the value."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

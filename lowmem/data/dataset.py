@@ -30,7 +30,8 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """Holds the batches of a training run, and functions that keep or discard the stored tokens."""
+    """Holds the batches of a training run. `keep` and `close` are functions that keep or delete the files with the
+    tokens."""
 
     train: Batches
     evaluations: tuple[Batches, ...]  # one for each held-out text
@@ -74,7 +75,8 @@ def load_data(
 
 
 class _Reader:
-    """Opens the sources that the settings name (files, folders, data sets of the hub), and tokenizes them."""
+    """Opens the sources that `settings` name in --data and --eval-data: files, folders, or data sets of the hub.
+    Tokenizes them in `read`."""
 
     def __init__(
         self, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
@@ -94,7 +96,8 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Tokenizes each source, then each text of --eval-data, into `folder`. Returns one Part for each."""
+        """Tokenizes each source, and then each text of --eval-data, into files in `folder`. Returns one Part for each
+        of them."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
@@ -128,8 +131,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without the training documents that another part holds out. Keeps training documents that are also
-    in `named`, the texts of --eval-data, but adds a note with their number."""
+    """Yields `parts` without the training documents that another part holds out. `named`: the texts of --eval-data.
+    Keeps training documents that are also in `named`, and adds a note with their number."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]

@@ -51,7 +51,8 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Returns True if documents may be cut and joined to rows; False if each document is one example."""
+        """Returns True if this is plain text, whose documents may be cut and joined to rows. Returns False if each
+        document is a separate example."""
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
@@ -105,8 +106,8 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records`, the rows of `source`, stores the tokens in `folder`, and returns them. Stops when they fill
-    `rows_limit` rows of a batch; None reads all. `vocabulary_size`: number of ids that the model embeds."""
+    """Tokenizes `records`, the rows of `source`, stores the tokens in `folder`, and returns them. Stops when the tokens
+    fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of ids that the model embeds."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -133,11 +134,12 @@ def read_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens, or of the
-    examples. Takes whole documents in the order of their content's hash, so equal documents stay together. Skips a
-    document that would make the held-out part more than twice as large as wanted. If that fails with packed text, such
-    as one book, holds out the last tokens. Holds out nothing if there are not two rows of `seq` input tokens. Raises
-    InputError if `fraction` leaves less than a row to train on."""
+    """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens of packed
+    text, or of the examples. Takes whole documents in the order of their content's hash, so equal documents stay
+    together. Skips a document that would make the held-out part more than twice as large as wanted. If no documents of
+    packed text can be taken, as with one book, holds out its last tokens. Holds out nothing if packed text fills less
+    than two rows of `seq` input tokens, or if examples are too few or all equal. Raises InputError if `fraction` leaves
+    too little to train on."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -173,7 +175,8 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """Yields `records`, and shows the `writer`'s progress on a terminal if reading takes long."""
+    """Yields `records`. If reading takes long, shows on a terminal how many tokens the `writer` has written. `name`:
+    the source's name."""
     hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
         desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
@@ -261,7 +264,8 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes the ids of a record, cut to the length limit, with the tokens that begin and end a document."""
+        """Writes the token ids of a record. Adds the tokens that begin and end a document, and cuts an example to the
+        length limit. `trained`: bool [tokens], whether each is trained on."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -311,6 +315,7 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Concatenates pairs (token ids, trained mask). A mask may be one bool for all ids of its pair."""
+    """Concatenates `parts`, pairs (token ids, trained mask), to one pair. A mask may be one bool for all ids of its
+    pair."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

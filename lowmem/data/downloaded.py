@@ -80,8 +80,9 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns (name, content) of the configuration `asked`. If `asked` is None, returns the default one; its name is ""
-    if the card has no other."""
+    """Returns (name, content) of one of the configurations in the data set's `card`. `asked`: the name that the user
+    gave. If `asked` is None, returns the default configuration. If the card has only one or none, the returned name is
+    empty. Raises InputError if there is no such configuration, or if none of several is the default."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -100,8 +101,9 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} by the card's `data_files` for the configuration `config`. Leaves out splits that were not
-    downloaded. Raises InputError if the split to train on is missing; `split` is the user's choice of it, or None."""
+    """Returns {split: files} for the configuration `config`. `data_files`: the value of that key in the card. `split`:
+    the split to train on, None if the user did not name it. Leaves out splits that were not downloaded. Raises
+    InputError if the split to train on was not downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -134,8 +136,8 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Groups `files` by split. Tries names of shards, then words in names of folders, then words in names of files. The
-    first of these three that finds a split is used."""
+    """Returns {split: files}, recognized by the names in `folder`. Tries names of shards, then words in names of
+    folders, then words in names of files. Uses the first of the three that finds a split."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -151,7 +153,9 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if `splits` has a training split and another one, with each file in one if `files` are .txt."""
+    """Returns True if the names of `files` are enough to recognize a data set with splits. `splits`, {split: files},
+    must have a training split and a split of another kind. If the files are .txt, each of them must also be in a
+    split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -35,8 +35,8 @@ _MOST_BLANK = 10_000  # rows that are searched for the first one with a value
 
 
 class Format:
-    """Converts rows of one source to text. `first`: the source's first row. `needed`: the columns that every row must
-    have. `everything`: whether prompts are trained on, too."""
+    """Converts the rows of one source to text. `first`: the source's first row. `needed`: the columns that every row
+    must have. `everything`: True if prompts are trained on, too, and not only answers."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -57,7 +57,8 @@ class Format:
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments. Raises UntrainableRow if there is nothing to train on."""
+        """Returns the text of a row in segments, (text, True if trained on). Raises UntrainableRow if there is nothing
+        to train on, and InputError for a row of another format."""
         for name in record.columns:
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
@@ -164,7 +165,8 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists the formats as (columns that each row needs, class, True if an option names one of these columns)."""
+    """Lists the formats in the order in which they are tried, as tuples. A tuple has the columns that each row needs,
+    the class, and True if an option in `reading` names one of these columns."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -177,9 +179,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns (record, iterator over all records). The record's columns decide the format. It is the first one that is
-    not blank in all columns that are used; one without any used column counts, too. If the first _MOST_BLANK records
-    are all blank, it is the last of them. It is None if there are no records."""
+    """Returns the record whose columns decide the format, and an iterator over all records. That is the first record
+    with a value in a column that some format uses, or without any such column. If there is none in the first
+    _MOST_BLANK records, it is the last of these. It is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -190,8 +192,9 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a source with the first row `record`. A format whose column an option (in `reading`) names
-    goes first. `train_on`: the value of --train-on. Raises InputError if no format or several fit."""
+    """Returns the Format of a source with the first row `record`. If an option names a column of some of the formats,
+    only these are tried. `reading` has the options' values, such as that of --text-field. `train_on`: the value of
+    --train-on. Raises InputError if no format fits, or several."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):
@@ -292,7 +295,8 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns in a row as pairs [instruction, response]. CSV files have them as JSON text."""
+    """Returns the earlier turns of the dialogue in a row, as pairs [instruction, response]. CSV files have them as JSON
+    text in the column `history`."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

@@ -29,7 +29,8 @@ def split_of(name: str) -> str | None:
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
     """Returns (split to train on, split to hold out or None, remark for the log). `names`: all splits. `wanted`: the
-    split that the user wants to train on; None for "train", or else a name with that word, or else the first."""
+    split to train on, as the user named it. If it is None, takes "train", or else the first name with that word, or
+    else the first split. Raises InputError if `wanted` is not in `names`."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -45,8 +46,9 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
-    """Opens the data set `path` of the hub. Streams it if `streamed`, or if it has more than STREAM_ABOVE_BYTES and
-    --steps or --max-samples need only a part. Raises InputError if `streamed` and the whole data set is needed."""
+    """Opens the data set `path` of the hub, with its configuration `config` (None: the default one). Streams the data
+    set if `streamed`. Also streams one of more than STREAM_ABOVE_BYTES if --steps or --max-samples need only a part.
+    Raises InputError if `streamed` and the whole data set is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     in_part = reading.steps is not None or reading.most_rows is not None

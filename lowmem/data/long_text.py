@@ -49,8 +49,9 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. If two
-        disagree, stops and doubles the last window's length for the next attempt. Returns the tokens that are final."""
+        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before it. If
+        the tokens of two windows differ where they overlap, stops, and doubles the length of the first for the next
+        attempt. Returns the tokens that are final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -87,8 +88,8 @@ class LongText:
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
         """Tries earlier begins of the next window until its tokens agree with those of the last window. `cut`: the end
-        of the last window. `end`: that of the next. Returns (begin, tokens of the next window, joint as in `_joint`).
-        The latter two are None if no begin helps."""
+        of the last window. `end`: the end of the next window. Returns (begin of the next window, its tokens, the pair
+        of indices that `_joint` returns). If no begin helps, tokens and pair are None."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -103,9 +104,10 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Joins the last window's tokens to those of the next one, `window`. `overlap`: tokens of the text that both
-        have. `shorter`: tokens of that text without its last character. Returns `window` and the pair of indices at
-        which the last window's tokens stop and those of `window` go on. The pair is None if the tokens differ."""
+        """Finds where the last window's tokens can be joined to those of the next window. `overlap`: tokens of the text
+        that both windows have. `shorter`: tokens of that text without its last character. `window`: tokens of the next
+        window. Returns `window` and a pair of indices. At these, the last window's tokens stop and those of `window` go
+        on. The pair is None if the tokens differ."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2

@@ -51,8 +51,9 @@ class PairBatches(Batches):
         return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row into (source, target, the target's part of `trained`). A `packed` row is cut after the length of
-        sources. Any other row is one example: its source, up to the first trained token, gets an end-of-text token."""
+        """Splits a row into (source, target, the target's part of `trained`). A row of `packed` text is cut at the
+        fixed length of sources. Any other row is one example: its source ends before the first trained token, and gets
+        an end-of-text token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

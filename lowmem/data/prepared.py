@@ -36,7 +36,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds a source's training and held-out documents, or Rows. `held_out` describes the latter in the log."""
+    """Holds the training and the held-out documents of one source, either as Documents or cut into Rows. `held_out`:
+    describes the held-out documents in the log."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -44,16 +45,17 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes the tokenized documents of a run. They are in `folder`, the run's folder, or in temporary files if
-    that is None. `key`: a hash of everything that decides the tokens (content_key)."""
+    """Finds or makes the tokenized documents of a training run. They are in the run folder `folder`, or in temporary
+    files if `folder` is None. `key`: a hash of everything that decides the tokens (content_key)."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the stored documents. Returns None if they are incomplete, or were made of other data, by another
-        tokenizer or with other settings. Sets the chat template of `tokenizer` to the one stored with them."""
+        """Returns the documents that an earlier start has stored. Then also sets the chat template of `tokenizer` to
+        the stored one. Returns None if the stored documents are missing or damaged. Also returns None if they were made
+        of other data, by another tokenizer or with other settings."""
         if self._folder is None:
             return None
         try:
@@ -89,7 +91,8 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Moves the files of `parts` into the run's folder, unless `find` found them there."""
+        """Moves the files with the documents of `parts` into the run folder. Does nothing if `find` has found the
+        documents there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
@@ -111,7 +114,8 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Returns `documents` for data.json, with their arrays stored in files. Adds these files' names to `used`."""
+        """Returns `documents` as a dict for data.json. Stores their arrays in files, and adds the names of these files
+        to `used`. Returns None for None."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -135,8 +139,9 @@ def content_key(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides the tokens. `rows_limit`: number of needed rows, which counts only for
-    streamed sources. `evaluated`: the sources of --eval-data. Raises InputError if a file cannot be read."""
+    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that training needs; it counts
+    only if a source is streamed. `sources`, `evaluated`: the sources of --data and of --eval-data. Raises InputError if
+    a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

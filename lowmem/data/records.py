@@ -11,7 +11,8 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a source is read: its columns (--text-field, ...), its split, and how many rows are needed."""
+    """Says how a source is read: the names of its columns (--text-field, ...), its split, and how many rows are
+    needed."""
 
     text: str = "text"
     prompt: str = "prompt"
@@ -45,7 +46,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """Holds the rows of one --data SPEC=WEIGHT: those to train on, and those that the publisher holds out."""
+    """Holds the rows of one data set that --data or --eval-data names. `train`: the rows to train on. `evaluation`: the
+    rows that the publisher holds out."""
 
     name: str
     train: Iterable[Record]
@@ -63,7 +65,8 @@ class Source:
 
 
 def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
-    """Yields the first `most` records; all if it is None. Several records that hold one text count as one."""
+    """Yields the first `most` records, or all if `most` is None. Several records that hold pieces of one text count as
+    one."""
     count = 0
     for record in records:
         count += not record.begun

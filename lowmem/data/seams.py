@@ -17,7 +17,8 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: wh
 
 
 class Seams:
-    """Tokenizes examples, and marks the tokens to train on. `pairs`: tokenizes each source and target separately."""
+    """Tokenizes examples, and marks the tokens to train on. `pairs`: True to tokenize source and target separately, as
+    for an encoder-decoder."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -43,8 +44,9 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits `segments` into the lists that are tokenized separately. With `pairs`, these are the source and the
-        target, which begins with the first trained segment. Otherwise one list has all segments."""
+        """Splits the `segments` of an example into the lists that are tokenized separately. For an encoder-decoder,
+        these are the source and the target, which begins with the first trained segment. Otherwise there is one list,
+        with all segments."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))

@@ -34,7 +34,8 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
-    """Opens the source that a --data spec names. Files in the run's own folder `out` are not read."""
+    """Opens the source that a --data spec names. From a folder or a pattern, leaves out the files that training runs
+    wrote. `out`: the folder of the present training run, None if it has none."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -84,7 +85,8 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
 
 
 def split_weight(spec: str) -> tuple[str, float]:
-    """Splits SPEC=WEIGHT into (name, weight). A file's name, such as year=2024, is not split; its weight is 1."""
+    """Splits SPEC=WEIGHT into (name, weight). Without a weight, the weight is 1. The name of an existing file, such as
+    year=2024, is not split. Raises InputError unless the weight is above 0 and at most MOST_WEIGHT."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -104,7 +106,8 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns {name: path} of the standard library's files, in the order of a hash, so folders are mixed."""
+    """Returns {name: path} of the standard library's Python files. They are in the order of a hash of the name, so that
+    files of different folders are mixed."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -194,8 +197,9 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a source called `name` of all readable `files`. `found`: how they were found, for an error. `in_folder`:
-    all files in their folder, so that the log can name the kinds left out."""
+    """Makes a source called `name` of all `files` that can be read. `found`: words for an error that say how they were
+    found, such as "the folder holds". `in_folder`: all files in the folder, so that the log can name the kinds left
+    out; None: `files`."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

@@ -22,7 +22,8 @@ _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Reads entries `start` to `stop` (None: to the end) of a file of numbers. A slice of it is a numpy array."""
+    """Reads entries `start` to `stop` - 1 of a file of numbers. If `stop` is None, reads to the end. A slice of this
+    object is a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
@@ -55,9 +56,9 @@ class StoredArray:
 
 
 class ArrayFolder:
-    """Writes arrays into a folder, one file after another. Raises PlanError before the disk is full; the message
-    estimates the room for all arrays. For the estimate, `source_bytes` is the size of all texts (0 if unknown).
-    `times_written` is the number of times that a token is written, 2 if held-out documents are split off."""
+    """Writes arrays into a folder, each into a new file. Raises PlanError before the disk is full; the message
+    estimates the room for all arrays. The estimate needs two attributes. `source_bytes`: size of all texts, 0 if
+    unknown. `times_written`: how often each token is written, 2 if held-out documents are split off."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -71,7 +72,8 @@ class ArrayFolder:
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Counts `size_bytes` as written; call it before writing. Raises PlanError if the disk has no room for them."""
+        """Counts `size_bytes` as written. Call it before writing them. Raises PlanError if the disk has no room for
+        them."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()

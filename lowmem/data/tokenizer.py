@@ -42,9 +42,9 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model` (a folder or a hub name). With `init` "random", returns a byte-level one if the
-    model has none. Raises InputError if there is no tokenizer, or if it has no end-of-text token. Also raises it if
-    that token's id is not below `vocabulary_size`, the number of ids that the model embeds."""
+    """Returns the tokenizer of `model`, a folder or a hub name. If the model has none and `init` is "random", returns a
+    byte-level tokenizer. `vocabulary_size`: number of ids that the model embeds. Raises InputError if there is no
+    tokenizer, if it has no end-of-text token, or if that token's id is too large for the model."""
     folder, names = Path(model), hub.names_of(model)
     try:
         for name in names:
@@ -99,7 +99,8 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of 257 ids that decodes any text exactly: id b is the byte b, id 256 is <|endoftext|>."""
+    """Returns a tokenizer of 257 ids, which encodes and decodes any text exactly. Id b is the byte b, id 256 is
+    <|endoftext|>."""
     # Byte-level tokenizers write each byte as a printable character, by GPT-2's table.
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -123,7 +124,8 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """Returns (tokenizer, None), or (None, error) if it cannot be loaded."""
+    """Loads the tokenizer of `model` with transformers. Returns (tokenizer, None), or (None, error) if that fails.
+    `local_files_only`: True to look only in the folder or in the hub's cache."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):

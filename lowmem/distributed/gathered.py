@@ -16,7 +16,8 @@ from lowmem.core.shares import Gatherer
 
 
 class _Flat(nn.Module):
-    """Holds all matrices of one unit, such as a block, as one flat parameter of ranks * share numbers."""
+    """Holds all matrices of one unit, such as a block, as one flat parameter. Each of the ranks in `mesh` stores an
+    equal share of it."""
 
     def __init__(self, part: Part, mesh: DeviceMesh):
         super().__init__()
@@ -28,8 +29,8 @@ class _Flat(nn.Module):
 
 
 class FsdpGatherer(Gatherer):
-    """Gathers `part`, one unit's matrices, from the ranks of `mesh`. `parameters`: {name: the model's parameter}; each
-    becomes a view of the gathered weights."""
+    """Gathers the weights of `part` (one unit's matrices) from the ranks of `mesh`, which store equal shares.
+    `parameters`: {name: the model's parameter}. Each of these becomes a view of the gathered weights."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
         super().__init__(part)

@@ -29,8 +29,9 @@ def local_ranks() -> int:
 @contextmanager
 def joined(device: str) -> Iterator:
     """Yields this process's Ranks (core/ranks.py). With several processes, each has a separate GPU, unless `device` is
-    "cpu" or there is no GPU. Raises InputError for variables that torchrun would not set, and if there are fewer GPUs
-    than processes. Raises LowmemError if the processes do not meet. Must be called before CUDA starts."""
+    "cpu" or there is no GPU. Raises InputError for environment variables that torchrun would not set, and if there are
+    fewer GPUs than processes. Raises LowmemError if the processes cannot connect to one another. Must be called before
+    CUDA starts."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):
@@ -63,7 +64,7 @@ def joined(device: str) -> Iterator:
 
 
 def _check_variables() -> None:
-    """Raises InputError unless the variables are those of one of torchrun's processes."""
+    """Raises InputError unless the environment variables have values that torchrun sets for a process."""
     given = {name: os.environ.get(name) for name in (*_NUMBERS, "MASTER_ADDR")}
     for name, value in given.items():
         if value is None or (name in _NUMBERS and not value.isdecimal()):

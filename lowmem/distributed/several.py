@@ -19,9 +19,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SeveralRanks(Shares):
-    """Represents this process of the default process group. `device_type`: "cuda" or "cpu", which it trains on.
-    `local_rank`: this process's number on its machine; `on_machine`: number of processes there. By default all
-    processes are on one machine."""
+    """Represents this process among those that train one model together (torch.distributed's default process group).
+    `device_type`: "cuda" or "cpu", on which this process trains. `local_rank`: this process's number on its machine.
+    `on_machine`: number of processes there. Without these two, all processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
@@ -130,7 +130,8 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends rank 0 each range of this rank's shares that rank 0 asks for, until it asks for no more."""
+        """Receives requests of rank 0 for elements of this rank's shares, and sends these elements. Returns after the
+        request that means the end."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
@@ -144,7 +145,8 @@ class SeveralRanks(Shares):
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 
     def _ask(self, *request: int) -> list[int]:
-        """Returns rank 0's `request` on all ranks: number of a tensor in `_stored`, first element, last element + 1."""
+        """Sends `request` from rank 0 to all ranks, and returns it there. A request has the number of a tensor in
+        `_stored`, the first element, and the last element + 1. On other ranks, the argument only gives the length."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

@@ -55,7 +55,8 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the folder with the `part` ("config" or "weights") of `model`, downloaded from the hub if needed."""
+    """Returns the folder that has a part of `model`. `part`: "config" or "weights". `model`: a folder, or a hub name
+    whose files are downloaded if they are not in the cache. Raises InputError if that fails."""
     if Path(model).is_dir():
         return Path(model)
     names = hub.names_of(model)
@@ -103,8 +104,8 @@ def _has_part(folder: Path, part: str) -> bool:
 
 def load_config(model: str, init: str) -> PretrainedConfig:
     """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A config.json in a folder
-    comes first. GPT-2 and the models of known_configs.json have a built-in config. It is used if `init` is "random", or
-    if the hub's config is not available."""
+    comes first. GPT-2 and the models of known_configs.json also have a built-in config. The built-in config is used if
+    `init` is "random", or if the hub's config is not available."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -191,7 +192,8 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """Raises InputError if `seq` is too long for the model. On a GPU, a failed assertion would end the process."""
+    """Raises InputError if sequences of `seq` tokens are too long for the model. Without this check, a failed assertion
+    on a GPU would end the process."""
     positions = most_positions(config)
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
@@ -215,15 +217,16 @@ def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
 
 def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
     """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
-    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: use core/kernels/operators.py."""
+    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: True to use the kernels of
+    core/kernels/operators.py."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
-    """Takes `model` apart into a Decoder (embedding, blocks, head). Replaces layers of `model` according to the other
-    arguments, which `make_decoder` explains."""
+    """Takes `model` apart into a Decoder: embedding, blocks and head. Also replaces some layers of `model` to fit
+    `precision`, `residual` and `fused_kernels` (see `make_decoder`)."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
@@ -248,8 +251,9 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def parameters_placed(place: Callable[[Tensor], Tensor], initialize: bool = True) -> AbstractContextManager:
-    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. With
-    `initialize` False, transformers and guarded functions of torch do not initialize it: on `meta` that is slow."""
+    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. If
+    `initialize` is False, transformers and guarded functions of torch do not initialize these parameters. That would be
+    slow on `meta`."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -262,7 +266,9 @@ def parameters_placed(place: Callable[[Tensor], Tensor], initialize: bool = True
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model of `config`, with fp32 weights as transformers initializes them."""
+    """Returns the model of `config`, with fp32 weights as transformers initializes them. Its rotary frequencies do not
+    change with the length of a sequence. Raises InputError if the config is of no causal language model or T5, or is
+    not valid."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         model = stock_model(config, dtype=torch.float32, trust_remote_code=False)

@@ -42,8 +42,9 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 
 def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = False) -> None:
-    """Raises InputError if embedding, blocks and head, run in turn, give other logits than the whole model. With
-    `document_mask`, also raises it if the model ignores document masks."""
+    """Raises InputError if embedding, blocks and head, run in turn, give other logits than the whole model, or cannot
+    run. If `document_mask`, also raises InputError if the model ignores document masks. The check uses token ids below
+    `vocabulary_size`."""
     training = decoder.model.training
     decoder.model.eval()
     try:
@@ -63,8 +64,9 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """Compares the decoder's pieces with the whole model on a few tokens. Returns a sentence if their logits differ, or
-    if the model is not causal. With `document_mask`, also returns one if it ignores document masks. Otherwise None."""
+    """Compares the decoder's pieces (embedding, blocks, head) with the whole model on a few tokens. Returns a sentence
+    if their logits differ, or if the model is not causal. If `document_mask`, also returns one if the model ignores
+    document masks. Returns None if nothing is wrong."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -93,14 +95,16 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Returns True if both logits are equal except for rounding, which depends on the shapes of products."""
+    """Returns True if the logits of the whole model and of its pieces are equal except for rounding. Rounding depends
+    on the shapes of matrix products."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """Compares the pieces of a small random copy of the model with the whole copy. Raises InputError if they differ, or
-    if the copy does not run in `precision`. Returns None, or a few words on why nothing was compared."""
+    """Compares the pieces (embedding, blocks, head) of a small random copy of the model with the whole copy. Raises
+    InputError if their logits differ, or if the copy does not run in `precision`. Returns a few words on the reason if
+    nothing could be compared, else None."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
@@ -134,7 +138,8 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns a copy of `config` with fewer blocks, ids and heads, and a smaller width; heads keep their size."""
+    """Returns a copy of `config` with fewer blocks, token ids and heads, and a smaller width. The size of a head stays
+    the same."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
@@ -191,7 +196,8 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
 
 
 def _raised_by_model_code(error: Exception) -> bool:
-    """Returns True if transformers, code that it calls, or autograd raised `error`, and not lowmem's code."""
+    """Returns True if `error` was raised by transformers, by code that transformers calls, or by autograd. Returns
+    False if lowmem's code raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     # A model's code calls operators through lowmem's torch modes. An operator has no frame, so if it refuses arguments,

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Holds a generation config for the export, and a folder that has the tokenizer's files."""
+    """Holds what an export will need: a generation config, and a `folder` with the tokenizer's files."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -76,9 +76,10 @@ def write_description(
     folder: Path, model: PreTrainedModel, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype,
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
-    """Writes all files of an exported `model` except weights. Returns {file that could not be written: error}.
-    `generation_config`: None for one made from the model's config. `readme`: text of README.md. `tokenizer_files`: the
-    folder of a rehearsal, whose tokenizer files are copied; None if there is no rehearsal."""
+    """Writes all files of an exported model except weights into `folder`. Returns {file that could not be written:
+    error}. `generation_config`: None to make one from the model's config. `dtype`: that of the exported weights.
+    `readme`: text of README.md. `tokenizer_files`: a folder from which the tokenizer's files are copied (that of a
+    Rehearsal); None to write them new."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -143,8 +144,8 @@ def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[s
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """Returns the content of config.json, with rotary settings under the names of both transformers 4 and 5. Leaves out
-    version 4's names if version 5 would then read the settings differently."""
+    """Returns the content of config.json for `config`. Rotary settings have the names of both transformers 4 and 5.
+    Leaves out version 4's names if version 5 would read other settings because of them."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -155,7 +156,8 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields of `config`, including defaults. A rotary type has only its newer name, `rope_type`."""
+    """Returns all fields of `config`, including defaults. Names the type of a rotary embedding only by its newer key,
+    `rope_type`, and not by `type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
     for part in (rope, *rope.values()):
@@ -165,7 +167,8 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds transformers 4's names to the `fields` of transformers 5, and to configs inside them."""
+    """Adds transformers 4's names to the `fields` of a config of transformers 5. Does the same for configs inside it.
+    Changes `fields` and returns it."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -192,7 +195,8 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """Converts rotary settings of transformers 5 to `rope_scaling` of version 4; None if nothing is scaled."""
+    """Returns version 4's `rope_scaling` for `rope`, rotary settings of transformers 5. Returns None if nothing is
+    scaled. `kind`: the model type."""
     rope_type = rope["rope_type"]
     if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
         return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
@@ -216,8 +220,9 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's published files, edited for transformers 4 and 5, with the chat template of the training.
-    If the folder `made` exists, copies the files that a rehearsal wrote there."""
+    """Writes the tokenizer's files into `folder`, so that transformers 4 and 5 read the same from them. They are the
+    published files with some edits, and with the chat template of the training. If the folder `made` exists, copies the
+    files that a rehearsal wrote there instead."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -257,7 +262,8 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns a paragraph for the README on tied weights, which the files have only once; "" if none are tied."""
+    """Returns a paragraph for the README on tied weights, which the files have only once. Returns an empty text if no
+    weights are tied."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:

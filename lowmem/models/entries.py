@@ -48,8 +48,8 @@ class Entry:
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Reads the list of tensors in a file of weights. Returns {name: entry} in the order of their bytes. Also returns
-    the keys of the dictionaries in the file that enclose the tensors, such as ["model"]."""
+    """Returns {name: entry} for the tensors in a file of weights, in the order of their bytes. Also returns the keys of
+    the dictionaries in the file that enclose the tensors, such as ["model"]."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -96,7 +96,8 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _stored_members(path: Path) -> dict[int, int]:
-    """Returns {offset in the file: bytes} of the members of a zip file that are not compressed."""
+    """Returns {offset in the file: bytes} of the members of a zip file that are not compressed. Returns {} for any
+    other file."""
     if not zipfile.is_zipfile(path):  # from before torch 1.6
         return {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -111,8 +112,9 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns the entry of `tensor` in the file `path`. `members`: those of the zip file (_stored_members). PyTorch
-    computes where a storage is from the layout of files that it has written itself. So that is compared with them."""
+    """Returns the Entry of `tensor` in the file `path`. `members`: the uncompressed members of this zip file, {offset:
+    bytes} (_stored_members). PyTorch computes a tensor's offset as if torch.save had written the file. Raises
+    InputError if that offset is not in `members`, or if the tensor cannot be read piece by piece."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:
@@ -134,7 +136,8 @@ def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """Returns the innermost dictionary of tensors in a file's `content`, and the keys that lead to it."""
+    """Returns the innermost dictionary of tensors in a file's `content`, and the list of keys that lead to it. Raises
+    InputError if there is none, or if there are several."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -156,7 +159,8 @@ def _holds_tensors(content: object) -> bool:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor's elements in the file's dtype, in flat pieces [n]. Each piece overwrites the one before."""
+    """Yields the elements of the tensor in the file's dtype, in flat pieces [n]. Each piece overwrites the memory of
+    the piece before."""
     staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -180,7 +184,8 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Returns True if two stored tensors are equal. Compares those with `dtype` None by type and shape only."""
+    """Returns True if two stored tensors have the same dtype, shape, stride and values. Does not compare the values of
+    a dtype that cannot be read (`dtype` None)."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

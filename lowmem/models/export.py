@@ -60,7 +60,8 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder, which replaces `folder` at the end of the block, once all of it is on the disk."""
+    """Yields a new, empty folder for the block to fill. At the end of the block, once all of it is on the disk, it
+    replaces `folder`. If anything fails, `folder` stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,8 +93,9 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes `parameters` in the order in which they come, each at its place in a file. The places follow from `order`
-    and `shapes`. Returns a list: one warning if a value is not finite, else empty."""
+    """Writes `parameters`, (name, values), in the order in which they come, each at its place in a file. The places
+    follow from `order` and `shapes`. A file has at most about `shard_bytes` bytes. Returns a list: one warning if a
+    value is not finite, else empty."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     file_name = _file_names(model)
     split = split_state_dict_into_shards_factory(
@@ -142,7 +144,8 @@ def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns {parameter: the name that `save_pretrained` writes}, which may be an older name."""
+    """Returns {parameter name: the name in an exported file}. The latter is the name that `save_pretrained` would
+    write, which may be an older one."""
     parameters = dict(model.named_parameters())
     old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
     return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

@@ -29,7 +29,8 @@ def is_gguf(model: str) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises InputError if the file `path` does not begin like a GGUF file, or a package that reads it is missing."""
+    """Raises InputError if the file `path` does not begin like a GGUF file, or if a package that reads such files is
+    missing."""
     if not refuse_pointer(path).startswith(_MAGIC):
         raise InputError(f"{path} is not a GGUF file, since it does not begin with the letters GGUF; download it again")
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
@@ -38,8 +39,9 @@ def check_gguf(path: Path) -> None:
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
-    """Returns the folder with fp32 weights, tokenizer and chat template of the GGUF file `path`. If there is none yet,
-    converts the file first; a process that is killed leaves no unfinished folder. `say` gets sentences for the user."""
+    """Returns the folder into which the GGUF file `path` was converted: fp32 weights, tokenizer and chat template.
+    Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. `say`
+    gets sentences for the user."""
     check_gguf(path)
     folder = _folder(path)
     if folder.is_dir():

@@ -82,7 +82,8 @@ def read_config_fields(path: Path) -> dict:
 
 
 def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
-    """Yields a sentence on the kinds of weights in the file. Raises InputError if the file is one part of several."""
+    """Yields a sentence on the number, dtypes and size of the weights in the file. Raises InputError if the file is one
+    part of several. `folder`: where the converted model will be."""
     if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
         raise InputError(
             f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"
@@ -123,7 +124,8 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
 
 
 def _unpacked() -> dict:
-    """Returns the argument that makes `from_pretrained` dequantise weights in newer transformers; {} in older ones."""
+    """Returns the argument that makes `from_pretrained` dequantise weights in newer versions of transformers. Returns
+    {} in older versions, which always do so."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 

@@ -25,9 +25,9 @@ def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A tensor of more
-    than RUN_ELEMENTS elements comes in flat pieces, each with the name; a transposed one of a .bin file comes whole.
-    `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. The call raises
-    InputError if names or shapes are not the model's. The iterator raises it at a value that is not finite."""
+    than RUN_ELEMENTS elements comes in flat pieces, each with the name. A transposed one of a .bin file comes whole.
+    `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. Raises InputError at once
+    if names or shapes are not the model's, and during iteration if a value is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
@@ -78,7 +78,8 @@ Turn = tuple[PreTrainedModel, nn.Module]  # the innermost model around a module,
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a separate parameter on meta. Returns {parameter's name: its module and its name there}."""
+    """Gives each tied name a separate parameter on `meta`. Returns {parameter's name: (its module, its name in that
+    module)}, without the tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -92,8 +93,8 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields `module` and all its submodules, children first, as (innermost PreTrainedModel around it, submodule).
-    `model`: the innermost one around `module`."""
+    """Yields (model, submodule) for `module` and all its submodules, children first. The first of the pair is the
+    innermost PreTrainedModel around the submodule. `model`: the innermost one around `module`."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -128,9 +129,9 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initializes the modules of `turns` in order, and yields (name, tensor) of each parameter after the last turn that
-    writes it. A parameter has storage from its first turn to its last. `owners`, `written`: results of _untie and
-    _written."""
+    """Initializes the modules of `turns` in this order. Yields (name, tensor) of each parameter after the last turn
+    that writes it. A parameter has storage from its first turn to its last. `owners` is a result of _untie, `written`
+    of _written. `seed`: for the random numbers."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:
@@ -150,7 +151,8 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Builds the whole random model, and yields (name, tensor) of its parameters. Each can be freed by itself."""
+    """Builds the whole random model in RAM, and yields (name, tensor) of its parameters. The caller can free each
+    tensor before it takes the next."""
     on_its_own = parameters_placed(
         lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
     )

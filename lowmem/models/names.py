@@ -35,7 +35,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds how the names in a checkpoint fit the model's parameters, if all names are changed in one way."""
+    """Holds one way to match the names in the files of weights with the model's parameters, and what does not fit."""
 
     prefix: str  # removed from the names in the files
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: name of the parameter}
@@ -50,8 +50,9 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """Finds each parameter's tensor in the files. Returns {parameter name: entry} in the order of `entries`, and
-    remarks for the log. Raises InputError if the names do not match. `source` is the checkpoint's name in messages."""
+    """Finds each parameter's tensor in the files of weights. `entries`: {name in the files: entry}. Returns {parameter
+    name: entry} in the order of `entries`, and remarks for the log. Raises InputError if names, shapes or dtypes do not
+    fit the model. `source`: the checkpoint's name in messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     untrainable = [name for name in fit.target if entries[name].dtype is None]
     if fit.problems() or untrainable:
@@ -65,8 +66,9 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns the ways to match the names in the files. If unchanged names do not fit, also tries them without
-    wrappers' prefixes (torch.compile's and others'), and then also without each prefix that many names share."""
+    """Returns the ways to match the names in the files with the model's parameters. The first way leaves the names
+    unchanged. If it does not fit, there are others. They remove the prefixes of wrappers, such as torch.compile, and
+    then also a prefix that many names share."""
     plain = _fit(model, entries, lambda name: name, "")
     if not plain.problems():
         return [plain]
@@ -138,7 +140,9 @@ def _refusal(
 def _advice(
     model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
 ) -> str:
-    """Returns advice to the user for this kind of mismatch between the names or shapes of files and model."""
+    """Returns advice for the user on weights that do not fit the model. `fit`: how their names match the parameters.
+    `names`: all names in the files. `sizes`: {name: (shape in the file, shape in the model)} where these differ.
+    `untrainable`: names of tensors that are neither fp64, fp32, fp16 nor bf16."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, names)):
@@ -172,7 +176,8 @@ def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """Returns the error for a weight that the files store twice with different values."""
+    """Returns the error for the weight `name`, which the files store twice with different values. `target`: {name in
+    the files: parameter name}."""
     others = [other for other in target if target[other] == target[name] and other != name]
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied

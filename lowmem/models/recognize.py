@@ -64,8 +64,10 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 def recognize(model: str, with_weights: bool) -> tuple[str, str | None]:
-    """Returns the model to use for `model`, a path or a hub name, and a remark on that choice, or None. `with_weights`:
-    whether its weights will be read, too. Raises InputError, with advice, for what is no model, such as an adapter."""
+    """Returns the model to use, and a remark for the user or None. `model`: a path or a hub name. It is returned
+    unchanged, except that a run folder is replaced by the model that the run has exported. `with_weights`: True if the
+    model's weights will be read, too. Raises InputError, with advice, for something that is no model, such as an
+    adapter."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -147,7 +149,8 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Returns a part of a message: " of NAME", the base model of the adapter in `folder`, or "" if it is unknown."""
+    """Returns " of NAME" for a message, with the base model of the adapter in `folder`. Returns an empty text if that
+    model is unknown."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):
@@ -156,7 +159,8 @@ def _adapted(folder: Path) -> str:
 
 
 def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
-    """Returns an error that advises the newest checkpoint-N of Hugging Face's Trainer in `folder`, if there is one."""
+    """Returns an error for a `folder` with checkpoints of Hugging Face's Trainer. Its message advises to give the
+    newest, checkpoint-N. Returns None if there are none."""
     folders = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     if not folders:
         return None

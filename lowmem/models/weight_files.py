@@ -19,7 +19,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder`: by their usual names, else numbered shards, else the only candidate."""
+    """Returns the files of weights in `folder`. These are the files under usual names, else numbered files (shards),
+    else the only file that may be one. Raises InputError if none are found, or if some are missing."""
     files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
     for path in files:
         refuse_pointer(path)
@@ -27,7 +28,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights under the names that transformers looks for; [] if there are none."""
+    """Returns the files of weights in `folder` under the names that transformers looks for. Returns [] if there are
+    none. Raises InputError if some of several are missing."""
     for single, index in _USUAL:
         if (folder / single).is_file():
             return [folder / single]
