@@ -134,7 +134,8 @@ def freeze_objects() -> bool:
 
 
 def unfreeze_objects() -> None:
-    """Undoes a `freeze_objects` that has returned True."""
+    """Makes Python's cycle collector look at all objects again (gc.unfreeze). Must be called only after a
+    `freeze_objects` that returned True."""
     global _frozen
     gc.unfreeze()
     _frozen = False

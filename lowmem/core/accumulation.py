@@ -18,7 +18,8 @@ from lowmem.core.recorder import repeated
 
 
 class Accumulation:
-    """Registers hooks that add every gradient of `decoder`'s parameters to its fp32 accumulator in `store`."""
+    """Registers hooks on the parameters of `decoder`. They add each gradient to its parameter's fp32 accumulator in
+    `store`."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:
@@ -35,13 +36,14 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds the blocks' own gradients for shared parameters to the parameters' accumulators, then calls `clear`."""
+        """Adds each block's gradient for a shared parameter to that parameter's accumulator, in the order of the
+        blocks. Then sets the blocks' gradients to zero."""
         for name, part, gradient in self._shared:
             _add(part, name, gradient)
         self.clear()
 
     def clear(self) -> None:
-        """Sets to zero the separate gradients that several blocks have for one parameter that they share."""
+        """Sets to zero the gradients that each block has for a parameter that several blocks share."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

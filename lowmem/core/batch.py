@@ -101,8 +101,8 @@ class Batch:
         return 0 if self.source_mask is None else self.source_mask.shape[-1]
 
     def check_fields(self) -> None:
-        """Raises InputError unless the fields are tensors with the dtypes and shapes that the class names. Also raises
-        it for positions outside a row, and for `lengths` that leave out a label."""
+        """Raises InputError for wrong fields. Each must be a tensor of the dtype and shape that the class names.
+        Positions must be inside their row, and `lengths` must not exclude a position with a label."""
         for name, tensor in vars(self).items():
             dtypes = _DTYPES.get(name, (torch.int64,))
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -131,9 +131,9 @@ class Batch:
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch is for the other kind of model (`has_sources`: an encoder-decoder). Also
-        raises it if the numbers of labels and of positions after the source differ in a row, or if a decoder's labels
-        are not shifted."""
+        """Raises InputError if the batch does not suit the model. `has_sources`: whether the model is an
+        encoder-decoder. Its batches need a `source_mask`, and a decoder's must not have one. Each row needs as many
+        labels as positions after its source. A decoder's labels must be shifted."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -172,9 +172,9 @@ class Batch:
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths` these are views of
-        `size` rows each, in order. With `lengths` they are copies of sorted and trimmed rows. `least`: number of
-        positions below which a micro-batch takes no less time."""
+        """Cuts the batch into micro-batches of at most `size` x T positions. If `lengths` is None, they are views of
+        `size` rows each, in order. Otherwise they are copies: rows are sorted by length, and padding is cut off.
+        `least`: with fewer positions than this, a micro-batch is assumed to take as long as with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -210,8 +210,8 @@ class Work:
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
     """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
-    `most`: largest number of rows, of tokens in a row, and of tokens in an encoder-decoder's target. With it, raises
-    InputError if the batch exceeds it, if a field is wrong, or if a token id is outside the vocabulary."""
+    `most`: largest number of rows, of tokens in a row, and of tokens in an encoder-decoder's target. If `most` is
+    given, raises InputError for a larger batch, for a wrong field, or for a token id outside the vocabulary."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):

@@ -47,7 +47,8 @@ class _Stop(Exception):
 
 
 class _Stub(nn.Module):
-    """Takes the place of a block and runs `call` instead. Other attributes (`attention_type`, ...) are the block's."""
+    """Takes the place of a block in the model, and runs `call` instead of the block's forward. Reads all other
+    attributes (`attention_type`, ...) from the block."""
 
     def __init__(self, block: nn.Module, call: Callable):
         super().__init__()
@@ -121,8 +122,8 @@ class Decoder:
         return output[0] if isinstance(output, tuple | list) else output  # OpenAI GPT's give a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Makes `call(index)` run before each forward of the blocks `indices`. Removes calls that were registered
-        before."""
+        """Registers a hook that calls `call(index)` before each forward of the blocks `indices`. Removes the hooks of
+        the previous call of this method."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -255,9 +256,10 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """Returns two sets: ids of the parameters of the modules that run before the blocks, and of those that run
-        after. Also sets `_returns_tuple`: whether the installed transformers' blocks return a tuple or a tensor. Tries
-        both, because the model fails if a stub returns the wrong kind."""
+        """Returns two sets of ids of parameters: those of modules that run before the blocks, and of those that run
+        after. Finds them by running the model with stubs, which return their input, instead of its blocks. Sets
+        `_returns_tuple`: whether stubs must return a tuple, as blocks do in some versions of transformers, or a tensor.
+        Tries a tensor first, because the model raises an error for the wrong kind."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):
@@ -310,8 +312,8 @@ def _stop(value: Tensor) -> None:
 
 
 class AnswerYes(TorchFunctionMode):
-    """Makes `bool(x)` and `y in x` True for a meta tensor x, for example in "are all tokens real?". Meta tensors have
-    no values, and True will do to see which modules run."""
+    """Makes `bool(x)` and `y in x` return True for a meta tensor x, which has no values. Models ask such questions in
+    their forward, such as "are all tokens real?". True is good enough to see which modules run."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:

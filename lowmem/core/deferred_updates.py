@@ -25,8 +25,8 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Applies the updates of one step after another, each in a pass over all units (the embeddings, each block, the
-    final norm).
+    """Updates weights, unit by unit (the embeddings, each block, the final norm). Each optimizer step has one pass over
+    all units.
 
     `units`: number of units. `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1.
     `units_done`: number of units that this pass has updated; equal to `units` if no update is pending.
@@ -67,8 +67,8 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Applies updates of the pass until `units` units (embeddings, blocks, final norm) in all are updated. Kernels
-        that are launched later wait for these updates. If memory runs out, the next call continues."""
+        """Continues the pass until it has updated `units` units (embeddings, blocks, final norm). Kernels that are
+        launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if self.units_done >= units:
@@ -89,8 +89,8 @@ class Updates:
         self.states.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states from the device into RAM, all but those of the first `states_on_gpu` units. A pass may
-        be under way. Returns True if the states in RAM are page-locked."""
+        """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units. May be
+        called in the middle of a pass. Returns True if the states in RAM are page-locked."""
         self.states.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)

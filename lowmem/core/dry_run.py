@@ -30,8 +30,9 @@ def agrees(output: object, formula: Tensor) -> bool:
 
 
 def structure_of(model: nn.Module) -> list:
-    """Returns the modules of `model`, and their hooks and other attributes, in one list. A model whose list is
-    unchanged (`equal`) runs the same operations. Leaves out tensors, the training mode, and this project's hooks."""
+    """Returns the modules of `model`, and their hooks and other attributes, in one list. A model whose list has not
+    changed (`equal`) runs the same operations. Leaves out tensors, the training mode, and hooks that this project
+    registered."""
     found: list = []
     for module in model.modules():
         found.append(module)
@@ -48,7 +49,8 @@ def is_ours(hook: object) -> bool:
 
 
 def equal(structure: Sequence, other: Sequence) -> bool:
-    """Returns True if both lists have the same objects, or equal values of a type in PLAIN, in the same order."""
+    """Returns True if both lists have the same entries in the same order. Numbers, strings and dtypes are compared by
+    value, and all other objects by identity."""
     return len(structure) == len(other) and all(map(_same, structure, other))
 
 
@@ -58,8 +60,9 @@ def _same(one, other) -> bool:
 
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Replaces the parameters of `model`, and its buffers if `with_buffers`, by meta tensors inside the block; matrices
-    get `dtype`. Afterwards all are as before, also buffers that the model moves when it runs (GPT-J's positions)."""
+    """Replaces the parameters of `model`, and its buffers if `with_buffers`, by meta tensors inside `with`. Parameters
+    with two or more dimensions get `dtype`. Afterwards all are as before, also buffers that the model moves when it
+    runs (GPT-J's positions)."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:

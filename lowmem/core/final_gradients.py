@@ -32,8 +32,9 @@ class FinalGradients:
         self._norms: dict[int, Tensor] = {}  # norms [pieces] of parts whose gradients are final, by id
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Must be called before backward, with the micro-batches' `losses`. Begins the updates if gradients are APPLIED
-        and the losses are finite."""
+        """Must be called before backward. `losses`: the losses of all micro-batches. If `fate` is APPLIED, so that
+        backward updates each unit, begins these updates. But if the losses are not finite, sets `fate` to HELD instead,
+        so that nothing is updated."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
@@ -43,8 +44,9 @@ class FinalGradients:
 
     def finish(self, lowest: int) -> None:
         """Must be called when the gradients of unit number `lowest` and of all later units are final. Unit 0 is the
-        embeddings, unit i is block i - 1. Sums the newly final gradients over all ranks, computes their norms, and
-        keeps, sends, drops or applies them. Raises UpdateInterrupted if one that it should apply is not finite."""
+        embeddings, unit i is block i - 1. Sums the newly final gradients over all ranks and computes their norms. Then
+        keeps, sends, drops or applies them, as `fate` says. If `fate` is APPLIED and a gradient is not finite, raises
+        UpdateInterrupted."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]

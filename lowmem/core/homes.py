@@ -24,8 +24,8 @@ from lowmem.errors import LowmemError
 
 
 class _Mapping(mmap.mmap):
-    """Holds the memory of one tensor: anonymous memory in RAM or, if there is a `file`, that file from byte `offset`
-    on."""
+    """Holds the memory of one tensor. Without a `file`, this is anonymous memory in RAM. With a `file`, it is a mapping
+    of that file from byte `offset` on."""
 
     file: "DiskStates | None" = None
     offset = 0
@@ -63,8 +63,8 @@ def page_lock(tensor: Tensor) -> bool:
 
 
 class DiskStates:
-    """Makes tensors in a nameless file in `folder`, which is created if need be. Raises InputError if the folder cannot
-    be written."""
+    """Makes tensors that are stored in one nameless file in `folder`. Creates the folder if it does not exist. Raises
+    InputError if the folder cannot be written."""
 
     def __init__(self, folder: Path):
         self._file = open_states_file(folder)

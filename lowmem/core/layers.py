@@ -78,8 +78,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of a linear layer. `norm`: the norm before the layer if calls also compute that norm, else
-    None. It is set only if nothing else reads the norm's output."""
+    """Replaces the forward of a linear layer. `norm`: None, or the norm before the layer. In the second case a call
+    computes this norm, too; then no other layer reads the norm's output."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -166,7 +166,8 @@ def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden:
 
 
 def _cast(value, dtype: torch.dtype):
-    """Casts a floating-point tensor, also inside tuples; returns anything else as it is."""
+    """Returns `value` with floating-point tensors cast to `dtype`, also inside tuples. Returns anything else as it
+    is."""
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

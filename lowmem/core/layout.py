@@ -49,14 +49,14 @@ class Layout:
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if all micro-batches must pass each segment together, as one group. The reason is that a
-        gradient must be complete before it is sent, dropped or applied during backward."""
+        """Returns True if all micro-batches must be one group, which passes each segment together. That is so if
+        gradients are sent, dropped or applied during backward: each of them must be complete by then."""
         return self.fate is not Fate.HELD
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the settings that cannot change during a training run: how many units have weights on the device,
-        whether gradients wait in RAM, and how many units have states on a disk."""
+        """Returns the settings that a training run cannot change: the number of units with weights on the GPU, whether
+        gradients wait in RAM, and the number of units with states on a disk."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
@@ -91,8 +91,8 @@ class Layout:
 
     def segments(self, blocks: int) -> list[Segment]:
         """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
-        that keeps more than its input is a segment by itself. Raises ValueError if a block's weights are streamed and
-        its graph is kept."""
+        that saves more than its input for backward is a segment by itself. Raises ValueError if weights are streamed
+        and `kept` lets a block save its whole graph."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

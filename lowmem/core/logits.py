@@ -60,7 +60,8 @@ class Followed(TorchDispatchMode):
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
     """Returns the function from the head's output to the result of `operation`; None if it is neither a factor nor a
-    soft cap. `known`: functions of the tensor arguments. If the first is a reason (str), returns that."""
+    soft cap. `known`: these functions for the operation's tensor arguments. If the first is a reason (str) why there is
+    none, returns this reason."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

@@ -91,8 +91,9 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses [C] of `chunk`, the head's input for C tokens. Also returns `scale` times the gradient for the
-    head's output [C, V], in fp32; None if `scale` is None."""
+    """Computes the loss of one chunk of C tokens by single PyTorch operations; `_in_one_kernel` does it by one kernel.
+    `chunk` [C, D]: the head's input. `targets` [C]: labels. Returns the losses [C], and `scale` times the gradient for
+    the head's output, [C, V] in fp32. If `scale` is None, the second result is None."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
@@ -125,9 +126,10 @@ def _in_one_kernel(
     function: LogitFunction,
     room: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses [C] of `chunk`, the head's input for C tokens, and `scale` times the gradient for the head's
-    output [C, V]. One kernel computes both after the product. `room`: memory for that gradient, in the weights' dtype,
-    with at least C rows. If `scale` is None, the second result is no gradient."""
+    """Computes the loss of one chunk of C tokens by one kernel after the head's product. `chunk` [C, D]: the head's
+    input. `targets` [C]: labels. Returns the losses [C], and `scale` times the gradient for the head's output, [C, V].
+    The gradient is written into `room`, memory in the weights' dtype with at least C rows. If `scale` is None, the
+    second result must not be used."""
     logits = room[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])

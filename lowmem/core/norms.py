@@ -53,8 +53,9 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 class Norm:
     """Takes the place of `module.forward` in a norm that `rule` describes. A call with more arguments goes to the
-    module's own forward. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next product
-    computes the norm (layers.FusedProduct). A call of this object then returns its argument unchanged."""
+    module's own forward. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next layer
+    computes the norm together with its matrix product (layers.FusedProduct). Then a call of this object returns its
+    argument unchanged."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
@@ -153,10 +154,11 @@ def rule_of(module: nn.Module) -> Rule | None:
 def join_to_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes a norm of `model` write `dtype` if all readers of its output are in its block and cast it to `dtype`.
+    """Makes a norm of `model` write its output in `dtype` on two conditions: all layers that read the output are in the
+    norm's block, and all cast it to `dtype`.
 
-    The layer after a norm also computes the norm on three conditions. No other layer reads the norm's output. The layer
-    makes one matrix product. One of the `blocks` has both. `run` runs the model, with parameters on the meta device.
+    If only one layer reads the output, and makes one matrix product, that layer computes the norm, too. Norm and layer
+    must be in the same one of `blocks`. `run` runs the model once; its parameters are on the meta device then.
     """
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}

@@ -54,9 +54,9 @@ class Operations:
                 decoder.skippable_layers = [None] * len(decoder.blocks)
 
     def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
-        """Returns `run()`. The planner (planning/replay.py) calls `run` only once for each `kind` and `shapes`, and
-        then repeats the allocations that it recorded. So these must depend only on `kind`, `shapes`, and on which parts
-        have gradients. `name`: the planner's name for these allocations."""
+        """Returns `run()`. In a simulation (planning/replay.py), calls `run` once for each `kind` and `shapes`, and
+        then repeats the allocations that were recorded. So the allocations of `run` may depend only on `kind`,
+        `shapes`, and on which parts have gradients. `name`: the simulation's name for these allocations."""
         return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
@@ -78,9 +78,9 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Computes the loss of one micro-batch, summed over its tokens. Also returns the gradient of `scale` times that
-        loss for `hidden` [B, T, D], the last block's output. `labels` belong to the last positions of `hidden`. Adds
-        the gradients of the final norm and the head to their fp32 accumulators."""
+        """Returns the loss of one micro-batch, summed over its tokens, and a gradient [B, T, D]. This is the gradient
+        of `scale` times the loss for `hidden` [B, T, D], the last block's output. `labels` belong to the last positions
+        of `hidden`. Adds the gradients of the final norm and the head to their fp32 accumulators."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -119,8 +119,9 @@ class Operations:
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece (a range of elements that is updated at once). `state` is the piece's
-        optimizer state, on the device. It includes the weights or the gradient if these are stored in RAM."""
+        """Updates the weights of one piece (a range of elements that is updated at once). `state`: the piece's
+        optimizer state, on the device. If its weights or its gradient are stored in RAM, `state` also has their copies
+        on the device."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
@@ -130,16 +131,17 @@ class Operations:
     def _repeated(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, or repeats the operations that `recordings` noted in an earlier call with the same `name`,
-        `segment` and shapes of `extras` and `arguments` (the tensors and objects that `run` uses)."""
+        """Returns `run()`, or repeats operations that `recordings` noted in an earlier call. That call had the same
+        `name` and `segment`, and equal shapes of `extras` and `arguments` (the tensors and objects that `run` uses)."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the loss of the head on `final` [B, T, D], summed over tokens, and None. With `scale`, the second
-        result is `scale` times the gradient for `final`, [B x T, D], and the head's gradients are accumulated."""
+        """Returns the loss, summed over tokens, of the head on its input `final` [B, T, D]. The second result is None
+        without `scale`. With `scale`, it is `scale` times the gradient for `final`, [B x T, D]. Then the head's
+        gradients are added to their accumulators, too."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:

@@ -72,10 +72,11 @@ class Part:
     """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
     `gradient` [n] fp32 or None.
 
-    `unit`: number of the unit; 0 is the embeddings. `updates` grows with each update of a piece. `gradient_home` [n]
-    fp32: RAM in which the gradient may wait for its update. While it waits there, `gradient_left` is True. `elements`:
-    number of elements of all parameters, with padding. If several `ranks` store a model together, n is the size of one
-    rank's share, and `gradient` is [n x shares] until it is summed over the ranks.
+    `unit`: number of the unit; 0 is the embeddings. `updates`: how many updates of pieces have been made.
+    `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_left`: whether it waits there
+    now. `elements`: number of elements of all parameters, with padding. If several `ranks` store a model together, n is
+    the size of one rank's share. Then `gradient` has n elements for each of these ranks, until it is summed over the
+    ranks.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class Part:
         ]
 
     def stream(self, host_tensor: MakeTensor) -> None:
-        """Moves the optimizer's state from the device into tensors that `host_tensor` makes. If that fails, nothing is
-        moved."""
+        """Moves the optimizer's state from the device into tensors that `host_tensor` makes. If an allocation fails,
+        moves nothing."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -133,7 +134,8 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the weights of parameter `name`, or NaN in its shape if this device does not store all of them."""
+        """Returns the weights of parameter `name`. If this device does not store all of these weights, returns NaN in
+        the parameter's shape."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
@@ -155,7 +157,7 @@ class Part:
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Copies `master`, fp32 weights, into parameter `name` from its element `start` on. Skips elements that other
-        ranks store. Splits 16-bit weights into two halves."""
+        ranks store. If the working weights have 16 bits, splits each number into its two halves (precision.py)."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
             first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
@@ -197,9 +199,9 @@ class Store:
     """Holds all weights, gradients and optimizer states of a decoder, in parts (a unit's matrices or vectors). The
     constructor allocates these tensors, and makes the decoder's parameters views of the weights.
 
-    The states of the first units are on the device. The next forward pass needs their updates first, and backward
-    finishes their gradients last. So copies of these states would overlap least with computation. For the same reason
-    the embeddings' gradients never wait in RAM. The embeddings, last unit and all vectors have weights on the device.
+    The states on the device are those of the first units, because copies of them would overlap least with computation.
+    The next forward pass needs their updates first, and backward finishes their gradients last. For the same reason the
+    embeddings' gradients never wait in RAM. The embeddings, last unit and all vectors have weights on the device.
     """
 
     def __init__(
@@ -262,8 +264,8 @@ class Store:
 
     def page_lock(self) -> bool:
         """Page-locks all tensors that are copied between RAM and a GPU. Returns True if all could be locked. Must be
-        called after the weights are loaded: locking makes every page resident, and until then loading needs the
-        memory."""
+        called after the weights are loaded: page-locked tensors take all their RAM at once, and loading needs some of
+        it."""
         if self.device.type != "cuda":
             return True
         tensors = [part.working for part in self.parts if part.weights_streamed]
@@ -311,7 +313,7 @@ class Store:
             del values
 
     def clear(self) -> None:
-        """Sets all weights and states to zero, as they were when they were allocated."""
+        """Sets all weights and optimizer states to zero, the value that they have after allocation."""
         for part in self.parts:
             for tensor in (part.working, *(state for piece in part.pieces for state in piece.state.values())):
                 tensor.zero_()

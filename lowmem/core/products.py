@@ -37,8 +37,8 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_kept(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation` for `args`: for matrix products, attention and
-    convolutions. A batched product counts only if its inner dimension is at least the smaller outer one."""
+    """Returns True if ProductRecorder records the output of `operation` for `args`: of matrix products, attention and
+    convolutions. A batched product [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -54,8 +54,8 @@ class Kept:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records the outputs of matrix products and attention in `kept`, in order. The entry of an output that is changed
-    in place afterwards becomes None."""
+    """Records the outputs of matrix products, attention and convolutions in `kept`, in order. If an output is changed
+    in place afterwards, its entry becomes None."""
 
     def __init__(self):
         super().__init__()
@@ -91,8 +91,8 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Makes a recomputation take the outputs of products from `kept` (of a ProductRecorder) instead of computing them.
-    A product whose entry is None is computed."""
+    """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from `kept`
+    (of a ProductRecorder) instead of computing them. An operation whose entry is None is computed."""
 
     def __init__(self, kept: Sequence[Kept | None]):
         super().__init__()
@@ -130,9 +130,9 @@ def product_skipped(layer: nn.Module) -> AbstractContextManager:
 class _LastProduct(LayerMode):
     """Notes which layer makes the last matrix product inside `with`, and whether backward needs its values.
 
-    `layer`: that layer; None if another kept operation, such as attention, comes after the last matrix product.
-    `needed`: whether autograd saves that product or anything computed from it.
-    `products`: how many kept operations each module makes.
+    `layer`: that layer; None if another recorded operation (`is_kept`), such as attention, comes after the last matrix
+    product. `needed`: whether autograd saves that product or anything computed from it. `products`: how many recorded
+    operations each module makes.
     """
 
     def __init__(self):
@@ -171,9 +171,9 @@ class _LastProduct(LayerMode):
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns for each block of `decoder` the layer that makes its last matrix product, if a recomputation can leave
-    that product out. Returns None for a block that does not run on meta tensors. Also returns None if backward needs
-    the product's values, or if the layer makes other products. `dtype`: the matrices' dtype."""
+    """Returns one entry for each block of `decoder`: the layer with its last matrix product, if a recomputation can
+    leave that product out. The entry is None if backward needs the product's values, or if the layer makes other
+    products. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
     names: dict[tuple, str | None] = {}  # by kind of block
     layers = []
     for index, block in enumerate(decoder.blocks):

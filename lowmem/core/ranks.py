@@ -47,8 +47,8 @@ class Ranks:
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
         """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
-        add to these gradients any more. Returns the parts of this call and of earlier calls whose sums are ready. If
-        `now`, finishes all sums, and returns all parts that have not been returned."""
+        add to these gradients any more. Returns parts whose sums are ready, also those of earlier calls, each part
+        once. If `now`, waits for all sums, and returns all parts that no call has returned yet."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
@@ -61,18 +61,19 @@ class Ranks:
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: the
-        share of it that this process stores."""
+        """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: this
+        process's share of that tensor. Gets elements that other processes store from them, so `range_of` must be called
+        inside `on_first`."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in process 0 only. There it may read every process's shares (`range_of`). Returns the result of
-        `work`, or raises its error, in all processes."""
+        """Calls `work` in process 0 only. `work` may call `range_of` there to read elements that other processes store.
+        Returns the result of `work` in all processes, or raises its error in all."""
         return work()
 
     def on_all(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in all processes; it must send nothing to others. If it raises errors in some processes, raises
-        the error of the first of them in all. Returns this process's result."""
+        """Calls `work` in all processes, and returns this process's result. `work` must not communicate with other
+        processes. If it raises errors in some processes, raises the first of these processes' error in all."""
         return work()
 
     def agree_on(self, value) -> bool:
@@ -81,7 +82,7 @@ class Ranks:
         return self.most(number) == -self.most(-number)
 
     def discard(self) -> None:
-        """Drops gradients whose sums are not ready yet, after a step that has failed."""
+        """Drops the gradients whose sums over all processes are not ready yet. Called after a step that has failed."""
 
     def most(self, number: int) -> int:
         """Returns the largest `number` of all processes."""

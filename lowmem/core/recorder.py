@@ -40,8 +40,8 @@ _active: "Recorder | None" = None
 
 
 def repeated(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`. An active Recorder notes this as one call: a repeat then calls `function` itself,
-    instead of repeating the operations inside it."""
+    """Calls `function(*arguments)`. If a Recorder is active, it records this call instead of the operations inside. A
+    Recording then calls `function` again each time."""
     if _active is None:
         function(*arguments)
     else:
@@ -92,12 +92,13 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations that run inside `with`. `arguments`: the tensors and objects that a repeat replaces by new
-    ones, a tensor first. `constants`: modules whose parameters and buffers the operations may use, too.
+    """Notes the operations that run inside `with`, for a Recording that repeats them. `arguments`: tensors and objects
+    that the operations use, a tensor first; a repeat gets others in their place. `constants`: modules whose parameters
+    and buffers the operations may use, too.
 
-    If only autograd holds a tensor's first gradient, autograd adds the second one to it in place, but never under a
-    dispatch mode (accumulate in input_buffer.cpp). So this class makes that addition in place. `alone`: result of
-    `_holders` for a gradient that only autograd holds; None: no addition is made in place.
+    Without a dispatch mode, autograd adds a tensor's second gradient to the first in place, if nothing else holds the
+    first (accumulate in input_buffer.cpp). Under a dispatch mode it never does, so this class makes that addition in
+    place. `alone`: result of `_holders` for a gradient that only autograd holds; None: makes no addition in place.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
@@ -219,7 +220,8 @@ class Recorder(TorchDispatchMode):
         return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
 
     def _place(self, value) -> int:
-        """Returns the index, in the list of values, of an argument of a call."""
+        """Returns the index of `value`, an argument of a call, in the list of values. Adds it to the list if it is not
+        there yet."""
         if isinstance(value, Tensor):
             return self._place_of_tensor(value)
         if id(value) in self._objects:
@@ -277,7 +279,8 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Counts the references to the first of `arguments`, a tensor: in C++, to its storage, and in Python."""
+    """Returns three counts of references to the first of `arguments`, a tensor: in C++, to its storage, and in
+    Python."""
     first = arguments[0]
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 

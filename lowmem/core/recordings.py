@@ -65,8 +65,8 @@ class Recordings:
         return result
 
     def forget_if_changed(self, model: nn.Module) -> bool:
-        """Drops all recordings if a module of `model`, or one of its attributes or hooks, is not as it was in the last
-        call. Returns True if so, and in the first call."""
+        """Drops all recordings if `model` has changed since the last call: one of its modules, their attributes or
+        their hooks. Returns True if it has changed, and in the first call."""
         before, self._state = self._state, list(_state_of(model))
         changed = not equal(before, self._state)
         if changed:
@@ -117,8 +117,8 @@ def _opened(value) -> Iterator:
 
 
 def _shape_of(arguments: Iterable) -> tuple | None:
-    """Returns a key of `arguments` without tensors' values: which tensors share memory, their shapes, and all other
-    arguments. Equal keys mean the same operations. Returns None if an argument cannot be compared."""
+    """Returns a key of `arguments`: the shapes of the tensors, which of them share memory, and the values of all other
+    arguments. Calls with equal keys run the same operations. Returns None if an argument cannot be compared."""
     addresses: dict[int, int] = {}
     shape = []
     for value in arguments:

@@ -65,8 +65,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class RotaryAttention:
-    """Replaces the forward of `module`, an attention. Runs the code of `forward`, the module's own, but rotates with
-    the kernel if it takes the arguments, and otherwise with `plain`, the function of the module's file."""
+    """Replaces the forward of `module`, an attention. Runs the code of `forward`, the module's own. For the rotation,
+    calls the kernel if the kernel takes the arguments. Otherwise calls `plain`, the function in the module's file."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
@@ -82,8 +82,9 @@ class RotaryAttention:
 
 
 def rotary_forward(module: nn.Module) -> RotaryAttention | None:
-    """Returns a forward for the attention `module` that uses the kernel. Returns None if the module's own forward calls
-    no `apply_rotary_pos_emb`, if that rotates other pairs, or if an unknown decorator wraps the forward."""
+    """Returns a forward for the attention `module` that rotates with the kernel. Returns None if the module's own
+    forward calls no `apply_rotary_pos_emb`, or if that function rotates other pairs of numbers than the kernel. Also
+    returns None if an unknown decorator wraps the module's forward."""
     forward = type(module).forward
     while (inner := getattr(forward, "__wrapped__", None)) is not None and _renames_arguments(forward):
         forward = inner
@@ -101,7 +102,7 @@ def _renames_arguments(wrapper: Callable) -> bool:
 
 
 def _rotate_or(plain: Callable, *given, **keywords):
-    """Calls `rotate` if it takes the arguments `given` (q, k, cos, sin), otherwise `plain`."""
+    """Returns `rotate(*given)` if that function takes these arguments (q, k, cos, sin), otherwise `plain(*given)`."""
     return rotate(*given) if not keywords and _fit(*given) else plain(*given, **keywords)
 
 

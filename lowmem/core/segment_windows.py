@@ -28,8 +28,8 @@ class WeightWindow:
     are in RAM.
 
     A slot is a buffer on the device for the weights of one segment. The parameters of a block are views of a slot while
-    its weights are there, and NaN otherwise, so that a use of absent weights shows at once. If a block runs without
-    `bring`, as in an evaluation, its weights are copied at that moment.
+    its weights are there. Otherwise they are NaN, so that a use of absent weights shows at once. A training step calls
+    `bring` before a block runs. In an evaluation nothing calls it, so a hook copies the weights (`_called`).
     """
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
@@ -61,8 +61,9 @@ class WeightWindow:
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available on the device, for kernels launched from now on. Queues copies of the
-        weights of the `following` blocks. No update of these blocks may be pending (deferred_updates.py)."""
+        """Makes the weights of `blocks` available on the device, for kernels launched from now on. Also queues copies
+        of the weights of the blocks `following`, which run next. No update of `blocks` or `following` may be pending
+        (deferred_updates.py)."""
         slot = None
         if self.fetches_any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -124,8 +125,9 @@ class WeightWindow:
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:
-        """Makes the weights of block `index` available just before it runs. If it runs without `bring`, also starts to
-        copy those of the next block."""
+        """Runs as a hook before each forward of block `index` (Decoder.before_blocks). Calls `bring` for this block and
+        the next one if the block's newest weights are not on the device. That is so in an evaluation. A training step
+        has called `bring` already."""
         here = self._bound is not None and index in self._bound[0]
         if not here or self._bound[1].inside != self._content_of(self._bound[0]):
             self.bring(range(index, index + 1), range(index + 1, index + 2))
@@ -136,8 +138,8 @@ class WeightWindow:
 
 class BoundaryWindow:
     """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds all boundaries of a group
-    of micro-batches; it grows if a later step needs more. At a time, at most LEAVING boundaries are being copied to
-    RAM, and one is being copied back."""
+    of micro-batches; a later step that needs more makes a larger one. At most LEAVING boundaries are being copied to
+    RAM at a time, and one is being copied back."""
 
     def __init__(self, transfers: Transfers, store: Store):
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
@@ -163,8 +165,9 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy to RAM of the input that `segment` has saved in its forward. Replaces `saved.boundary` by the
-        tensor in RAM. Does nothing if autograd's graph keeps the input anyway, or if it is not contiguous."""
+        """Queues a copy to RAM of the input that `segment` saved in its forward pass. Replaces `saved.boundary` by the
+        tensor in RAM. Does nothing if the input is not contiguous, or if the segment saves its whole graph, which holds
+        the input anyway."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -176,9 +179,9 @@ class BoundaryWindow:
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
         """Makes the saved input of the last segment in `saved[index]` available on the device, for kernels launched
-        from now on. `saved[i]`: the segments whose backward micro-batch i has not run yet. Also queues a copy of the
-        saved input that is needed next. That is the next micro-batch's for the same segment or, after the last
-        micro-batch, the first micro-batch's for the segment before."""
+        from now on. `saved[i]`: the segments that micro-batch i still has to run backward. Also queues a copy of the
+        saved input that is needed next: the next micro-batch's for the same segment. After the last micro-batch, it is
+        the first one's for the segment before."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)

@@ -65,8 +65,9 @@ class Gatherer:
 
 class GatheredWeights:
     """Gathers weights from all ranks before the blocks that use them run; several ranks use it instead of WeightWindow
-    (segment_windows.py). `units`: {number of a block: Gatherer}; -1 is the embeddings, n the last unit of a model of n
-    `blocks`. The weights of these two and of the blocks `staying` are kept until `let_go`."""
+    (segment_windows.py). `units`: {number of a block: Gatherer}. Number -1 is the embeddings, and n the last unit of a
+    model of n `blocks`. `bring` frees other blocks' weights. It keeps those of units -1 and n, and of the blocks
+    `staying`, until `let_go`."""
 
     fetches = True
 
@@ -74,8 +75,8 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Makes a unit (such as a block) gather its weights when it runs without `bring`, as in an evaluation. All
-        ranks must run the same units in the same order."""
+        """Registers hooks on the model. If a unit (such as a block) runs without a call of `bring`, its hook gathers
+        its weights. That is so in an evaluation. All ranks must run the same units in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -91,8 +92,8 @@ class GatheredWeights:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
-        `following` blocks. Frees the weights of all other blocks but `staying`. All ranks must call this in the same
-        order. No update of `blocks` and `following` may be pending."""
+        `following` blocks. Frees the weights of all other blocks, except the blocks `staying`. All ranks must call this
+        in the same order. No update of `blocks` or `following` may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -122,9 +123,11 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Represents rank number `rank` of `count`. All ranks store one model together until `share_among` divides them.
+    """Represents rank number `rank` of `count`. All ranks store one copy of the model together until `share_among`
+    makes smaller groups of ranks.
 
     Subclasses define these methods:
+
         gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
         exchange(came, sent, among)   all-to-all: row r of `sent` [ranks x n] goes to rank r, row r of `came` is from it
         gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r of `among`
@@ -191,8 +194,9 @@ class Shares(Ranks):
         self._leaving, self._vectors = [], []
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to replace the gradient of `part`, [shares x n], by this rank's share [n] of the sum over all ranks.
-        Returns (part, old gradient, event). At the event, the sum is ready and the old gradient may be freed."""
+        """Starts to sum the gradient of `part` over all ranks, and keeps this rank's share [n] of the sum as its
+        gradient. The old gradient has n elements for each rank that stores a share. Returns (part, old gradient,
+        event). At the event, the sum is ready and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -247,7 +251,8 @@ class Shares(Ranks):
 
 
 def _gradient(part: Part, size: int) -> Tensor:
-    """Returns the gradient of `part`; zeros [size] if this rank had no micro-batch."""
+    """Returns the gradient of `part`. If it has none, because this rank computed no micro-batch, returns zeros
+    [size]."""
     if part.gradient is None:
         return torch.zeros(size, device=part.working.device)
     return part.gradient

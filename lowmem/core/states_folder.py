@@ -16,8 +16,8 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_states_file(folder: Path) -> RawIOBase:
-    """Opens a new file without a name in `folder`, which is created if need be. Raises InputError if the folder cannot
-    be written."""
+    """Opens a new file without a name in `folder`. Creates the folder if it does not exist. Raises InputError if the
+    folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)

@@ -60,7 +60,7 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Says that `TrainingStep.abandoned` ended a step or an evaluation, which applied only earlier steps' updates."""
+    """Says that `abandoned` returned True and ended a step or evaluation, which applied at most earlier updates."""
 
 
 class TrainingStep:
@@ -229,7 +229,7 @@ class TrainingStep:
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
         """Runs all segments backward, the last one first. `extras`, `saved`: results of `_forward`. `output_gradients`:
-        of the last block's output, for each micro-batch; become those of the first block's input, in place."""
+        for each micro-batch, the gradient for the last block's output. That for the first block's input replaces it."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)

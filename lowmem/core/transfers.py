@@ -74,8 +74,8 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams. Each lane (queue of work) has one except HOST, COMPUTE and, unless updates are
-    `concurrent` with forward and backward, UPDATES. Concurrent updates must not allocate memory."""
+    """Copies on CUDA streams. Each lane (queue of work) has a stream to itself, except HOST and COMPUTE. UPDATES has
+    one only if updates are `concurrent` with forward and backward. Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

@@ -93,8 +93,8 @@ class Window:
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors passed to `send_away` but the `keep` newest. Kernels launched from now on, and later work
-        of `lanes` (CUDA streams), wait until the freed tensors have been copied."""
+        """Frees all tensors passed to `send_away` except the `keep` newest. Kernels launched from now on, and later
+        work of `lanes` (CUDA streams), wait until the copies of the freed tensors are done."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -138,9 +138,9 @@ class StateWindow:
         """Begins a pass over `pieces` (ranges of elements that are updated at once). The caller then takes each piece,
         updates it and gives it back, in this order.
 
-        If copies of the last pass may be under way, these must be its pieces, in the same order. A fetch waits until
-        its slot is free, but not until an earlier copy of the same state to RAM is done. If a piece is not given back,
-        its stored state stays unchanged.
+        If copies of the previous pass may be under way, `pieces` must be those of that pass, in the same order. A copy
+        into a slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done. The
+        stored state of a piece that is not given back stays unchanged.
         """
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
@@ -212,8 +212,8 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes the host buffers of `slot` (a buffer on the device) to the disk if they are not yet written. The
-        copies from the device must be done."""
+        """Writes to the disk what the host buffers of `slot` (a buffer on the device) still have to deliver there.
+        Copies from the device into the host buffers must be done."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []

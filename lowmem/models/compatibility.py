@@ -183,7 +183,9 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
 
 @contextmanager
 def architecture_blamed(model: str, precision: str) -> Iterator[None]:
-    """Turns errors from the code of `model`'s architecture inside the block into InputError."""
+    """Turns an error that the code of `model`'s architecture raises inside `with` into InputError. That is code of
+    transformers, code that it calls, or autograd. The message says that `model` cannot be simulated in `precision`.
+    Other errors pass unchanged."""
     try:
         yield
     except LowmemError:

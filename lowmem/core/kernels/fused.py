@@ -37,8 +37,9 @@ MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and s
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Updates weights and state as optimizers.update does, in one kernel. With 8-bit moments, bitsandbytes' kernel runs
-    between two of ours, with 4 bytes of temporaries per parameter. Without a kernel, calls optimizers.update."""
+    """Updates weights and state as optimizers.update does, in one kernel. For 8-bit moments, runs three kernels: a join
+    of the halves, bitsandbytes' update, and a split. They need 4 bytes of temporaries per parameter. In other cases
+    calls optimizers.update."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -57,15 +58,17 @@ def update(
 
 
 def expected(capability: tuple[int, int]) -> bool:
-    """Returns True if a plan for a card of this compute capability may assume that the kernels run."""
+    """Returns True if a plan for a card of this compute capability may assume that the fused kernels run. Returns False
+    for cards before Turing, and on a machine with a GPU but without Triton."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return here and capability >= OLDEST_CAPABILITY
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Compiles the kernels and compares them with the plain PyTorch code. Returns None if they agree, else a sentence
-    that says why not. Takes some ten seconds the first time on a machine; later Triton's cache has the kernels."""
+    """Returns None if the fused kernels run on `device` and agree with the plain PyTorch code. Otherwise returns the
+    reason, as a clause without a full stop. Compiles and runs the kernels to find out. This takes some ten seconds the
+    first time on a machine; later Triton's cache has the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return "Triton compiles for cards from Turing on"
@@ -185,7 +188,8 @@ def _largest(numbers: Iterable[float]) -> float:
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels split and join weights of all magnitudes as precision.py does, to the bit."""
+    """Returns True if the kernels split and join weights to the same bits as precision.py. Tests weights of many
+    magnitudes."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -204,9 +208,10 @@ def largest_ulps(
     rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """Returns {weight or moment: largest error of one update by `rule` on `device`}, compared with optimizers.py on the
-    CPU. Errors are in units of the last place of the old or the new value, whichever is larger. For a weight, this
-    value is at least the learning rate: if the old moment and the gradient cancel, its step has fewer exact places."""
+    """Returns {weight or moment: largest error} of one update by `rule` on `device`, compared with optimizers.py on the
+    CPU. The unit is the distance between neighbouring fp32 numbers at the old or new value, whichever is larger. For
+    weights, it is at least the distance at the learning rate: where gradient and old moment cancel, a step is less
+    exact."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -125,7 +125,8 @@ def _normalize_backward(
 
 
 def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:
-    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`. All are contiguous, with one shape."""
+    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`. These two numbers choose the activation,
+    SiLU or GELU with tanh (gates.Activation). All tensors are contiguous and have one shape."""
     n = gate.numel()
     _gated[(triton.cdiv(n, BLOCK),)](gate, up, y, n, linear, cubic, BLOCK=BLOCK, num_warps=4)
 
@@ -133,7 +134,8 @@ def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> N
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
 ) -> None:
-    """Writes the gradients for gate and up into `of_gate` and `of_up`. `gradient` is the gradient for y of `gated`."""
+    """Writes the gradients for `gate` and `up` into `of_gate` and `of_up`. `gradient`: the gradient for the output of
+    `gated`, which is gate * sigmoid(`linear` gate + `cubic` gate^3) * up."""
     n = gate.numel()
     _gated_backward[(triton.cdiv(n, BLOCK),)](
         gradient, gate, up, of_gate, of_up, n, linear, cubic, BLOCK=BLOCK, num_warps=4

@@ -43,8 +43,8 @@ def cross_entropy(
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
     """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V]) with `labels` [C]. f is
-    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times the gradient. Both
-    are 0 for a label of -100.
+    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times their gradient.
+    For a label of -100, the loss and the gradient are 0.
 
     `logits` may have any dtype; `bias` is fp32. `labels` and `bias` are contiguous. Rows of logits begin at multiples
     of 16 numbers (operators.row_stride), and the numbers after a row's V are overwritten.
@@ -98,7 +98,8 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Loads logits, adds the bias and, if CAPPED, computes tanh(inner * z). Returns 0 after a row's last word."""
+    """Loads a row's logits at the places `word`, adds the bias and, if CAPPED, computes tanh(inner * z). Returns 0 at
+    places after the row's last word."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -161,7 +162,8 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Returns fp32 master weights: does the same as precision.join, with the working halves given as int16 bits."""
+    """Returns fp32 master weights, joined from their halves as in precision.join. The working half is given as int16
+    bits."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
