@@ -48,7 +48,8 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the range to take `size` bytes from, None if no range is large enough."""
+        """Returns the index in `by_size` of the free range to take `size` bytes from; None if no range is large
+        enough."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -82,7 +83,7 @@ class _Arena:
         return address
 
     def make_free(self, address: int, size: int) -> None:
-        """Adds a free range, and merges it with the free ranges next to it."""
+        """Adds a free range of `size` bytes, and merges it with the free ranges next to it."""
         free, by_size, end = self.free, self.by_size, address + size
         following = free.pop(end, None)
         if following is not None:
@@ -125,8 +126,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address at which `size` bytes have room if more pages are mapped. All of them are free or
-        unmapped. The address begins an unmapped range, or the free range directly before one."""
+        """Returns the lowest address from which `size` bytes are free or unmapped, so that mapping more pages makes
+        room for them. An unmapped range begins at this address, or a free range directly before one."""
         for address in sorted(self.unmapped):
             start = end = self._starts.get(address, address)
             while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):
@@ -152,8 +153,8 @@ class CachingAllocator:
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
     bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or `empty_cache`,
-    counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the driver. All caps of
-    at least this size give the same figures.
+    counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the driver. Under all
+    caps of at least this size, memory use is the same.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):

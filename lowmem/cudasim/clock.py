@@ -19,7 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region changes the clocks, in seconds. The formulas are in the module's docstring."""
+    """Describes how a region (a sequence of operations) changes the clocks, in seconds. `host`, `gpu`: work of the host
+    and of the GPU. `lead`: from the region's start on the host until its kernels are done, if the GPU was idle; -inf
+    without kernels. `wait`: -inf unless the host waits for the GPU in the region. If it waits, from the end of the
+    GPU's earlier work until the host has finished the region. The module's docstring has the formulas."""
 
     host: float
     gpu: float
@@ -28,7 +31,8 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation. If `gpu` is 0, no kernel is launched."""
+        """Returns the effect of one operation, which takes the host `host` seconds and the GPU `gpu` seconds. If `gpu`
+        is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
@@ -46,7 +50,8 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Keeps two simulated times in seconds: `host` is the present, `gpu` is when the compute stream will be idle."""
+    """Keeps two simulated times in seconds. `host` is the present. `gpu` is when the compute stream will have finished
+    all work launched so far."""
 
     def __init__(self):
         self.host = 0.0

@@ -143,8 +143,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused
-    dropout, and the mask added in place. Tensors are freed in the order in which the C++ code frees them."""
+    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused dropout, and the
+    mask added in place. Frees tensors in the order in which the C++ code does."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -190,9 +190,9 @@ def _softmax(input, dim, dtype=None):
 
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
-    """Returns those results of an aten operator that are allocated on the device, in order of allocation (seen on
-    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). With dropout, the two random numbers of efficient
-    attention are in RAM."""
+    """Returns the results of an aten operator that are allocated on the device, in order of allocation (seen on
+    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). Efficient attention with dropout returns two random
+    numbers in RAM, so these are left out."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:
@@ -207,8 +207,8 @@ def workspace_bytes(capability: Capability, config: str | None, torch_version: t
     vector, in forward only.
 
     `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp of PyTorch
-    2.13. An H200 with PyTorch 2.11 allocated these bytes. PyTorch's main branch frees the workspace after each product;
-    this function does not.
+    2.13. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: PyTorch's main branch, whose threads free the
+    workspace after each product.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

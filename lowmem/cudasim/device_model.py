@@ -15,8 +15,11 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device: its times and its hidden memory. Fields that are functions are called with one
-    operation: (func, args, kwargs, result)."""
+    """Describes a simulated device. `functions()` returns a context in which the device's operators replace generic
+    functions. Three functions are called for each operation (func, args, kwargs, results): `hidden_bytes` returns the
+    bytes of each temporary, `allocated` the results that are on the device, `seconds` the device's time.
+    `workspace_bytes`: what a thread's first matrix product allocates. `host_seconds`: the host's time to launch an
+    operation, in forward and in backward. `more_host_seconds`: {operator: seconds in addition}."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
     hidden_bytes: Callable = lambda *_: ()  # returns the sizes of an operation's temporaries
@@ -42,7 +45,9 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the model of a card. With `plain`, PyTorch has its default configuration, otherwise that of device.py."""
+    """Returns the model of a card. With `plain`, PyTorch's settings are its defaults: kernels need not be
+    deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes
+    (device.py)."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

@@ -73,7 +73,8 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """Returns the limits for this capability or, if the table lacks it, for the nearest older one."""
+    """Returns the limits of a multiprocessor of cards with this compute capability. If the table lacks it, returns
+    those of the nearest older one."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
@@ -124,7 +125,8 @@ class Card:
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
-        """Returns the FLOP/s of large products of `dtype`. Any dtype but fp16 and bf16 counts as fp32."""
+        """Returns the FLOP/s that large matrix products of `dtype` reach. Any dtype but fp16 and bf16 counts as
+        fp32."""
         precision = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
         if precision not in self.rates:
             return self.rates["fp32"].sustained * EMULATED_SHARE
@@ -211,7 +213,8 @@ def card_named(name: str) -> Card:
 
 
 def _forms(short: str) -> tuple[str, ...]:
-    """Returns the forms in which the table may have this name: as it is, with "rtx" or "gtx", and without "rtx"."""
+    """Returns names under which the table may have the card `short`: as it is, with "rtx" or "gtx" before it, or
+    without its "rtx"."""
     return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
 
 

@@ -19,7 +19,8 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what one operation returns, allocates, and costs in time."""
+    """Holds what is known of an operation after it has run once: its results' shapes, what it allocates, and its effect
+    on the clock."""
 
     results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
@@ -33,16 +34,17 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if an operation only returns views. Then it must run each time, but the rest of its Outcome does not
-    depend on its arguments."""
+    """Returns True if all results of the operator `func` are views of its arguments, according to its schema. Such an
+    operation must run each time, because its results share the arguments' memory. It allocates nothing, and takes
+    equally long for all arguments. So one Outcome is stored for each such operator."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key under which an operation's outcome is remembered. Returns None if the outcome cannot be
-    remembered: an argument is a tensor with data, or a tensor passed twice, or neither a tensor nor a plain value."""
+    """Returns the key under which an operation's outcome is stored. Returns None if its arguments do not allow that: if
+    one is a tensor with data, a tensor that is passed twice, or neither a tensor nor a plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

@@ -126,8 +126,9 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps `modes` on in backward, where PyTorch switches them off; recomputed blocks run a model's code there. Also
-    switches off checkpoint's check of recomputed tensors, which would compare "meta" with "cuda"."""
+    """Keeps modes on during backward inside `with`; PyTorch switches them off there. Recomputed blocks run a model's
+    code in backward. `modes`: functions that make a mode. Also switches off checkpoint's check of recomputed tensors,
+    which would compare "meta" with "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -143,14 +144,14 @@ def modes_in_backward(*modes: Callable) -> Iterator[None]:
 
 
 def _devices_by_number() -> AbstractContextManager:
-    """Makes `module.to(0)` inside the block mean the GPU."""
+    """Makes `module.to(0)` inside `with` mean the GPU."""
     parse = torch._C._nn._parse_to
     parsed = lambda *args, **options: parse(*(CUDA if type(each) is int else each for each in args), **options)  # noqa: E731
     return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
 def _storages_resized(recorder: Recorder) -> AbstractContextManager:
-    """Records what `tensor.untyped_storage().resize_(size)` frees and allocates inside the block."""
+    """Records what `tensor.untyped_storage().resize_(size)` frees and allocates inside `with`."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int):
@@ -168,8 +169,8 @@ def _on_meta(value):
 
 
 def _refuse_number() -> None:
-    """Raises InputError if the user's own code reads a tensor's value. An installed package may do so: transformers
-    asks whether a mask is all ones, and gets the value 1."""
+    """Raises InputError if the user's own code reads a tensor's value; called when any code does. Code of an installed
+    package may do so: transformers asks whether a mask is all ones, and gets the value 1."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back
@@ -182,8 +183,8 @@ def _refuse_number() -> None:
 
 @contextmanager
 def _autocast_simulated() -> Iterator[None]:
-    """Makes torch.autocast("cuda") inside the block apply CUDA's rules to meta tensors. PyTorch's autocast flags are
-    set, too: checkpoint reads them to recompute blocks as they ran."""
+    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to meta tensors. Also sets PyTorch's autocast
+    flags, because checkpoint reads them to recompute blocks as they ran."""
     autocast = torch.autocast
     make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
     modes: list[CudaAutocast] = []
@@ -213,8 +214,9 @@ def _autocast_simulated() -> Iterator[None]:
 
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
-    """Names weights, buffers, gradients and optimizer states when modules and optimizers use them inside the block.
-    Modules moved to meta keep their parameter objects, as on CUDA, so tied weights stay tied."""
+    """Names weights, buffers, gradients and optimizer states on the tape, when modules and optimizers use them inside
+    `with`. Also makes modules that are moved to meta keep their parameter objects, as on CUDA, so that tied weights
+    stay tied."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):

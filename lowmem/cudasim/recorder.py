@@ -35,8 +35,9 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a recorder's tape, so that it can be replayed. On the tape its `count` storages are numbered from
-    `base`. In `operations` they are numbered from 0, and storage n of an earlier region is written -1 - n."""
+    """Holds a part of a recorder's tape, so that it can be replayed. `base`: number on the tape of the first of its
+    `count` storages. In `operations` they are numbered from 0. Storage n of an earlier region, which this region may
+    free, is written -1 - n there. `span`: the region's effect on the clock."""
 
     base: int
     count: int = 0
@@ -54,7 +55,8 @@ class Region:
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns a name for
     the storages that the code of a Python frame allocates. If it returns None, the calling frame is tried, and so on.
-    Recorders of one `machine` may share `outcomes` (outcomes.py)."""
+    `outcomes`: dict of known operations (outcomes.py), which recorders of one `machine` (the simulated device) may
+    share."""
 
     def __init__(
         self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
@@ -167,8 +169,9 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code in the block as a region, whose storages get the name `name`. Regions may be nested. A
-        region may free storages that were allocated in it or in `earlier`. Freeing others raises AssertionError."""
+        """Records the code inside `with` as a region, a part of the tape that `replay` can repeat. Its storages get the
+        name `name`. Regions may be nested. Raises AssertionError if the code frees storages that were allocated neither
+        in the region nor in `earlier`."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -192,8 +195,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape once more. Returns the number of the first storage that they
-        allocate. `earlier_base`: the number of the first storage of the earlier region whose storages they free."""
+        """Repeats the operations of `region` on the tape. Returns the number of the first storage that they allocate.
+        `earlier_base`: this number of the earlier region's replay, if `region` frees that region's storages."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -203,16 +206,16 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes that represents the replayed storage `number` of the tape. With `held`,
-        freeing it is not recorded: a replayed autograd graph holds the storage, and a later replay frees it."""
+        """Returns a storage of `size` bytes without data for storage `number` of the tape, which a replay has
+        allocated. If `held`, freeing it is not recorded: the replay of a backward frees this number."""
         storage = torch.UntypedStorage(size, device="meta")
         self._bind(storage, number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside the block on a temporary tape, which is dropped afterwards. The regions that it
-        recorded stay, and can be replayed on this tape. The code must free all that it allocates."""
+        """Records the code inside `with` on a temporary tape and clock, and then restores the recorder's own. Regions
+        that the code records can be replayed later. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -236,7 +239,8 @@ class Recorder(TorchDispatchMode):
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless it is known."""
+        """Records the storage of `tensor` as allocated now, unless the recorder knows it. `name`: its name on the
+        tape."""
         self._settle()
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" and storage._cdata not in self._numbers:
@@ -253,7 +257,7 @@ class Recorder(TorchDispatchMode):
                 self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor` off the tape. The tensor was made inside `paused`."""
+        """Keeps the storage of `tensor`, which was made inside `paused`, off the tape: it takes no simulated memory."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
@@ -300,9 +304,10 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Allocates a new storage for the pending sum of two gradients, if any. Autograd adds the second gradient into
-        the first if nothing else holds the first (input_buffer.cpp), but never under a dispatch mode. So if the first
-        gradient is freed next, the sum takes over its storage (_died). If not, something else holds the first."""
+        """Gives the pending sum of two gradients, if there is one, a new storage on the tape. Without a dispatch mode,
+        autograd adds the second gradient to the first in place if nothing else holds the first. So `_record` leaves the
+        sum's storage open. If the first gradient is freed next, `_died` gives its storage to the sum. Any other event
+        calls this method first."""
         if self._sum is not None:
             storage, *_ = self._sum
             self._sum = None
@@ -331,7 +336,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _may_resize(func) -> bool:
-    """Returns True if an operator may give the storages of its results, which are arguments, another size."""
+    """Returns True if an operator may change the size of the storages of its results (`resize_`, or with `out`)."""
     return func in (_aten.resize_.default, _aten.resize_as_.default) or any(a.is_out for a in func._schema.arguments)
 
 

@@ -49,8 +49,8 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each. A reduction that spans 2
-    GiB or more of memory is halved at the loop that spans the most."""
+    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each. A kernel can reach less
+    than 2 GiB of memory. A reduction that spans more is halved at the loop that spans the most."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:

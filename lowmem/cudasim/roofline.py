@@ -82,7 +82,7 @@ _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
     """Estimates the seconds that the GPU works on an aten operation. Returns 0 if no kernel runs (views, empty tensors,
-    `.item()`). The tensors need no data. Costs about 5 microseconds."""
+    `.item()`). The tensors need no data. A call takes about 5 microseconds."""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
@@ -141,7 +141,8 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes that the tensors in `value` store, without those already in `seen`."""
+    """Returns the bytes of the tensors in `value`, a tensor or nested lists of tensors. Skips tensors whose ids are in
+    `seen`, and adds the others' ids to it."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -151,7 +152,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the seconds of a kernel that processes few elements per clock; 0 for kernels that memory limits."""
+    """Estimates the seconds of a kernel that is slow because of its instructions, not of memory. Returns 0 for all
+    other kernels."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -189,9 +191,10 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy. Parts of tiles
-    beyond the result's edges are lost, and so are multiprocessors without a tile in the last round. If tiles are fewer
-    than multiprocessors, several share a long sum (split-K)."""
+    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy. A multiprocessor
+    computes one tile of the result at a time. Parts of tiles beyond the result's edges are lost, and so are
+    multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors, several share a
+    long sum (split-K)."""
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))

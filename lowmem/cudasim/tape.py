@@ -35,7 +35,9 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Lists allocations and frees: (storage, bytes or FREED, name), with a unique number for each storage."""
+    """Lists allocations and frees in the order in which code makes them. Iterating yields (number of a storage, bytes,
+    name) for an allocation, and (the same number, FREED, "") for its free. The name says what the storage holds. Each
+    storage has another number."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -46,7 +48,8 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: stores totals of replayed regions, for later calls on tapes with the same regions."""
+        `summaries`: a dict in which this method stores the totals of replayed regions. Later calls with this dict are
+        faster if their tapes have the same regions."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -66,8 +69,9 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns four figures of a chunk: its bytes at the end and at the peak, relative to the start; (storage, bytes) of
-    each storage left allocated; the earlier storages that it frees. `sizes`: {number: bytes} of earlier storages."""
+    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk. Both figures are relative to its
+    start. `allocated`: (storage, bytes) of each storage that the chunk allocates and does not free. `freed`: storages
+    that it frees and that were allocated before it. `sizes`: {number: bytes} of these earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -132,8 +136,8 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes} at the peak of requested bytes, largest first. If the allocator's peak `peak_bytes` is
-    given, the difference is listed as "rounding"."""
+    """Returns {name: bytes}, largest first, at the moment when the tape's storages take the most bytes. If `peak_bytes`
+    is given, the allocator's peak, adds an entry "rounding" with the difference."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}

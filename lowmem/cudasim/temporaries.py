@@ -39,8 +39,9 @@ class Gpu:
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the sizes of the temporaries of `func`, an aten operator, on CUDA; none for tensors on the CPU. The
-    temporaries live at the same time. They are allocated after the results, except for operators in COPIED_FIRST."""
+    """Returns the bytes of each temporary of `func`, an aten operator, on CUDA. Returns () for tensors on the CPU. All
+    these temporaries exist at the same time. They are allocated after the results, except for operators in
+    COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -54,13 +55,15 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the sizes of copies of the gradients and outputs [B, H, T, D] that are not contiguous as [B, T, H, D]."""
+    """Returns the bytes of copies of attention's gradients and outputs [B, H, T, D]. A tensor is copied unless its
+    memory is [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the sizes of the gradients of keys and values for every query head. Grouped-query attention then adds
-    them up for each group. Returns nothing if there are no groups."""
+    """Returns the bytes of the gradients of keys and values for every query head. In grouped-query attention, the
+    kernel computes these first; then they are summed over the query heads that share a key head. Returns () if each
+    query head has a key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -71,8 +74,8 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the sizes of partial results. One CUDA block works on 64 queries of one head of one sequence. If the card
-    has room for more, several blocks split the keys of a head, and have partial results. Source:
+    """Returns the bytes of partial results. One CUDA block works on 64 queries of one head of one sequence. If this
+    leaves multiprocessors idle, several blocks split the keys of a head, and have partial results. Source:
     transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
@@ -98,8 +101,8 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the sizes of copies, and of the queries' gradient in fp32. If deterministic, the gradient exists once for
-    each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the bytes of copies, and of the queries' gradient in fp32. If deterministic, this gradient exists once
+    for each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -107,8 +110,9 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Returns the bytes of the buffer in which the kernel adds up its output, in 16 bit if heads are wider than
-    128. Other sums stay in registers. Source: transformers/cuda/mem_eff_attention/kernel_forward.h."""
+    """Returns the bytes of the fp32 buffer in which the kernel adds up its output. Only kernels for 16-bit heads wider
+    than 128 have this buffer; others add up in registers. Source:
+    transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
@@ -116,8 +120,8 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
     """Returns the numbers of queries and keys in the backward kernel's tile, and whether dk and dv stay in registers.
-    PyTorch takes the first kernel of transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits
-    into shared memory. The bytes that a kernel asks for were read off its launches (Volta's assumed)."""
+    PyTorch takes the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits
+    into shared memory. The bytes that a kernel asks for were read off its launches; those on Volta are assumed."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -139,7 +143,7 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Returns the sizes of the gradients' sums in fp32, and of copies. Sources:
+    """Returns the bytes of the gradients' sums in fp32, and of copies. Sources:
     transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
@@ -166,18 +170,18 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """Returns the sizes of two masks of bools: weights that are minus infinity, and rows of only such weights. Source:
+    """Returns the bytes of two masks of bools: weights that are minus infinity, and rows of only such weights. Source:
     transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """Returns the size of the product of gradient and output. Source: cuda/SoftMax.cu."""
+    """Returns the bytes of the product of gradient and output. Source: cuda/SoftMax.cu."""
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the sizes of the kernel's buffers: the sorted lookups, and partial sums in fp32, of up to ten lookups of
+    """Returns the bytes of the kernel's buffers: the sorted lookups, and partial sums in fp32, of up to ten lookups of
     one word each. Up to 3,072 lookups need no buffer. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
@@ -190,8 +194,9 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns the TEMPORARIES entry of a norm's backward. It sums blocks of rows for each of `weights` vectors, if
-    there are more than 65,536 rows and too few columns for all multiprocessors. Source: cuda/layer_norm_kernel.cu."""
+    """Returns the function in TEMPORARIES for a norm's backward. The norm has `weights` weight vectors: weight and
+    bias, or only weight. If there are more than 65,536 rows and too few columns for all multiprocessors, gradients of
+    these vectors are first summed over blocks of rows. Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -206,7 +211,7 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """Returns the sizes of 64-bit copies of indices. PyTorch makes the copies if the indices, expanded to one shape,
+    """Returns the bytes of 64-bit copies of indices. PyTorch makes the copies if the indices, expanded to one shape,
     have different strides. Source: TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
@@ -218,8 +223,9 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the sizes of sorted indices and their positions, for deterministic algorithms. Sorts of more than 2,048
-    have two more buffers, smaller ones take one more byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
+    """Returns the bytes of sorted indices and their positions, for deterministic algorithms. A sort of more than 2,048
+    indices has two more buffers, a smaller one takes one more byte. Source: cuda/Indexing.cu,
+    index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -227,7 +233,7 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """Returns the sizes of copies of matrices that have gaps in both rows and columns. Source: cuda/Blas.cpp,
+    """Returns the bytes of copies of matrices that have gaps in both rows and columns. Source: cuda/Blas.cpp,
     prepare_matrix_for_cublas."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
@@ -243,7 +249,7 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Returns the sizes of the staging buffers of one reduction kernel. `partial_bytes`: the size of a partial result,
+    """Returns the bytes of each staging buffer of one reduction kernel. `partial_bytes`: the size of a partial result,
     by default at least 4. `result_bytes`: the size of an entry of the result. `vector`: the number of 16-bit entries
     that a thread reads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
@@ -253,8 +259,8 @@ def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: i
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the sizes of staging buffers of sums and means. If the result has another dtype, `tensor` is copied to it
-    first, except from 16 bit to fp32. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
+    """Returns the bytes of staging buffers of sums and means. If the result has another dtype, `tensor` is copied to
+    that dtype first, except from 16 bit to fp32. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
@@ -262,18 +268,18 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """Returns the sizes of staging buffers of norms. Source: cuda/ReduceNormKernel.cu."""
+    """Returns the bytes of staging buffers of norms. Source: cuda/ReduceNormKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the sizes of staging buffers of largest and smallest entries. Sources: cuda/ReduceMaxValuesKernel.cu,
+    """Returns the bytes of staging buffers of largest and smallest entries. Sources: cuda/ReduceMaxValuesKernel.cu,
     ReduceMinValuesKernel.cu."""
     return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """Returns the sizes of the largest entries, the exponentials, and staging buffers. Source: ReduceOps.cpp,
+    """Returns the bytes of the largest entries, the exponentials, and staging buffers. Source: ReduceOps.cpp,
     logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)

@@ -93,7 +93,8 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
 
 
 def _about_card(plan: "Plan") -> Iterator[str]:
-    """Yields a sentence if the card was assumed, and one if the cap is more than the card has."""
+    """Yields a sentence if no card was named and one is assumed. Yields another if the cap is more than the card
+    has."""
     if plan.card is None:
         return
     settings, asked = plan.settings, plan.settings.gpu_limit_bytes
@@ -106,7 +107,7 @@ def _about_card(plan: "Plan") -> Iterator[str]:
 
 
 def _faster(plan: "Plan") -> Iterator[str]:
-    """Yields the known ways to a faster step."""
+    """Yields a clause for each known way to a faster step: more RAM, or a higher cap of GPU memory."""
     settings, limit = plan.settings, plan.settings.ram_limit_bytes
     if plan.faster_with_ram is not None:
         ram_bytes, seconds = plan.faster_with_ram

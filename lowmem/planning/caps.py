@@ -18,7 +18,7 @@ def room_under(gpu_limit: int, margins: int = 1) -> int:
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap of GPU memory under which `room_under` leaves `room` bytes to a layout."""
+    """Returns the smallest cap of GPU memory, in bytes, under which `room_under` leaves `room` bytes to a layout."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 
@@ -30,8 +30,8 @@ def margins(needs_all_gradients: bool) -> int:
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do, all in
-    bytes. `gpu_limit`: the given cap of GPU memory. `gpu_cap`: the smallest one. `ram`: the smallest cap of RAM, for
+    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do.
+    `gpu_limit`: the given cap of GPU memory, in bytes. `gpu_cap`: the smallest one. `ram`: the smallest cap of RAM, for
     all processes on the machine. None leaves a cap out."""
     caps = [
         f"{format_size(limit)} of {memory}"
@@ -43,7 +43,8 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
-    """Returns the options that set these caps, in bytes, such as ["--gpu-limit 800MiB", "--ram-limit 900MiB"]."""
+    """Returns the options that set caps of `gpu_cap` and `ram` bytes, such as ["--gpu-limit 800MiB", "--ram-limit
+    900MiB"]. None leaves an option out."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 

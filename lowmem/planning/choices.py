@@ -24,8 +24,8 @@ class Choices:
     `micro_batches`, `groups`, `segments` and `kept` list, in ascending order, the values to try for `micro_batch`,
     `group`, `segment_blocks` and `kept` of the layout. `units_on_gpu` lists values of `weights_on_gpu` if working
     weights are in RAM, else of `states_on_gpu`. `kept` and `units_on_gpu` have steps of 1. `groups` None allows any
-    size. `whole_batch`: the whole batch must be one group. `disk`: 0 allows no states on a disk. 1 puts states of as
-    few units there as RAM demands. A larger number is the smallest number of units with states there.
+    size. `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their states on a disk.
+    0: none. 1: as few as RAM demands, perhaps none. A larger number: at least so many.
     """
 
     base: Layout
@@ -65,7 +65,8 @@ def only(number: int) -> range:
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
-    """Returns the training step of these settings, to be simulated. Its layout is a placeholder."""
+    """Returns the training step of these settings, to be simulated. Its layout must be replaced by those to be
+    compared."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -78,8 +79,10 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     inputs and of states. In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then
     block inputs, then both. If states may be on a disk, the same lists follow with states there.
 
-    The Choices in a list differ in the Fate of gradients (_fates). With several ranks each comes twice: first no block
-    keeps its gathered weights until backward, then all do."""
+    The Choices in a list differ in the Fate of gradients (_fates). With several ranks each comes twice. First, all
+    blocks gather their weights from the ranks for forward, and again for backward. Then all keep the gathered weights
+    in between.
+    """
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -98,7 +101,7 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns the Choices with one of these fates."""
+    """Returns the Choices of `by_home` whose gradients have one of `fates`."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 

@@ -1,9 +1,9 @@
 """Computes memory and time of all layouts in a column from a few simulated steps.
 
-The layouts of a column differ only in how much blocks keep for backward (`Layout.kept`), and in how many units (blocks,
-mostly) are on the GPU (`units_on_gpu`): their weights if weights may be in RAM, else their optimizer states. One more
-unit on the GPU adds its own bytes to the peak. Figures for another `kept` are estimated from steps with the smallest
-micro-batch. These estimates only decide which layouts are simulated.
+The layouts of a column differ in two numbers. `kept` is how much blocks keep for backward (`Layout.kept`).
+`units_on_gpu` is how many units (blocks, mostly) are on the GPU: their weights if weights may be in RAM, else their
+optimizer states. One more unit on the GPU adds its own bytes to the peak. Figures for another `kept` are estimated from
+steps with the smallest micro-batch. These estimates only decide which layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,8 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 @dataclass(frozen=True)
 class Column:
     """Defines a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
-    `segment` (in blocks)."""
+    `segment` (in blocks). They differ only in `kept`, how much blocks keep for backward (Layout.kept), and in the
+    number of units on the GPU."""
 
     choices: Choices
     micro_batch: int
@@ -42,6 +43,10 @@ class Column:
 
 
 class Columns:
+    """Computes memory and time of all layouts in a column from a few simulated steps. In all methods, `kept` is how
+    much blocks keep for backward (Layout.kept). `units_on_gpu` units (blocks, mostly) have their weights on the GPU if
+    weights may be in RAM, else their optimizer states."""
+
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
         self._recorded: dict[Column, dict[int, int]] = {}  # {column: {kept: simulated units_on_gpu}}
@@ -49,33 +54,36 @@ class Columns:
 
     def smallest(self, choices: Choices) -> Column:
         """Returns the column of `choices` that needs the least RAM. It has the smallest micro-batch and group, and the
-        shortest segments. If saved inputs are in RAM, it has the longest segments, which save fewer inputs."""
+        shortest segments. If segments' inputs are saved in RAM, it has the longest segments instead, which save fewer
+        inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def most_kept(self, column: Column) -> int:
-        """Returns the largest `kept` of this column. If its segments have several blocks, at least one block must keep
-        only its input, because segments of several blocks consist of such blocks."""
+        """Returns the largest `kept` (Layout.kept) of the layouts in this column. If its segments have several blocks,
+        at least one block must keep only its input, because segments of several blocks consist of such blocks."""
         kept = column.choices.kept[-1]
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` from which each further block adds the same bytes to the peak. It is the least, unless the
-        whole batch is one group and gradients are held. Then all blocks keep their matrix products. With fewer, kept
-        tensors use memory that gradients take later, so they may not raise the peak."""
+        """Returns the amount kept for backward (Layout.kept) from which each further block adds equally many bytes to
+        the peak. Usually this is the column's smallest amount. If the whole batch is one group and gradients are held,
+        it is the number of blocks (all keep their matrix products), if the column allows it. Smaller amounts may not
+        raise the peak then, because gradients take the same memory later."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
         return min(max(self.simulations.blocks, column.least_kept), self.most_kept(column))
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the bytes in RAM that are copied to the GPU when needed."""
+        """Returns the bytes in RAM that a step copies to the GPU when needed, with this number of units on the GPU."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout certainly exceeds `limit_bytes` of GPU memory, without simulating it. Adds the
-        weights to the larger of two figures: the saved inputs of a group, and the held gradients."""
+        """Returns False if the layout of `column` with `kept` (Layout.kept) certainly exceeds `limit_bytes` of GPU
+        memory. Does not simulate it. Adds the weights to the larger of two figures: the saved inputs of a group, and
+        the gradients held on the GPU."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -90,8 +98,8 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def may_fit_ram(self, column: Column, units_on_gpu: int, limit_bytes: int) -> bool:
-        """Returns False if `limit_bytes` of RAM are too few for the optimizer states that are not on the GPU and, if
-        gradients are sent to RAM, for gradients. Always returns True if states may be on a disk."""
+        """Returns False if `limit_bytes` of RAM cannot hold the optimizer states that are not on the GPU. If gradients
+        are sent to RAM, counts them, too. Always returns True if states may be on a disk."""
         base, simulations = column.layout(column.least_kept, units_on_gpu), self.simulations
         if base.states_on_disk or column.choices.disk:
             return True
@@ -102,8 +110,9 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns how many units must have their states on a disk to keep RAM within `limit_bytes`; None if no number
-        is enough."""
+        """Returns the smallest number of units that must have their states on a disk. Then RAM holds at most
+        `limit_bytes` of numbers that a step copies to the GPU. Returns None if no number is enough, or if this needs a
+        disk and the column has none."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -120,15 +129,15 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def disk_seconds(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> float:
-        """Returns a lower bound for the seconds that a disk reads and writes in a step. The disk has the states of as
-        few units as `limit_bytes` of RAM allow."""
+        """Returns a lower bound for the seconds that a disk reads and writes in a step. Assumes that the disk has the
+        states of as few units as `limit_bytes` of RAM allow."""
         on_disk = self.least_on_disk(column, units_on_gpu, limit_bytes)
         layout = replace(column.layout(column.least_kept, units_on_gpu), states_on_disk=on_disk)
         return 2 * self.simulations.bytes_on_disk(layout) / self.simulations.target.disk
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory. Simulates one number of units on the GPU for each `kept`, and
-        computes the peaks with other numbers from it."""
+        """Returns the peak of allocated GPU memory of a layout with `kept` (Layout.kept). Simulates one layout of the
+        column for each `kept`. From its peak, computes the peaks with other numbers of units on the GPU."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
@@ -138,20 +147,20 @@ class Columns:
         return size
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns each `kept` for which `allocated_bytes` needs no further simulation."""
+        """Returns each `kept` (Layout.kept) for which `allocated_bytes` needs no further simulation."""
         return sorted(self._recorded.get(column, ()))
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns the bytes of units on the GPU: those of the first `units` units, minus those of the column's smallest
-        number of units. Counts weights if these are in RAM, else optimizer states."""
+        """Returns the bytes that the first `units` units add on the GPU, compared with the column's smallest number of
+        units there. Counts weights if these may be in RAM, else optimizer states."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.fewest_on_gpu : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
         """Returns the seconds of copies that a step saves with `more` units on the GPU instead of `fewer`. Counts
-        copies over the bus and, if states may be on a disk, to and from the disk. Weights in RAM are copied for the
-        forward and the backward pass of each group."""
+        copies over the bus and, if states may be on a disk, to and from the disk. Weights in RAM are copied for each
+        forward and each backward pass of each group."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -166,8 +175,9 @@ class Columns:
         return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest `kept` that is expected to fit into `limit_bytes` of GPU memory. Extrapolates from the
-        simulated bytes of the `kept` `known`."""
+        """Returns the largest amount kept for backward (Layout.kept) with which a layout is expected to fit into
+        `limit_bytes` of GPU memory. Extrapolates from `known`, an amount whose bytes `allocated_bytes` has
+        simulated."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -178,23 +188,27 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step without waits for copies, at the fastest `kept` up to `most`."""
+        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest amount
+        that blocks may keep for backward (Layout.kept). Assumes the fastest amount up to `most`, because keeping more
+        is not always faster."""
         least, blocks = column.least_kept, self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._estimate(column, kept)[1] for kept in turns) / self._estimate(column, least)[1]
         return share * self.simulated(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns a lower bound for the step time of all layouts with this micro-batch. If forward and backward run
-        twice, it is 1.5 times as high: the first run makes no updates, which take less than half of a step."""
+        """Returns an estimated lower bound for the seconds of a step, for all layouts of `choices` with this
+        micro-batch. If gradients are dropped (Fate), forward and backward run twice. The bound is then 1.5 times as
+        high: updates run only once, and take less than half of a step."""
         column = Column(replace(choices, base=Layout(1), units_on_gpu=only(0)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
-        """Returns the allocated bytes and computing seconds of a step with the smallest micro-batch and all states in
-        RAM. Simulates at most two steps, in which all blocks keep their input, their matrix products or everything, and
-        interpolates between them."""
+        """Returns (allocated bytes, seconds without waits) of a step with the column's smallest micro-batch and all
+        optimizer states in RAM. Simulates steps in which all blocks keep the same for backward: their input, their
+        matrix products or their whole graph. For a `kept` (Layout.kept) in between, interpolates between two of
+        them."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._estimates:
@@ -208,5 +222,6 @@ class Columns:
         return self._estimates.setdefault(key, tuple(between))
 
     def simulated(self, column: Column) -> SimulatedStep:
-        """Returns the simulated step of the column's smallest `kept` and fewest units on the GPU."""
+        """Returns the simulated step of the column's layout with the smallest `kept` (Layout.kept) and the fewest units
+        on the GPU."""
         return self.simulations.record(column.layout(column.least_kept, column.fewest_on_gpu))

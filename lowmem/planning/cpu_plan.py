@@ -64,8 +64,9 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns a list with `layout` changed so that it never holds all gradients. It applies them in backward or, if
-        updates wait for their norm, runs forward and backward twice. Returns an empty list if that is not possible."""
+        """Returns a list with `layout` changed so that gradients never exist all at once. The new layout applies them
+        in backward. If updates wait for their norm, it runs forward and backward twice instead. Returns an empty list
+        if that is not possible."""
         whole = self.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.settings.group not in (None, whole):
             return []
@@ -154,7 +155,8 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns `plan` with the states of fewer units on the disk: as few as the cap of RAM and the free RAM allow."""
+    """Returns the plan with the states of as few units on the disk as the cap of RAM and the free RAM allow. Bisects;
+    `plan` must fit."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

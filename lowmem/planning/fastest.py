@@ -35,9 +35,10 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` with which the column of `found` runs out of memory in the model of the allocator. It is the
-    least, or with one less the column completes. `found` itself fails. Tries the two numbers below its `kept`, then
-    bisects. Then tries numbers above the result: a layout may complete although one that keeps less fails."""
+    """Returns an amount kept for backward (Layout.kept) with which the column of `found` runs out of memory in the
+    model of the allocator. With one less it completes, unless this is the column's smallest amount. `found` must fail
+    there. Tries the two amounts below that of `found`, then bisects. Then tries amounts above the result, because a
+    layout may complete although one that keeps less fails."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
@@ -57,9 +58,10 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes until the fastest so far has
-    weights and gradients on the GPU. Goes on if a layout that failed (Search.failed) was much faster. Tries a disk only
-    if nothing else fits, or if the fastest so far runs forward and backward twice."""
+    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in order,
+    until the fastest layout so far has weights and gradients on the GPU. Goes on if a layout that failed
+    (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest so far runs forward and
+    backward twice."""
     best: Found | None = None
     for of_home in by_home:
         disk = of_home[0].disk
@@ -81,7 +83,8 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
     """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
-    raises the RAM limit alone. Otherwise raises the GPU limit, and also the RAM limit if every layout exceeds it."""
+    raises the RAM limit and keeps the GPU limit. Otherwise raises the GPU limit, and also the RAM limit if every layout
+    exceeds it."""
     candidates = _smallest(by_home, simulations, room)
     for small in sorted(candidates, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -105,7 +108,7 @@ def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Lay
 
 
 def smallest_layouts(by_home: ByHome, simulations: Simulations) -> list[Layout]:
-    """Returns layouts that need little GPU memory, whatever RAM they need. The first needs the least."""
+    """Returns layouts that need little GPU memory, sorted by it, the smallest first. Their RAM is not limited."""
     candidates = sorted(_smallest(by_home, simulations, Room(None, None)), key=lambda small: small.gpu_bytes)
     return [small.layout for small in candidates]
 
@@ -113,7 +116,7 @@ def smallest_layouts(by_home: ByHome, simulations: Simulations) -> list[Layout]:
 @dataclass(frozen=True)
 class _Small:
     """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
-    this column, because a simulation takes longer."""
+    this column, because simulating each layout would take longer."""
 
     layout: Layout
     column: Column
@@ -125,9 +128,9 @@ class _Small:
 
 
 def _smallest(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Small]:
-    """Returns layouts with the smallest micro-batch and group that keep as little for backward as allowed, up to six in
-    a column (columns.py). One has the fewest units on the GPU that RAM allows, one has all units there. The others have
-    the most that the GPU allows, or up to three fewer, because the allocator may need more."""
+    """Returns layouts with the smallest micro-batch and group that keep the least for backward, up to six in a column
+    (columns.py). One has the fewest units on the GPU that RAM allows, one the most that its Choices allow. The others
+    have the most that the GPU allows, or up to three fewer, because the allocator may need more."""
     small, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -150,9 +153,9 @@ def _smallest(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Sm
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts to go on with if memory runs out, in the order of `shares`. For each share, searches for the
-    fastest that allocates at most this share of the GPU bytes of `found`. A run can change to it: the micro-batch and
-    `fixed_homes` are the same, and no more units have states on the GPU."""
+    """Returns layouts that a run can change to if memory runs out, in the order of `shares`. For each share, searches
+    for the fastest that allocates at most this share of the GPU bytes of `found`. Each has the micro-batch and
+    `fixed_homes` of `found`, and no more units with states on the GPU."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

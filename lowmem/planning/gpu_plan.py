@@ -44,7 +44,8 @@ class _Case:
 
     @property
     def process_bytes(self) -> int:
-        """Returns the RAM of the process, without weights, states and so on that are copied to the GPU when needed."""
+        """Returns the RAM of the process, without the weights, states and so on that are stored in RAM and copied to
+        the GPU."""
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
@@ -83,8 +84,8 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan of `found`, with smaller layouts for the same `room`. Leaves these out if only a plan is
-        asked for, and for several ranks, which cannot go on with another layout."""
+        """Returns the plan of `found`. Adds smaller layouts for the same `room`, to go on with if memory runs out. Adds
+        none if no training follows (`plan_only`), or for several ranks, which cannot change their layout."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         if plan.settings.plan_only or not alone:
             return plan
@@ -147,8 +148,8 @@ def _with_faster(plan: Plan, faster: Plan) -> Plan:
 
 
 def _faster_with_ram(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns a RAM limit that is 1 GiB higher and the seconds of a step under it, None if that saves less than 0.5%.
-    Micro-batches, groups and segments stay those of `found`, which reserves `reserved_bytes` of the GPU."""
+    """Returns (a RAM limit that is 1 GiB higher, seconds of a step under it). Returns None if that saves less than 0.5%
+    of the time. Keeps the micro-batch, group and segments of `found`, which reserves `reserved_bytes` of the GPU."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:

@@ -199,7 +199,8 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """Says in words how many of the model's `blocks` the layout recomputes, and how many keep everything."""
+    """Returns a clause that says how many of the model's `blocks` the layout recomputes, and how many keep
+    everything."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""

@@ -65,8 +65,8 @@ def make_plan(question: Question) -> Plan:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely inside the block, and skip all objects that exist at its start.
-    Otherwise it would take a sixth of the time of planning."""
+    """Makes Python's cycle collector run rarely inside `with`, and skip all objects that exist at its start. Otherwise
+    the collector would take a sixth of the time of planning."""
     before, freezes = gc.get_threshold(), freeze_objects()
     gc.set_threshold(*_COLLECTIONS)
     try:
@@ -78,8 +78,8 @@ def _rare_collections() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes stay as they are, because
-    such rows take no more memory than full ones. More RAM is assumed to save the same share of a step as before."""
+    """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes do not change, because such
+    rows take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same factor."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

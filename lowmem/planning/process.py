@@ -30,8 +30,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_aside() -> Iterator[Callable[..., Result]]:
-    """Forks a process and yields `aside`: `aside(function, *arguments)` calls `function` there and returns its result
-    or raises its error. Arguments and results must be picklable. If a fork is not safe, calls run in this process."""
+    """Forks a process and yields `aside`. `aside(function, *arguments)` calls `function` in that process, and returns
+    its result or raises its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls
+    `function` in this process."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return

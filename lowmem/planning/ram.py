@@ -68,7 +68,7 @@ def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
     """Returns how many bytes of weights, states and so on may stay in RAM so that no phase of `on_a_gpu` exceeds
-    `limit_bytes`. The result is negative if training exceeds the limit even without them."""
+    `limit_bytes`. The result is negative if training exceeds the limit even with 0 such bytes."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -80,8 +80,8 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
-    """Returns the share of the states' bytes that the moments take. During loading the moments are zeros, which take no
-    RAM until they are page-locked at its end."""
+    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading the moments are
+    zeros, which take no RAM until they are page-locked after it."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
 

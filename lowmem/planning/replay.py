@@ -28,8 +28,8 @@ META = torch.device("meta")
 
 
 class _ReplayedGraph(int):
-    """Replaces the autograd graph of a segment in SavedSegment.output after a replayed forward pass. The int is the
-    number of the first storage of that replay."""
+    """Takes the place of a segment's autograd graph (SavedSegment.output) after a replayed forward pass, which makes no
+    graph. The int is the number on the tape of the first storage that this replay allocated."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds an operation that was executed once, so that it can be replayed."""
+    """Holds the recording of an operation that was executed once. Later calls replay its allocations and return new
+    tensors like its results."""
 
     region: Region  # its allocations
     results: object  # as returned, but with a _Place for each tensor; a flat list if `structure` is given
@@ -56,9 +57,10 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces the `operations` of a simulated step. Executes each operation once per shape, and records its
-    allocations and time. Later calls replay these. `known` stores the recordings; None executes every operation each
-    time. `functions`: returns a context in which functions of the device (DeviceModel) replace PyTorch's."""
+    """Takes the place of Operations in a simulated step. Executes each operation once per shape, and records its
+    allocations and time. Later calls replay this recording. `known`: dict in which recordings are stored; None:
+    executes all operations. `functions`: returns a context in which the device's functions (DeviceModel) replace
+    PyTorch's."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -85,14 +87,15 @@ class ReplayedOperations:
         operations.recordings = None  # this class replays instead
 
     def begin(self) -> None:
-        """Does nothing. A real step checks its recordings of segments here, and the simulation has none."""
+        """Does nothing. Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def composed(self, run: Callable, kind: str, *shapes, name: str = "other"):
         return self._once((kind, *shapes), name, run, self._operations.store.parts)
 
     def _run(self, operation: Callable, *arguments):
         """Calls `operation`, which runs the model's own code, with the device's functions (`functions`) in place of
-        generic ones. Other operations run without the device's functions, which make every call slower."""
+        generic ones. Operations that run none of the model's code are called without it, because the replacement makes
+        every call slower."""
         with self._functions():
             return operation(*arguments)
 
@@ -164,8 +167,10 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes a segment of a new kind (_kind) forward and backward, off the tape. From then on both passes can be
-        replayed onto it. A forward pass can be replayed only if its backward pass can, too."""
+        """Executes `segment` forward and backward twice, on a temporary tape that is dropped. The recordings stay, so
+        that the step can replay both passes. A replayed forward makes no graph, so it needs a recording of its
+        backward. The first backward allocates the gradients' accumulators, and the second adds to them. Does nothing if
+        a segment with the same key (`_kind`) and input shape was executed before."""
         kind = (*self._kind(segment, extras), hidden.shape)
         if self._known is None or kind in self._rehearsed:
             return
@@ -188,8 +193,9 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key. Segments with equal keys make equal allocations: they have blocks of equal kinds, and their
-        `extras` (other arguments of blocks) were made of token ids of equal shapes."""
+        """Returns a key of a segment. Segments with equal keys make equal allocations. Their blocks are alike
+        (kind_of), and save the same for backward. Their `extras` (blocks' other arguments) come from token ids of equal
+        shapes."""
         if segment not in self._segments:
             kinds = tuple(self._kinds[index] for index in segment.blocks)
             self._segments[segment] = segment.keep, kinds, segment.blocks.start == 0
@@ -204,9 +210,10 @@ class ReplayedOperations:
     ):  # fmt: skip
         """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
 
-        New storages are named `name` on the tape, that of the returned tensor `renamed`. `parts`: `call` makes their
-        gradient accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the forward
-        pass whose graph `call` frees: a Region if it was executed, the number of its first storage if it was replayed.
+        On the tape, new storages get the name `name`, and the result's storage gets the name `renamed`. `parts`: `call`
+        makes their gradient accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the
+        forward pass whose graph `call` frees: a Region if it was executed, the number of its first storage if it was
+        replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -249,9 +256,9 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of the replayed call `known` as new tensors without data, whose storages are numbered
-        from `base`. `arguments`: tensors that the call may return. `held`: whether a replayed graph keeps the results
-        until its backward."""
+        """Returns the results of the replayed call `known`, as new tensors without data. `base`: number on the tape of
+        the first storage of this replay. `arguments`: tensors that the call may return. `held`: whether a replayed
+        graph keeps the results until its backward."""
         if not known.tensors:
             return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -275,7 +282,7 @@ def _tensors_of(micro_batch: Batch) -> list[Tensor]:
 
 
 def _filled(results, tensor: Callable[[_Place], Tensor]):
-    """Returns `results` with `tensor(place)` for every _Place in it."""
+    """Returns `results`, nested tuples and lists, with each _Place in it replaced by `tensor(place)`."""
     kind = type(results)
     if kind is tuple or kind is list:  # no function inside of another, which would be a cycle that holds the tensors
         return kind([_filled(one, tensor) for one in results])
@@ -287,7 +294,8 @@ def _leaves(results) -> list:
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """Reads and writes as much memory as bitsandbytes' update and the scaling before it, and allocates nothing."""
+    """Stands in for bitsandbytes' 8-bit update (an Optimizer.rule) in a simulation. Reads and writes as much memory as
+    the update and the gradient's scaling before it, and allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()

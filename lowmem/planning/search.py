@@ -36,7 +36,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout, its simulated step and its column (columns.py)."""
+    """Holds a layout that the search has found, its simulated step, and its column (columns.py)."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -57,8 +57,9 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, `one` if both are as fast. Either may be None. If either has states on a disk
-    and their times differ by at most 0.2%, fewer bytes on the disk decide, and then less computing time."""
+    """Returns the faster of two layouts; `one` if both are equally fast. Either may be None. If either has states on a
+    disk and their times differ by at most 0.2%, returns the one with fewer bytes on the disk. If these are equal, too,
+    returns the one with less computing time."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -69,9 +70,10 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: layouts whose allocated bytes
-    fit, but which run out of memory in the model of the allocator, each with the smallest `kept` that runs out, too.
-    The search assumes that a layout of the same column fails if it keeps as much and has as many units on the GPU."""
+    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: pairs (found, kept) of layouts
+    whose allocated bytes fit, but which run out of memory in the model of the allocator. `kept` is the amount kept for
+    backward (Layout.kept) from which their column fails. The search skips layouts of the column that keep at least this
+    amount, with at least as many units on the GPU."""
 
     columns: Columns
     room: Room
@@ -80,7 +82,8 @@ class Search:
 
     @cached_property
     def _failed_in(self) -> dict[Column, tuple[tuple[int, int], ...]]:
-        """Returns {column: (kept, units_on_gpu) of each layout that failed}."""
+        """Returns {column: (kept, units_on_gpu) for each of its layouts in `failed`}. The search skips layouts of the
+        column for which both numbers are at least as large."""
         failed: dict = {}
         for found, kept in self.failed:
             failed[found.column] = (*failed.get(found.column, ()), (kept, found.units_on_gpu))
@@ -127,8 +130,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of a column, None if nothing fits. If no layout is expected to beat `best`,
-        returns any that fits."""
+        """Returns the fastest layout of a column (columns.py), None if nothing fits. If no layout is expected to be
+        faster than `best`, returns any that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None
@@ -150,8 +153,9 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with `fewest` to `most` units on the GPU. Units there need no copies, but their
-        memory could keep products. So a step gets faster until it waits for no copy, and then slower. Stops early if no
+        """Returns the fastest layout with `fewest` to `most` units on the GPU, found by bisection. With more units
+        there, a step waits less for copies. But less memory is left for tensors that blocks keep for backward, so more
+        is recomputed. A step's time therefore falls until it waits for no copy, and then rises. Stops early if no
         layout left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
@@ -174,13 +178,14 @@ class Search:
         return fastest
 
     def _expected_seconds(self, found: Found, units_on_gpu: int) -> float:
-        """Returns the expected seconds of a step, without waits for copies, with more units on the GPU than `found`."""
+        """Returns the expected seconds of a step like `found`, but with `units_on_gpu` units on the GPU and without
+        waits for copies. Assumes that blocks keep as much for backward as then fits."""
         kept = self.columns.expected_kept(found.column, units_on_gpu, found.layout.kept, self.room.gpu)
         return self.columns.expected_seconds(found.column, kept)
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU that fits if blocks keep as little for backward as the column
-        allows."""
+        """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM.
+        Tries the layouts whose blocks keep the least for backward."""
         key = column, self._failed_in.get(column)
         if key not in self._fitting:
             numbers = self._fitting_ram(column)
@@ -188,14 +193,15 @@ class Search:
         return self._fitting[key]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        """Returns a lower bound for the seconds of all steps of `column`: the time of the disk. Returns 0 if states may
-        not be on a disk, or if nothing fits."""
+        """Returns a lower bound for the seconds of a step of any layout in `column`: the time that the disk needs.
+        Returns 0 if states may not be on a disk, or if nothing fits."""
         fitting = self.fitting(column) if column.choices.disk else ()
         return self.columns.disk_seconds(column, fitting[-1], self.room.ram) if fitting else 0.0
 
     def _fitting_ram(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU with which the others fit into RAM. Returns all numbers if the column
-        certainly exceeds the GPU's memory, so that nothing is simulated for it."""
+        """Returns each number of units on the GPU with which the RAM limit is enough for all other units. Their states
+        may be on a disk if the Choices allow it. Returns all numbers if the column certainly exceeds the GPU's memory,
+        so that nothing is simulated for it."""
         numbers, limit = column.choices.units_on_gpu, self.room.ram
         if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
             return list(numbers)
@@ -203,8 +209,8 @@ class Search:
         return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
     def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
-        """Returns the layout with the largest `kept` that fits with this number of units on the GPU. Then puts more
-        units there, as long as they fit with this `kept`."""
+        """Returns the layout whose blocks keep the most for backward that fits with this number of units on the GPU. If
+        more units then fit there as well, it has as many as fit."""
         kept, units = self._most_kept(column, units_on_gpu), units_on_gpu
         while units < column.choices.units_on_gpu[-1] and self._fits(column, kept, units + 1):
             units += 1
@@ -216,8 +222,8 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column)
 
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the largest `kept` whose layout fits into GPU memory with this number of units there. The smallest
-        one must fit."""
+        """Returns the largest amount kept for backward (Layout.kept) whose layout fits into GPU memory with this number
+        of units there. The column's smallest amount must fit."""
         columns, limit, least = self.columns, self.room.gpu, column.least_kept
         after = columns.most_kept(column) + 1
         beyond = bisect_left(
@@ -236,8 +242,8 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the `kept` to try next: above `fits`, which fits, and below `beyond`, which does not. Returns `fits`
-        if nothing larger is expected to fit."""
+        """Returns the amount kept for backward (Layout.kept) to try next. It is larger than `fits`, which fits, and
+        smaller than `beyond`, which does not. Returns `fits` if no larger amount is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

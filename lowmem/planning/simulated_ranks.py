@@ -41,8 +41,9 @@ class Mesh:
         return self.sharing * self.replicas
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
-        """Returns the bytes per second that a rank receives from others. `bus`: bytes per second of a copy from RAM to
-        its card. `link`: bytes per second between cards of a machine, None if they send through RAM."""
+        """Returns {ranks of a collective: bytes per second that a rank receives from them}. `bus`: bytes per second of
+        a copy from RAM to its card. `link`: bytes per second between cards of a machine, None if they send through
+        RAM."""
         on_each = self.count // self.machines
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
         outside = min(inside, self.network / on_each)
@@ -53,9 +54,9 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the first rank of `mesh`. Its batch is this rank's part of the whole batch. `rates`: bytes per second
+    """Simulates the first rank of `mesh`, whose batch is this rank's part of the whole batch. `rates`: bytes per second
     of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only
-    because of transfers between ranks."""
+    because of transfers between ranks. `sent_bytes`: how many bytes it has sent so far."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
@@ -100,9 +101,9 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates a transfer of `size_bytes` in each direction on the link that connects `among`. It begins when the
-        link is idle and the card has done its earlier work, or inside `beside` after the transfer before. Returns the
-        simulated time of its end, and does not wait for it."""
+        """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. It
+        begins when the link is idle and the card has done its earlier work. Transfers inside one `beside` follow each
+        other. Returns the simulated time at which it ends, and does not wait."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
@@ -113,7 +114,9 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Simulates gathering one unit's matrices, `part`. `parameters`: the model's parameters in `part`, by name."""
+    """Simulates the memory and time of gathering one unit's matrices, `part`, from all ranks. Records the all-gather's
+    buffer and the gathered copy on the tape, and its transfer on the rank's link. `parameters`: {name: the model's
+    parameter} of `part`. These become views of a tensor that takes no simulated memory."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)

@@ -56,7 +56,9 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that the step is simulated for. Rates are bytes per second."""
+    """Describes the device that a step is simulated for. Rates are bytes per second. `machine`: the device's model.
+    `update`: the function that updates weights there. `copies`, `link`, `disk`: rates of copies over the bus, from
+    other cards, and of a disk. `least_positions`: a micro-batch with fewer positions takes no less time."""
 
     machine: DeviceModel
     update: UpdateFunction = optimizers.update
@@ -101,12 +103,14 @@ def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_sec
 
 
 def cpu_target() -> Target:
+    """Returns the target for training on the CPU. Its operations take no simulated time."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """Holds a step to be simulated: sizes, layout and optimizer."""
+    """Holds a training step to be simulated: sizes in tokens (`seq`) and sequences (`batch`), layout, optimizer, and so
+    on."""
 
     seq: int
     batch: int  # of one rank
@@ -127,7 +131,8 @@ class StepCase:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of a simulation. The times are those of the last step, which is like all later ones."""
+    """Holds the results of a simulation. `tape`: allocations of all its steps. Times are those of the last step, which
+    is like all later ones. `began`: when this step began on the simulated clock."""
 
     tape: Tape
     began: float
@@ -156,10 +161,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates `case` on `decoder`, whose parameters become meta tensors. `known` stores executed operations, so that
-    later calls replay them. All calls with one `known` must have the same decoder, sequence length, dtype and target.
-    None: executes every operation. `whole_first_step`: computes the whole batch in the first step, too, and also makes
-    the updates of the last step."""
+    """Simulates an evaluation and two steps of `case`, four with states on a disk. Returns the last step's times. The
+    first step has one micro-batch, or is left out if steps apply their own updates. `whole_first_step`: it has the
+    whole batch, and the last step's updates are made. `known`: dict of executed operations to replay, for one decoder,
+    sequence length, dtype and target; None: executes all. The decoder's parameters become meta tensors."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -219,8 +224,8 @@ def record_step(
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns the bytes that `store` and `step` hold, as four fields of SimulatedStep: in_ram, state_bytes, disk_bytes
-    and weight_bytes."""
+    """Returns four fields of SimulatedStep, in bytes: in_ram, state_bytes, disk_bytes and weight_bytes. Counts what
+    `store` and `step` hold."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:

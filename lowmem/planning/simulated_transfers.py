@@ -26,8 +26,8 @@ ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
-    """Simulates the time of copies. `exposed_seconds`: how long the GPU stood still only because of copies.
-    `busy_seconds`: how long each engine (direction of the bus) copied."""
+    """Simulates the time of copies, without copying. `exposed_seconds`: how long the GPU stood still only because of
+    copies. `busy_seconds`: {IN or OUT: how long this direction of the bus copied}."""
 
     def __init__(
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
@@ -92,7 +92,8 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True if `lane` is UPDATES and updates are concurrent. Otherwise UPDATES is a name for COMPUTE."""
+        """Returns True if `lane` is UPDATES and updates have a CUDA stream to themselves. If they have none, they run
+        on the lane COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:

@@ -21,7 +21,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 class Simulations:
     """Simulates one decoder's training step on one target device, in different layouts, and stores the results. `base`
-    describes the step. Each method simulates `base` with the layout that it is given."""
+    describes the step; each method replaces its layout by the one that the method is given. `make_decoder` makes the
+    decoder."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -52,7 +53,8 @@ class Simulations:
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
-        """Returns a layout's simulated step. `whole_first_step` makes reserved bytes exact, in twice the time."""
+        """Returns a layout's simulated step. With `whole_first_step`, the first of its steps is not shortened
+        (record_step). Then reserved bytes are exact, and the simulation takes twice as long."""
         key = layout, whole_first_step
         if key not in self._steps:
             self._steps[key] = record_step(
@@ -65,8 +67,8 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how many bytes of RAM `layout` saves by optimizer states on a disk. It copies them through buffers in
-        RAM, so the bytes of these are subtracted."""
+        """Returns how many bytes of RAM `layout` saves by optimizer states on a disk. Subtracts the bytes of the
+        buffers in RAM through which they are copied."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
@@ -78,12 +80,13 @@ class Simulations:
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns the number of sequences that pass a segment together. With several ranks, these are all of a rank."""
+        """Returns the number of sequences that pass a segment together: those of a group. With several ranks, these are
+        all sequences of one rank."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Returns the bytes of the slots on the GPU through which states from RAM pass."""
+        """Returns the bytes of the slots: buffers on the GPU into which optimizer states from RAM are copied."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
@@ -110,9 +113,10 @@ class Simulations:
             return None
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures under a cap, and that cap: the largest tried one under which the layout completes.
-        Tries `widest`, the `smaller` caps, caps between them in steps of 8 MiB, then the smallest that suffices. The
-        layout may complete only under a smaller cap, because the allocator then frees its cache at another time."""
+        """Returns memory figures of a layout under a cap, and that cap: the largest of the caps tried under which the
+        layout completes. Tries `widest`, the `smaller` caps, and caps between them in steps of 8 MiB. If all fail,
+        takes `smallest_cap_bytes`. A layout may complete only under a smaller cap, because the allocator then frees its
+        cache at another time."""
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)
@@ -125,8 +129,8 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes under this cap or, as far as a few caps tell, a smaller one. Also
-        returns True if it reserves no more than `limit_bytes` without a cap: training sets a slightly larger cap."""
+        """Returns True if the layout completes under this cap or under a smaller one, as far as a few tries show. Also
+        returns True if it reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:
@@ -136,8 +140,9 @@ class Simulations:
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
         """Returns a cap in whole MiB under which the layout completes, a few thousandths above the smallest one.
-        Bisects between the bytes allocated and those reserved without a cap. Under such caps the allocator returns
-        cached memory to the driver, so a layout may complete under one cap and fail under a larger one."""
+        Bisects between the bytes allocated and those reserved without a cap. The bisection may miss the smallest: a
+        layout may complete under one cap and fail under a larger one, because caps decide when the allocator frees its
+        cache."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

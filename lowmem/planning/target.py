@@ -19,7 +19,8 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what a plan is made for: the model of `config` with these settings."""
+    """Holds what a plan is made for: the model of `config` with these settings, in `precision` (such as "bf16") on
+    `card`."""
 
     settings: Settings
     config: PretrainedConfig
@@ -79,8 +80,9 @@ def planning_target(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the card that the settings name, or else the one that is here. Without either, returns the smallest
-    measured card with bf16 and room for the cap. If none has room, returns the largest measured card."""
+    """Returns the card that the settings name, or else the one in this machine. Without either, returns the measured
+    card with bf16 that has the least memory of those with room for the cap. If none has room, returns the measured card
+    with the most memory."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)

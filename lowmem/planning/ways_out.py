@@ -46,7 +46,7 @@ class WayOut:
 
 
 def in_a_sentence(found: list[WayOut]) -> str:
-    """Returns a sentence that names these options, "" if there are none."""
+    """Returns a sentence that names the options in `found`; "" if `found` is empty."""
     return f" It fits with {', or with '.join(map(str, found))}." if found else ""
 
 
@@ -80,8 +80,9 @@ class WaysOut:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut for the options `changes` with this layout, None if it does not fit into GPU memory. It
-        fits if it allocates at most `peak` bytes there. If `peak` is None, the model of the allocator decides."""
+        """Returns the WayOut for the options `changes` with this layout, None if the layout does not fit into GPU
+        memory. With a `peak`, it fits if it allocates at most `peak` bytes there. If `peak` is None, the model of the
+        allocator decides."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -105,7 +106,8 @@ class WaysOut:
         return self._way("--optimizer adamw8bit", simulations, layout, peak)
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut with the longest sequences that fit without more RAM, if any. Halves --seq repeatedly."""
+        """Returns the WayOut with the longest sequences that fit without more RAM, None if there is none. Tries half of
+        --seq, a quarter, and so on."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
