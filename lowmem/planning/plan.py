@@ -5,6 +5,7 @@ A plan is written as `plan.json` for programs, printed as an answer of a few lin
 table. The figures depend on the kind of card and on the versions of torch and transformers, so the plan names them.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from lowmem.planning.answer import answer
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
 from lowmem.terminal import filled, for_terminal
-from lowmem.units import GIB, MIB, format_size
+from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,18 @@ class Plan:
     def ram_phases(self) -> dict[str, int]:
         """Returns the bytes of RAM in each phase of the training run."""
         return {phase: sum(held.values()) for phase, held in self.ram.items()}
+
+    @property
+    def most_saves(self) -> int | None:
+        """Returns the largest number of checkpoints that training can write. Returns None if that depends on data, or
+        if --save-every is a time and the time of a step is unknown."""
+        settings, steps = self.settings, self.steps
+        every, seconds = settings.save_every, interval_seconds(settings.save_every)
+        if steps is None or (seconds is not None and self.step_seconds is None):
+            return None
+        if seconds is not None:
+            every = max(int(seconds / self.step_seconds), 1)
+        return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
 
     @property
     def disk(self) -> dict[str, int]:

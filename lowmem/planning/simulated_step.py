@@ -179,12 +179,7 @@ def record_step(
     )
     with recorder:
         recorder.take_workspaces()  # as a run does (device.py)
-        for buffer in decoder.model.buffers():
-            recorder.note(buffer, "buffers")
-        for part in store.parts:
-            recorder.note(part.absent if part.weights_streamed else part.working, "working_weights")
-            for tensor in part.state.values() if not part.streamed else ():
-                recorder.note(tensor, "resident_states")
+        _note_tensors(decoder, store, recorder)
         operations = ReplayedOperations(
             Operations(decoder, store, target.update), recorder,
             known=known, functions=target.machine.functions,
@@ -221,6 +216,16 @@ def record_step(
         if whole_first_step:  # otherwise the updates of the first step stand for those of the second
             step.flush()
     return SimulatedStep(recorder.tape, began, seconds, waiting, *_sizes(store, step), sent_bytes)
+
+
+def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
+    """Tells `recorder` of the tensors that are on the device before the first step."""
+    for buffer in decoder.model.buffers():
+        recorder.note(buffer, "buffers")
+    for part in store.parts:
+        recorder.note(part.absent if part.weights_streamed else part.working, "working_weights")
+        for tensor in part.state.values() if not part.streamed else ():
+            recorder.note(tensor, "resident_states")
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:

@@ -6,7 +6,6 @@ build       the plan                                     ->  decoder, store and 
 prepare     all of these, run folder, data, checkpoints  ->  Session
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,7 +57,7 @@ from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import opening_remarks
 from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
 from lowmem.settings import Settings
-from lowmem.units import counted, interval_seconds
+from lowmem.units import counted
 
 Say = Callable[[str], None]  # takes a sentence for the user
 _FEW_STEPS = 10  # a run whose epochs have fewer gets a warning
@@ -250,22 +249,14 @@ def prepare(settings: Settings) -> Iterator[Session]:
             plan = plan_here(question, device, ranks, aside, log.say, saved)
             if (lengths := data.train.typical_lengths()) is not None and ranks.count == 1:
                 plan = aside(timed_with, plan, config, lengths)
-        steps = settings.total_steps(data.train.steps_per_epoch)
-        plan = replace(plan, steps=steps)
-        if not data.evaluations and (settings.keep_best or settings.patience):
-            raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
-        if not data.evaluations and settings.eval_every is not None:
-            log.say("nothing is held out, so --eval-every does nothing")
-        most_saves = _most_saves(settings, plan, steps)
-        ranks.on_first(partial(check_disk, folder, plan.disk, most_saves, settings.states_folder))
+        plan = replace(plan, steps=settings.total_steps(data.train.steps_per_epoch))
+        if not data.evaluations:
+            _check_without_evaluations(settings, log.say)
+        ranks.on_first(partial(check_disk, folder, plan.disk, plan.most_saves, settings.states_folder))
         if saved is None:
             _say_before_the_first_step(plan, data, rehearsal, log)
-        if ranks.count > 1:
-            stored = "each machine stores the model" if plan.sharing < ranks.count else "they store the model together"
-            log.say(f"{ranks.count} ranks train together, and {stored}; this plan is one rank's")
-        if plan.layout.states_on_disk and (kind := in_memory(Path(settings.states_folder))) is not None:
-            log.say(f"warning: --states-folder {settings.states_folder} is a {kind}, which keeps its files in RAM")
-        identity = run_identity(settings, config, plan, steps, data.fingerprint)
+        _say_where_states_are(plan, ranks, log)
+        identity = run_identity(settings, config, plan, plan.steps, data.fingerprint)
         if not ranks.agree_on(identity):
             raise InputError(
                 "the processes of torchrun have read different data, models or settings: each machine needs the same "
@@ -284,6 +275,22 @@ def prepare(settings: Settings) -> Iterator[Session]:
         session = Session(model, data, rehearsal, log, budget, recovery, identity, course_of(identity))
         _fill(session, weights, checkpoints, resuming=saved is not None)
         yield session
+
+
+def _check_without_evaluations(settings: Settings, say: Say) -> None:
+    if settings.keep_best or settings.patience:
+        raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
+    if settings.eval_every is not None:
+        say("nothing is held out, so --eval-every does nothing")
+
+
+def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:
+    if ranks.count > 1:
+        stored = "each machine stores the model" if plan.sharing < ranks.count else "they store the model together"
+        log.say(f"{ranks.count} ranks train together, and {stored}; this plan is one rank's")
+    states_folder = plan.settings.states_folder
+    if plan.layout.states_on_disk and (kind := in_memory(Path(states_folder))) is not None:
+        log.say(f"warning: --states-folder {states_folder} is a {kind}, which keeps its files in RAM")
 
 
 def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log: RunLog) -> None:
@@ -321,17 +328,6 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
         say_longer(session.course, state, log.say)
-
-
-def _most_saves(settings: Settings, plan: Plan, steps: int) -> int | None:
-    """Returns the largest number of checkpoints that training can write. Returns None if --save-every is a time and the
-    time of a step is unknown."""
-    every, seconds = settings.save_every, interval_seconds(settings.save_every)
-    if seconds is not None:
-        if plan.step_seconds is None:
-            return None
-        every = max(int(seconds / plan.step_seconds), 1)
-    return math.ceil(steps / every) + (steps // settings.eval_every if settings.keep_best else 0)
 
 
 def _computed_share(train: Batches, plan: Plan) -> list[str]:
