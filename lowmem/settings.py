@@ -87,8 +87,9 @@ class Settings:
     # GPT-2 was pretrained with packed documents that see each other.
     document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN)
     pack: Literal["padded", "sorted", "packed"] = _option(
-        "sorted", "padding of short examples: full, little because micro-batches have like lengths, or none because "
-        "other examples fill the row, which attention keeps apart", marks=RUN)
+        "sorted", "how examples shorter than --seq fill rows. sorted: each is padded; micro-batches have examples of "
+        "similar lengths. packed: several share a row, without attention between them. padded: each is padded to --seq",
+        marks=RUN)
 
     batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN)
     steps: int | None = _option(None, "optimizer steps", shown="as --epochs says")
@@ -112,8 +113,8 @@ class Settings:
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = _option(
         "adamw", "adamw8bit keeps its states in 8 bits and needs bitsandbytes", marks=RUN)
     precision: Literal["auto", "bf16", "fp16", "fp32"] = _option(
-        "auto", "of the computation; master weights are always fp32. auto: bf16 if the GPU has it, else fp16; fp32 on "
-        "the CPU")
+        "auto", "dtype of the computation; master weights are always fp32. auto: bf16 if the GPU has it, else fp16; "
+        "fp32 on the CPU")
     residual: Literal["fp32", "16bit"] = _option(
         "fp32", "dtype of the residual stream under bf16 and fp16; 16bit halves the saved block inputs and follows "
         "the fp32 loss curve less closely", marks=RUN)
@@ -124,7 +125,7 @@ class Settings:
         "of the card", shown="none")
     ram_limit_bytes: int | None = _option(
         None, "hard cap of RAM, page-locked memory included; none: no cap", shown="none")
-    plan_only: bool = _option(False, "print the plan and both predicted peaks, train nothing")
+    plan_only: bool = _option(False, "print the plan, with the predicted peaks of GPU memory and RAM; train nothing")
     preview: int | None = _option(
         None, "print the first N examples, with the tokens that are trained on; train nothing", shown="none")
     verbose: bool = _option(False, "also print the plan's table: all memory by name, in each phase of the run")
@@ -140,8 +141,9 @@ class Settings:
         "auto", "activations to compute again in the backward pass: all, all except matrix products and attention, or "
         "none")
     states: Literal["auto", "resident", "streamed", "disk"] = _option(
-        "auto", "optimizer states on the GPU, or in RAM or on a disk and copied to the GPU for each update: the same "
-        "bits. disk: all of them; auto and streamed: in --states-folder only if RAM is too small")
+        "auto", "where optimizer states are: on the GPU (resident), in RAM (streamed), on a disk, or where the planner "
+        "puts them (auto); no bit of the result depends on it. disk: all of them in --states-folder. streamed and "
+        "auto: there only if RAM is too small")
     states_folder: str | None = _option(
         None, "a folder on a fast disk for optimizer states", "DIR", "none")
     disk_rate_bytes: int | None = _option(

@@ -171,8 +171,8 @@ class _LastProduct(LayerMode):
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns one entry for each block of `decoder`: the layer with its last matrix product, if a recomputation can
-    leave that product out. The entry is None if backward needs the product's values, or if the layer makes other
+    """Returns one entry for each block of `decoder`: the layer with the block's last matrix product, if a recomputation
+    can leave that product out. The entry is None if backward needs the product's values, or if the layer makes other
     products. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
     names: dict[tuple, str | None] = {}  # by kind of block
     layers = []

@@ -111,5 +111,6 @@ class CudaTransfers(Transfers):
 
 
 def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
-    """Returns the transfers to and from `device`. `concurrent`: whether updates have a CUDA stream to themselves."""
+    """Returns the object that copies tensors between RAM and `device`. `concurrent`: True to give updates a CUDA stream
+    to themselves. `host_buffer`: function that allocates page-locked RAM for copies from and to a disk."""
     return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

@@ -43,7 +43,7 @@ class Slot:
 
 
 class Window:
-    """Copies numbers that are stored elsewhere into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
+    """Copies numbers from RAM or a disk into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
     streams) of copies in and out. `user`: lane of the kernels that use the slots."""
 
     def __init__(

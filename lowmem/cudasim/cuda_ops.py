@@ -174,8 +174,8 @@ def _linear(input, weight, bias=None):
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Does not replace dropout in
-    place, which saves noise of the input's dtype. Source: native/Dropout.cpp (recent)."""
+    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Leaves dropout with
+    `inplace` to PyTorch; its mask has the input's dtype. Source: native/Dropout.cpp of recent versions."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]

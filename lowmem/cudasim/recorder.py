@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor` on the tape, None for an unknown storage."""
+        """Returns the number by which the tape knows the storage of `tensor`; None if it is not on the tape."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:

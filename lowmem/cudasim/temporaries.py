@@ -194,9 +194,9 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns the function in TEMPORARIES for a norm's backward. The norm has `weights` weight vectors: weight and
-    bias, or only weight. If there are more than 65,536 rows and too few columns for all multiprocessors, gradients of
-    these vectors are first summed over blocks of rows. Source: cuda/layer_norm_kernel.cu."""
+    """Returns the function for TEMPORARIES that gives the bytes of a norm's backward. The norm has `weights` vectors:
+    weight and bias, or only a weight. Their gradients are first summed over blocks of rows if there are more than
+    65,536 rows, and too few columns to keep all multiprocessors busy. Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)

@@ -104,7 +104,7 @@ class ArrayFolder:
 
 
 class ArrayWriter:
-    """Writes one file of an ArrayFolder."""
+    """Writes one array piece by piece into a file of `folder`, so that it is never whole in RAM."""
 
     def __init__(self, folder: ArrayFolder, name: str, dtype: np.dtype):
         self._folder, self._name, self.dtype = folder, name, np.dtype(dtype)

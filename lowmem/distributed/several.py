@@ -140,7 +140,8 @@ class SeveralRanks(Shares):
                 dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
 
     def _stored(self) -> list[Tensor]:
-        """Returns this rank's shares of all tensors, in the same order on all ranks."""
+        """Returns this rank's shares of all matrices' weights and optimizer states. The order is the same on all
+        ranks."""
         parts = (part for part in self._store.parts if part.is_matrices)
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 

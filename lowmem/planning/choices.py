@@ -65,8 +65,8 @@ def only(number: int) -> range:
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
-    """Returns the training step of these settings, to be simulated. Its layout must be replaced by those to be
-    compared."""
+    """Describes the training step of these settings for the simulation. Its layout is a placeholder for the layouts
+    that are compared."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,

@@ -222,6 +222,6 @@ class Columns:
         return self._estimates.setdefault(key, tuple(between))
 
     def simulated(self, column: Column) -> SimulatedStep:
-        """Returns the simulated step of the column's layout with the smallest `kept` (Layout.kept) and the fewest units
-        on the GPU."""
+        """Simulates the layout of the column that takes the least GPU memory: its blocks keep the least for backward,
+        and it has the fewest units on the GPU."""
         return self.simulations.record(column.layout(column.least_kept, column.fewest_on_gpu))

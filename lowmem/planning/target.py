@@ -38,7 +38,7 @@ class Question:
 
     @property
     def ram_limit_bytes(self) -> int | None:
-        """Returns the cap of RAM of all processes on this machine, None for no cap."""
+        """Returns the cap of the RAM that this run's processes on this machine take together, None for no cap."""
         limit = self.settings.ram_limit_bytes
         return None if limit is None else limit * self.ranks_here
 

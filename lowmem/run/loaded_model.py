@@ -92,7 +92,7 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns the training run's identity (identity.py), without the settings that your own loop chooses, such as
-        data, batch and learning rate."""
+        """Returns what a checkpoint and the run that resumes it must have in common, such as the model (identity.py).
+        Leaves out the settings that a loop of your own chooses, such as data, batch and learning rate."""
         identity = run_identity(self.settings, self.config, self.plan, 0, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

@@ -187,8 +187,8 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery for `step`, with the layouts of `plan`. It moves optimizer states to RAM only as far as
-    --ram-limit and the free RAM allow."""
+    """Returns the Recovery that lets `step` go on if the GPU runs out of memory. It changes to the smaller layouts of
+    `plan`, and moves optimizer states to RAM as far as --ram-limit and the free RAM allow."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]

@@ -98,8 +98,8 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Loads a row's logits at the places `word`, adds the bias and, if CAPPED, computes tanh(inner * z). Returns 0 at
-    places after the row's last word."""
+    """Loads the logits of a row for the token ids `word`, and adds the bias. If CAPPED, returns tanh(inner * logit),
+    which the caller multiplies by the cap. Returns 0 for ids from `words` on."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -180,7 +180,9 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Splits fp32 master weights like precision.split, and stores both halves, the working half as its bits."""
+    """Splits fp32 weights `master` into a 16-bit working half and the rest, as precision.split does. Stores both at the
+    offsets `place` where `there` is True. The working half is stored as an integer with the same bits. fp32 working
+    weights are stored whole."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
