@@ -62,8 +62,8 @@ class Ranks:
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
         """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: this
-        process's share of that tensor. Gets elements that other processes store from them, so `range_of` must be called
-        inside `on_first`."""
+        process's share of that tensor. The other processes send their elements while they wait in `on_first`, so call
+        this only inside `on_first`."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:
@@ -73,7 +73,7 @@ class Ranks:
 
     def on_all(self, work: Callable[[], Item]) -> Item:
         """Calls `work` in all processes, and returns this process's result. `work` must not communicate with other
-        processes. If it raises errors in some processes, raises the first of these processes' error in all."""
+        processes. If it fails in some processes, all processes raise the error of the one with the lowest rank."""
         return work()
 
     def agree_on(self, value) -> bool:

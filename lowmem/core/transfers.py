@@ -74,8 +74,9 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams. Each lane (queue of work) has a stream to itself, except HOST and COMPUTE. UPDATES has
-    one only if updates are `concurrent` with forward and backward. Concurrent updates must not allocate memory."""
+    """Copies on CUDA streams. Each lane (queue of work) has a stream to itself, except for two: COMPUTE is the current
+    stream, and HOST is the Python program. UPDATES is the current stream, too, unless updates are `concurrent` with
+    forward and backward. Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

@@ -31,8 +31,8 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation, which takes the host `host` seconds and the GPU `gpu` seconds. If `gpu`
-        is 0, no kernel is launched."""
+        """Returns the effect on both clocks of one operation, which takes the host `host` seconds and the GPU `gpu`
+        seconds. If `gpu` is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":

@@ -90,7 +90,7 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory a tape takes."""
+    """Holds how much GPU memory the allocations on a tape take, in the model of PyTorch's allocator."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int

@@ -73,8 +73,8 @@ class LongText:
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns at most `most` places at which the next window may begin, the latest first. `cut`: the end of the
-        window before it. All places are characters of self._text."""
+        """Returns at most `most` indices of characters in self._text at which the next window may begin, the latest
+        first. `cut`: the index at which the window before it ends."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]

@@ -43,9 +43,10 @@ class Column:
 
 
 class Columns:
-    """Computes memory and time of all layouts in a column from a few simulated steps. In all methods, `kept` is how
-    much blocks keep for backward (Layout.kept). `units_on_gpu` units (blocks, mostly) have their weights on the GPU if
-    weights may be in RAM, else their optimizer states."""
+    """Computes memory and time of many layouts from a few simulated steps. A column is the layouts that differ only in
+    two numbers: `kept`, how much blocks keep for backward (Layout.kept), and `units_on_gpu`. That is how many units
+    (blocks, mostly) have weights on the GPU, if weights may be in RAM. Otherwise it is how many have optimizer states
+    there."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
@@ -110,9 +111,9 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units that must have their states on a disk. Then RAM holds at most
-        `limit_bytes` of numbers that a step copies to the GPU. Returns None if no number is enough, or if this needs a
-        disk and the column has none."""
+        """Returns the smallest number of units whose optimizer states must be on a disk, so that all that a step copies
+        from RAM to the GPU takes at most `limit_bytes`. Returns None if no number is enough, or if the layouts of the
+        column may not use a disk and RAM is too small."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
-        """Returns bytes of RAM by name, in the phase that takes the most."""
+        """Returns {what takes RAM: bytes} in the phase of the training run that takes the most."""
         return largest(self.ram)
 
     @property

@@ -256,9 +256,9 @@ class ReplayedOperations:
         self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of the replayed call `known`, as new tensors without data. `base`: number on the tape of
-        the first storage of this replay. `arguments`: tensors that the call may return. `held`: whether a replayed
-        graph keeps the results until its backward."""
+        """Returns the results of the replayed call `known`, as new tensors without data. `base`: the number that the
+        tape gives to the first storage of this replay. `arguments`: the call's tensors, which it may return. `held`:
+        whether autograd would keep the results until the call's backward pass."""
         if not known.tensors:
             return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}
