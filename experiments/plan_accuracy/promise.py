@@ -74,7 +74,7 @@ def _in_mib(room_bytes: int, free: int) -> int:
     return math.ceil(smallest_cap(room_bytes, free) / MIB) * MIB
 
 
-def most_frugal(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
+def layouts_to_try(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
     """Returns the smallest layout, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
     layouts = fastest.smallest_layouts(choices_by_home(settings, simulations), simulations)
@@ -103,8 +103,8 @@ def run_cell(case: Case, device: torch.device) -> dict:
         return {"ok": False, "named_bytes": smallest, "completes": False, "why": "no plan under the cap that is named"}
     reserved = run(simulations.case(planned.layout), smallest)
     tried_bytes = int(room_under(refused, free) * LESS)
-    frugal = most_frugal(settings, simulations, tried_bytes)
-    cases = [simulations.case(layout) for layout in frugal]
+    tried = layouts_to_try(settings, simulations, tried_bytes)
+    cases = [simulations.case(layout) for layout in tried]
     # the margin has what segments that grow may map beyond the allocator's own cap, which is not taken off twice
     completed = [str(one.layout) for one in cases if run(one, tried_bytes + OVERSHOOT_BYTES) is not None]
     completes = reserved is not None and reserved <= smallest
@@ -113,8 +113,8 @@ def run_cell(case: Case, device: torch.device) -> dict:
         "precision": precision, "named_bytes": smallest, "layout": str(planned.layout),
         "states_on_gpu": planned.layout.states_on_gpu, "units": simulations.units,
         "completes": completes, "reserved_bytes": reserved,
-        "refused_bytes": refused, "tried_bytes": tried_bytes, "tried": len(frugal),
-        "least_allocated_bytes": simulations.allocated_bytes(frugal[0]),
+        "refused_bytes": refused, "tried_bytes": tried_bytes, "tried": len(tried),
+        "least_allocated_bytes": simulations.allocated_bytes(tried[0]),
         "completed_though_refused": completed,
         "completed_in_the_margin": run(cases[0], int(refused * LESS)) is not None,
     }  # fmt: skip

@@ -28,7 +28,7 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
         search = replace(search, failed=(*search.failed, (found, _too_much(simulations, found, room))))
     fitting = [
         Found(small.layout, simulations.record(small.layout), small.column)
-        for small in _smallest(by_home, simulations, room)
+        for small in _candidates(by_home, simulations, room)
         if within(small.ram_bytes, room.ram) and small.fits(simulations, room.gpu)
     ]
     return min(fitting, key=lambda found: found.seconds, default=None)
@@ -85,16 +85,18 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
     """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
     raises the RAM limit and keeps the GPU limit. Otherwise raises the GPU limit, and also the RAM limit if every layout
     exceeds it."""
-    candidates = _smallest(by_home, simulations, room)
+    candidates = _candidates(by_home, simulations, room)
     for small in sorted(candidates, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
         if small.layout.weights_on_gpu is None and small.fits(simulations, room.gpu):
             return Room(room.gpu, small.ram_bytes)
     in_ram = [small for small in candidates if within(small.ram_bytes, room.ram)]
     smallest: Room | None = None
-    for small in sorted(in_ram or candidates, key=lambda small: small.gpu_bytes):
-        if smallest is not None and small.gpu_bytes >= smallest.gpu:
+    for small in sorted(in_ram or candidates, key=lambda small: small.least_gpu_bytes):
+        if smallest is not None and small.least_gpu_bytes >= smallest.gpu:
             break
+        if smallest is not None and simulations.allocated_bytes(small.layout) >= smallest.gpu:
+            continue
         cap = simulations.smallest_cap_bytes(small.layout)
         if smallest is None or cap < smallest.gpu:
             smallest = Room(cap, small.ram_bytes)
@@ -103,35 +105,45 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
     """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
-    candidates = sorted(_smallest(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
+    candidates = sorted(_candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in candidates if small.fits(simulations, gpu)), None)
 
 
+def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
+    """Returns the layout that needs the least GPU memory, whatever RAM it needs."""
+    least: Layout | None = None
+    candidates = _candidates(by_home, simulations, Room(None, None))
+    for small in sorted(candidates, key=lambda small: small.least_gpu_bytes):
+        if least is not None and small.least_gpu_bytes >= simulations.allocated_bytes(least):
+            break
+        least = min(filter(None, (least, small.layout)), key=simulations.allocated_bytes)
+    return least
+
+
 def smallest_layouts(by_home: ByHome, simulations: Simulations) -> list[Layout]:
-    """Returns layouts that need little GPU memory, sorted by it, the smallest first. Their RAM is not limited."""
-    candidates = sorted(_smallest(by_home, simulations, Room(None, None)), key=lambda small: small.gpu_bytes)
-    return [small.layout for small in candidates]
+    """Returns candidates for the layout that needs the least GPU memory, whatever RAM they need."""
+    return [small.layout for small in _candidates(by_home, simulations, Room(None, None))]
 
 
 @dataclass(frozen=True)
-class _Small:
+class _Candidate:
     """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
     this column, because simulating each layout would take longer."""
 
     layout: Layout
     column: Column
-    gpu_bytes: int  # allocated
+    least_gpu_bytes: int  # It allocates as much or more: the slots may be smaller than those of the other layout.
     ram_bytes: int  # copied to the GPU when needed
 
     def fits(self, simulations: Simulations, limit_bytes: int | None) -> bool:
-        return within(self.gpu_bytes, limit_bytes) and simulations.fits(self.layout, limit_bytes)
+        return within(self.least_gpu_bytes, limit_bytes) and simulations.fits(self.layout, limit_bytes)
 
 
-def _smallest(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Small]:
+def _candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Candidate]:
     """Returns layouts with the smallest micro-batch and group that keep the least for backward, up to six in a column
     (columns.py). One has the fewest units on the GPU that RAM allows, one the most that its Choices allow. The others
     have the most that the GPU allows, or up to three fewer, because the allocator may need more."""
-    small, columns = [], Columns(simulations)
+    found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
     for choices in every:
@@ -146,10 +158,12 @@ def _smallest(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Sm
                 layout, ram_bytes = column.layout(column.least_kept, units), columns.streamed_bytes(column, units)
                 if choices.disk:
                     layout = replace(layout, states_on_disk=simulations.units)
-                    ram_bytes -= simulations.bytes_on_disk(layout)
+                    ram_bytes = simulations.record(layout).streamed_bytes
                 gpu_bytes = columns.allocated_bytes(column, column.least_kept, units)
-                small.append(_Small(layout, column, gpu_bytes, ram_bytes))
-    return small
+                if units != column.fewest_on_gpu:
+                    gpu_bytes -= simulations.slots_bytes
+                found.append(_Candidate(layout, column, gpu_bytes, ram_bytes))
+    return found
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:

@@ -186,7 +186,7 @@ class Search:
     def fitting(self, column: Column) -> list[int]:
         """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM.
         Tries the layouts whose blocks keep the least for backward."""
-        key = column, self._failed_in.get(column)
+        key = column, self.room, self._failed_in.get(column)
         if key not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[key] = [units for units in numbers if self._fits(column, column.least_kept, units)]

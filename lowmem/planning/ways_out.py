@@ -11,7 +11,7 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.planning.choices import choices_by_home
 from lowmem.planning.columns import within
-from lowmem.planning.fastest import least_ram, smallest_layouts
+from lowmem.planning.fastest import least_gpu, least_ram
 from lowmem.planning.search import Room
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
@@ -65,7 +65,7 @@ class WaysOut:
         by_home = choices_by_home(self.settings, self.simulations)
         exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
-            smallest = smallest_layouts(by_home, self.simulations)[0]
+            smallest = least_gpu(by_home, self.simulations)
             found = [self._shorter(smallest, None)]
         else:
             peak = self.simulations.allocated_bytes(exact)

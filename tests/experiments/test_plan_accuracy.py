@@ -124,15 +124,15 @@ def test_a_named_cap_that_is_not_the_smallest_is_found_out(simulations, monkeypa
     assert promise.caps(QUICK, simulations) == (named + 5 * MIB, refused)
 
 
-def test_every_frugal_layout_that_its_tensors_do_not_rule_out_is_run(simulations):
+def test_every_small_layout_that_its_tensors_do_not_rule_out_is_run(simulations):
     """Segments of other lengths than a plan's, too."""
     layouts = fastest.smallest_layouts(choices_by_home(TINY, simulations), simulations)
     sizes = sorted(simulations.allocated_bytes(layout) for layout in layouts)
-    (only,) = promise.most_frugal(TINY, simulations, 0)
+    (only,) = promise.layouts_to_try(TINY, simulations, 0)
     assert simulations.allocated_bytes(only) <= sizes[0]
-    everything = promise.most_frugal(TINY, simulations, 2**40)
+    everything = promise.layouts_to_try(TINY, simulations, 2**40)
     assert set(layouts) < set(everything)
-    some = promise.most_frugal(TINY, simulations, sizes[2])
+    some = promise.layouts_to_try(TINY, simulations, sizes[2])
     assert all(simulations.allocated_bytes(layout) <= sizes[2] for layout in some) and 3 <= len(some) < len(everything)
 
 
