@@ -15,7 +15,7 @@ from lowmem.errors import InputError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# A config holds the user's values, {field: value}, in two attributes.
+# Two attributes of a config. Each is {field: the user's value}.
 OWN = "own_switches"  # values that training overrides, and that the export has again
 LEFT_OUT = "left_out_switches"  # values that are not exported
 _NEEDED = {  # {field: values that training can have}

@@ -50,9 +50,9 @@ class Batch:
         labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 for tokens that
                         are not trained. For an encoder-decoder, its target, which may have another length
 
-        For an encoder-decoder, `decoder_start` is the id of the token that targets begin with, and `padding` is the id
-        that it reads where a label is -100; None: `decoder_start`. Raises InputError for other keys or shapes, and for
-        padding on the left.
+        An encoder-decoder reads its target shifted by one token, after the id `decoder_start`. If a label is -100, it
+        reads the id `padding` there; None: `decoder_start`. Raises InputError for other keys or shapes, and for padding
+        on the left.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}

@@ -55,6 +55,13 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
     assert max(found["RTX 5090 fp32, whole step"]) < 1.26  # it was 1.49
 
 
+def test_the_docs_say_how_many_steps_are_within_a_third():
+    trained = table.with_backward(table.ratios())
+    counts = f"{table.within_a_third(trained)} of {len(trained)} with a backward pass are within a third"
+    said = (Path(__file__).resolve().parents[2] / "docs/cuda-memory.md").read_text(encoding="utf-8")
+    assert f"{counts}, median {statistics.median(trained):.2f}" in said
+
+
 def test_peaks_of_others_are_predicted_no_worse_than_they_were():
     errors = [error for group in table.peak_errors().values() for error in group]
     assert (len(errors), table.within_a_percent(errors)) >= (87, 84)
