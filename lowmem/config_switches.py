@@ -84,8 +84,8 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns a config's `fields` as the user gave them, except for those that prevent loading. `fields` has the user's
-    values under the key OWN, and training's under their names."""
+    """Returns the fields of a config as the user gave them, from `fields` that went through `without_switches`. Leaves
+    out the fields with which transformers cannot load the model."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):

@@ -27,11 +27,11 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Marks a setting by what depends on its value: RUN for the bits of a training run, TOKENS for the tokens of a data
-    set. A setting may have both marks."""
+    """Marks a setting by what its value changes: RUN if it changes the trained weights, so that a resumed run must have
+    the same value, and TOKENS if it changes the tokens of a data set. A setting may have both marks."""
 
-    RUN = auto()  # the bits of a run; a resumed run must have the same value
-    TOKENS = auto()  # the tokens of a data set
+    RUN = auto()
+    TOKENS = auto()
 
 
 RUN, TOKENS = Mark

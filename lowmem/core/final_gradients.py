@@ -23,9 +23,10 @@ class FinalGradients:
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares for the gradients of one backward pass. `fate`: what happens to a gradient that is complete.
-        `norms_of`: function that returns the norms [pieces] of a part's gradient. `window`: copies gradients to RAM. If
-        `fate` is APPLIED, `updates` get gradients times `gradient_scale`, and `learning_rate`."""
+        """Prepares for the gradients of one backward pass. `store`: the model's parameters. `norms_of`: function that
+        returns the norms of a part's gradient, one for each piece of the part. `window`: copies gradients to RAM. If
+        `fate` is APPLIED, `updates` update each unit with this `learning_rate`. They multiply gradients by
+        `gradient_scale`."""
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # the first unit whose gradients are final

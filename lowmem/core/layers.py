@@ -147,9 +147,9 @@ class _Product(torch.autograd.Function):
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module` itself has matrices, its submodules have no parameters, and it is no embedding or
-    convolution. Such a module is the router of a mixture of experts, or has all its experts. A state-space layer is
-    neither: it has a matrix of decay rates, but also submodules with parameters."""
+    """Returns True if `module`, which is not a linear layer, is the router of a mixture of experts or has all its
+    experts. These modules have matrices themselves, no submodules with parameters, and are no embedding or convolution.
+    A state-space layer is neither: it has a matrix of decay rates, but also submodules with parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())

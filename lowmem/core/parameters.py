@@ -48,7 +48,7 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Holds the elements `start` to `stop` - 1 of one part (a unit's matrices or vectors), which are updated at once.
+    """Holds the elements `start` to `stop` - 1 of one part (a unit's matrices or vectors), which are updated together.
 
     `state`: {name: tensor} of the optimizer's state, and of the weights (key WORKING) if they are in RAM. An update
     copies these tensors to the device and back. `fetched_only`: {GRADIENT: the gradient's tensor in RAM} if gradients

@@ -74,9 +74,9 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams. Each lane (queue of work) has a stream to itself, except for two: COMPUTE is the current
-    stream, and HOST is the Python program. UPDATES is the current stream, too, unless updates are `concurrent` with
-    forward and backward. Concurrent updates must not allocate memory."""
+    """Copies on CUDA streams. A lane is a queue of work. HOST is what the Python program does itself, COMPUTE is the
+    current stream, and each other lane has its own stream. UPDATES is the current stream, too, unless updates are
+    `concurrent` with forward and backward. Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

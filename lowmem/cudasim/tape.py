@@ -94,9 +94,9 @@ class Memory:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    wanted_peak_bytes: int  # see CachingAllocator
+    wanted_peak_bytes: int  # any cap of at least this many bytes gives the same replay; see CachingAllocator
     timeline: list[tuple[float, int, int]]  # for each chunk (seconds, most bytes allocated, most bytes reserved)
-    to_peak: Tape = field(repr=False)  # the tape up to the peak of allocated bytes
+    to_peak: Tape = field(repr=False)  # the part of the replayed tape before the peak of allocated bytes
 
     @cached_property
     def at_peak(self) -> dict[str, int]:

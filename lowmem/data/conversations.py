@@ -161,8 +161,8 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value that `message` has under the key `name` or under its synonym `other`. Removes `other` from
-    `message`. Raises InputError if both keys have values that differ."""
+    """Returns the value that `message` has under the key `name` or under its synonym `other`, or None. Removes `other`
+    from `message`. Raises InputError, whose message begins with `place`, if both keys have values that differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")

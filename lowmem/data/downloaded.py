@@ -153,9 +153,9 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if the names of `files` are enough to recognize a data set with splits. `splits`, {split: files},
-    must have a training split and a split of another kind. If the files are .txt, each of them must also be in a
-    split."""
+    """Returns True if `splits`, {split: files}, are certainly those of a data set, because they have a training split
+    and one for validation or testing. If `files` are .txt, each of them must be in a split, too. `splits` were
+    recognized by the names of `files`."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

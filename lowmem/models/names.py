@@ -36,7 +36,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 @dataclass
 class _Fit:
     """Holds one way to match the names in the files of weights with the model's parameters: `prefix` is removed from
-    them, then `target` maps them to parameters. The other fields list names that do not fit."""
+    them, then `target` maps them to parameters. The other fields list the names that this leaves over."""
 
     prefix: str  # removed from the names in the files
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: name of the parameter}

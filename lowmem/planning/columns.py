@@ -111,9 +111,9 @@ class Columns:
         return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units whose optimizer states must be on a disk, so that all that a step copies
-        from RAM to the GPU takes at most `limit_bytes`. Returns None if no number is enough, or if the layouts of the
-        column may not use a disk and RAM is too small."""
+        """Returns the smallest number of units whose optimizer states must be on a disk, so that the rest of what a
+        step copies to the GPU fits in `limit_bytes` of RAM (None: no limit). Returns None if it does not fit with any
+        number that the column allows. A column may allow no disk at all."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -223,6 +223,6 @@ class Columns:
         return self._estimates.setdefault(key, tuple(between))
 
     def simulated(self, column: Column) -> SimulatedStep:
-        """Simulates the layout of the column that takes the least GPU memory: its blocks keep the least for backward,
-        and it has the fewest units on the GPU."""
+        """Simulates one layout of `column`, the one that takes the least GPU memory: with the smallest `kept` and the
+        fewest units on the GPU."""
         return self.simulations.record(column.layout(column.least_kept, column.fewest_on_gpu))

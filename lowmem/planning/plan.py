@@ -26,11 +26,12 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a layout and the figures predicted for one process. On the CPU the card and all GPU figures are None."""
+    """Holds a layout and the figures predicted for it. If several ranks train together, bytes and seconds are those of
+    one rank. On the CPU the card and all GPU figures are None."""
 
     settings: Settings
-    parameters: int
-    units: int
+    parameters: int  # of the model
+    units: int  # the embeddings, each block, and the final norm
     blocks: int
     precision: str
     card: Card | None
@@ -41,8 +42,8 @@ class Plan:
     gpu_breakdown: dict[str, int]
     ram: Ram  # bytes by phase of the training run and by name
     step_seconds: float | None
-    waiting_seconds: float | None
-    timeline: list[tuple[float, int, int]] = field(repr=False)
+    waiting_seconds: float | None  # of a step, in which the GPU waits for copies
+    timeline: list[tuple[float, int, int]] = field(repr=False)  # (second of a step, bytes allocated, bytes reserved)
     fused_kernels: bool = False  # whether they are expected to run
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces; None: it did
     faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM

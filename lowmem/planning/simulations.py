@@ -129,8 +129,9 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes under this cap or under a smaller one, as far as a few tries show. Also
-        returns True if it reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
+        """Returns True if the layout completes under a cap of `limit_bytes` (None: no cap) or under a smaller cap, for
+        the allocator may fail under the larger one alone. A few smaller caps are tried. Also returns True if the layout
+        reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:

@@ -89,11 +89,13 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. The plan's `settings`
-    are those of all ranks. `on_this_machine`: number of ranks on a machine. `make`: function that makes a Plan from a
-    Question. `micro_batch`: the checkpoint's, None for a new run. A resumed run needs the same micro-batch for the same
-    bits, and a new plan might choose another. Raises PlanError if no mesh fits. Its message names the GPU memory of one
-    rank, and the RAM of all ranks on a machine. If too little RAM is free, tries no other mesh."""
+    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. In the plan's
+    `settings`, the batch and the RAM limit are those of all ranks together. `on_this_machine`: number of ranks on a
+    machine. `make`: function that makes a Plan from a Question. `micro_batch`: the checkpoint's, None for a new run. A
+    resumed run needs the same micro-batch for the same bits, and a new plan might choose another.
+
+    Raises PlanError if no mesh fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a
+    machine. Raises it at the first mesh if a plan fits under the caps and the machine has less RAM free than that."""
     for mesh in possible[:-1]:
         try:
             return _plan_of(question, mesh, on_this_machine, make, micro_batch)
