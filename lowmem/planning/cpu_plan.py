@@ -74,7 +74,9 @@ class _Case:
         return [replace(layout, fate=fate, group=whole)]
 
     def on_disk(self, layout: Layout, units: int) -> Layout:
-        return replace(layout, states_on_gpu=self.simulations.units - units, states_on_disk=units)
+        """Returns `layout` with the states of this number of units on the disk."""
+        resident = self.simulations.units - units if layout.weights_on_gpu is None else 0
+        return replace(layout, states_on_gpu=resident, states_on_disk=units)
 
 
 def cpu_plan(question: Question, ways_out: bool = True) -> Plan:

@@ -767,6 +767,16 @@ def test_a_refusal_with_a_folder_names_caps_that_do_fit_with_it():
     assert plan_for(**case, **named).ram_bytes <= named["ram_limit_bytes"]
 
 
+def test_on_the_cpu_some_states_are_on_the_disk_if_weights_are_streamed():
+    """Seen to fail with a ValueError: the other units' states were to stay resident without their weights."""
+    case = {"config": DEEP, "weights": "streamed", "micro_batch": 2, "states_folder": "/fast"}
+    roomy, least = (plan_for("cpu", "fp32", **case, **more) for more in ({}, {"states": "disk"}))
+    cap = (roomy.ram_bytes + least.ram_bytes) // 2
+    plan = plan_for("cpu", "fp32", **case, ram_limit_bytes=cap)
+    assert plan.ram_bytes <= cap and 0 < plan.layout.states_on_disk < plan.units
+    assert plan.layout.weights_on_gpu == 1 and plan.layout.states_on_gpu == 0
+
+
 def test_on_the_cpu_too_states_are_on_the_disk_where_ram_has_no_room_or_is_not_free():
     roomy = plan_for("cpu", "fp32", config=DEEP, recompute="on", micro_batch=2)
     states = roomy.ram_breakdown["resident_states"]
