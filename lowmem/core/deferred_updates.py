@@ -29,23 +29,25 @@ class Updates:
     all units.
 
     `units`: number of units. `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1.
-    `units_done`: number of units that this pass has updated; equal to `units` if no update is pending.
+    `halfway`: True while backward makes updates, so that the step cannot be repeated.
     """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
         self._updated = None  # event of the last update, for which later kernels wait
         self.hyper = hyper
-        self.units, self.units_done = units, units
+        self.units = units
         self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # Index of the next piece in the pass.
         self._torn = False  # True if an error or Ctrl-C ended the update of a piece; it may be half made.
-        self.downwards = False  # True if the pass goes from the last unit to the first, in an unfinished step.
+        self._downwards = False  # True if the pass goes from the last unit to the first.
+        self.halfway = False
 
     @property
     def waiting(self) -> bool:
-        return self.units_done < self.units
+        """Returns True if updates of the pass are pending."""
+        return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
         """Begins a pass of updates, which `run_until` applies. They multiply all gradients by `gradient_scale`. The
@@ -56,14 +58,13 @@ class Updates:
         )
         pieces = self._store.pieces
         self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
-        self._next, self.downwards = 0, downwards
+        self._next, self._downwards, self.halfway = 0, downwards, downwards
         self.states.begin(self._pieces)
-        self.units_done = 0
         self._wait_for_gradients()
 
     def refuse_halfway(self) -> None:
         """Raises UpdateInterrupted if a step failed while it was applying updates during backward."""
-        if self.downwards:
+        if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
@@ -71,17 +72,18 @@ class Updates:
         launched later wait for these updates. If memory runs out, the next call continues."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
-        if self.units_done >= units:
+        if not self._due(units):
             return
         if not self.states.fits:
             self.move_states(self._store.states_on_gpu)
-        if self.downwards:  # their gradients are newer than `begin`
+        if self._downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
         try:
-            while self.units_done < units:
-                self._go_on()
+            while self._due(units):
+                self._update_next()
         finally:  # kernels launched later may read the weights and use the memory that the updates freed
             self._transfers.wait(Lane.COMPUTE, self._updated)
+        self.states.fetch_ahead()
 
     def flush(self) -> None:
         """Applies all pending updates. Returns when every optimizer state is back where it is stored."""
@@ -101,20 +103,19 @@ class Updates:
             self.states.begin(self._pieces[self._next :])
         return locked
 
+    def _due(self, units: int) -> bool:
+        """Returns True if the next piece of the pass belongs to one of its first `units` units."""
+        if not self.waiting:
+            return False
+        unit = self._pieces[self._next].part.unit
+        return (self.units - 1 - unit if self._downwards else unit) < units
+
     @torch.no_grad()
-    def _go_on(self) -> None:
-        """Updates the next piece (a range of a unit's elements), or sets `units_done` at the end of a unit. After the
-        last piece of a part (a unit's matrices or vectors), frees that part's gradient."""
-        if self._next == len(self._pieces):
-            self.units_done = self.units
-            return
+    def _update_next(self) -> None:
+        """Updates the next piece (a range of a unit's elements). After the last piece of a part (a unit's matrices or
+        vectors), frees that part's gradient."""
         piece = self._pieces[self._next]
-        part = piece.part
-        state = self.states.take(piece)
-        before = self.units - 1 - part.unit if self.downwards else part.unit
-        if before > self.units_done:  # units without parameters have nothing to update
-            self.units_done = before
-            return
+        part, state = piece.part, self.states.take(piece)
         self._torn = True
         if part.has_gradient:  # else this step has used none of its parameters
             with self._transfers.updating():

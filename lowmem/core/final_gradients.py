@@ -78,5 +78,5 @@ class FinalGradients:
         norm = self._store.ranks.norm([(part, self._norms[id(part)]) for part in parts])
         self._norms = {}
         if self.fate is Fate.APPLIED:
-            self._updates.downwards = False  # the step is made; until here memory may run out halfway
+            self._updates.halfway = False  # the step is made
         return norm

@@ -300,7 +300,7 @@ class TrainingStep:
     @property
     def halfway(self) -> bool:
         """Returns True if the current step may have updated units (such as blocks), so that it cannot be repeated."""
-        return self._updates.downwards
+        return self._updates.halfway
 
     def change_layout(self, layout: Layout) -> bool:
         """Uses `layout` from now on. May move optimizer states from the device into RAM, but never back. Returns False

@@ -151,14 +151,18 @@ class StateWindow:
         """Returns the optimizer state of `piece` on the device, for kernels of the lane UPDATES. `piece` must be the
         next one of the pass. Also queues copies of the following pieces' states. A second call before `give_back`
         returns the same state."""
-        while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
-            self._fetch(self._streamed[self._fetched])
-            self._fetched += 1
+        self.fetch_ahead()
         if not piece.streamed:
             return piece.state
         slot = self._slot(self._used)
         self._window.use(slot)
         return slot.inside
+
+    def fetch_ahead(self) -> None:
+        """Queues copies of the states of the next AHEAD + 1 pieces of the pass, unless that is done already."""
+        while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
+            self._fetch(self._streamed[self._fetched])
+            self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
         """Starts to copy the updated state of `piece`, which was taken last, back to where it is stored."""

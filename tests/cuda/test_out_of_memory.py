@@ -233,14 +233,14 @@ def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
     truth = plain(TINY, case)
     with training(TINY, CUDA, case) as (step, _, _):
         results = [step(batches[0], 0, 1e-3)]
-        go_on, passes = step._updates._go_on, iter(range(10_000))
+        update_next, passes = step._updates._update_next, iter(range(10_000))
 
         def moving() -> None:
-            go_on()
+            update_next()
             if next(passes) == 3:
                 assert step._updates.waiting and step._updates.move_states(1)
 
-        step._updates._go_on = moving
+        step._updates._update_next = moving
         results.append(step(batches[1], 1, 1e-3))
         assert step.store.states_on_gpu == 1 and any(slot.tensors for slot in step.states._window.slots)
         assert outcome(step, results).differences(truth) == []

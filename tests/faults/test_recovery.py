@@ -79,7 +79,7 @@ class RunsOut(TorchDispatchMode):
 
     def __enter__(self):
         self._patch = pytest.MonkeyPatch()
-        self._watch(Updates, "_go_on", "in_update")
+        self._watch(Updates, "_update_next", "in_update")
         self._watch(TrainingStep, "change_layout", "in_relief")
         return super().__enter__()
 

@@ -69,18 +69,18 @@ RELEASE_GRADIENTS = "        self._window.release(0, Lane.STATES_IN)\n"
 # Of deferred_updates.py
 WAIT_FOR_GRADIENTS = "        self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))\n"
 BEGIN = """\
-        self.units_done = 0
+        self.states.begin(self._pieces)
         self._wait_for_gradients()
 """
 DOWNWARDS = """\
-        if self.downwards:  # their gradients are newer than `begin`
+        if self._downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
 """
 HOLD = "            self._transfers.wait(Lane.COMPUTE, self._updated)\n"
 RUN = """\
         try:
-            while self.units_done < units:
-                self._go_on()
+            while self._due(units):
+                self._update_next()
         finally:  # kernels launched later may read the weights and use the memory that the updates freed
 """
 MARK_UPDATED = "            self._updated = self._transfers.mark(Lane.UPDATES)\n"
@@ -231,10 +231,11 @@ UPDATES = [
     _updates("what computes does not wait for updates", HOLD, "            pass\n"),
     _updates("what computes waits for states, not for updates", HOLD,
         HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)")),
-    _updates("updates are made ready without a wait for what computes", BEGIN, "        self.units_done = 0\n"),
+    _updates("updates are made ready without a wait for what computes", BEGIN,
+        "        self.states.begin(self._pieces)\n"),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
-    _updates("updates in backward wait for the first gradients alone", "        if self.downwards:  # their",
-        "        if self.downwards and self.units_done == 0:  # their"),
+    _updates("updates in backward wait for the first gradients alone", "        if self._downwards:  # their",
+        "        if self._downwards and self._next == 0:  # their"),
     _updates("what computes is held before updates, not after", RUN + HOLD,
         RUN.replace("            while", HOLD + "            while") + "            pass\n"),
     _updates("updates are not launched as updates", "            with self._transfers.updating():\n",
