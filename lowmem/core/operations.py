@@ -4,7 +4,7 @@ The planner replaces the class Operations by `ReplayedOperations` (planning/repl
 executes each operation only once for each shape of its arguments.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -52,12 +52,6 @@ class Operations:
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
-
-    def composed(self, run: Callable[[], Result], kind: str, *shapes: Hashable, name: str = "other") -> Result:
-        """Returns `run()`. In a simulation (planning/replay.py), calls `run` once for each `kind` and `shapes`, and
-        then repeats the allocations that were recorded. So the allocations of `run` may depend only on `kind`,
-        `shapes`, and on which parts have gradients. `name`: the simulation's name for these allocations."""
-        return run()
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""

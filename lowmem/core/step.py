@@ -20,7 +20,6 @@ Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -154,25 +153,17 @@ class TrainingStep:
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
-            group = work.group(places)
-            run = partial(self._group, group, gradients)
-            copies = self._updates.waiting or self._weights.fetches or self.layout.boundaries_in_ram
-            if gradients.fate is Fate.HELD and not copies:
-                key = "group", *(each.input_ids.shape for each in group.micro_batches), *self.segments
-                of_group = self.operations.composed(run, *key, name="group")
-            else:
-                of_group = run()
+            of_group = self._group(work.group(places), gradients)
             losses += of_group[0]
             input_gradients += of_group[1]
             del of_group  # else it would keep gradients that have been used
         if self._decoder.shared:
-            self.operations.composed(self._accumulation.join, "join")
+            self._accumulation.join()
         for index, micro_batch in enumerate(work.micro_batches):
             self.operations.embed_backward(micro_batch, work.dropouts[index], input_gradients[index])
             input_gradients[index] = None
         loss = self.store.ranks.total(torch.stack(losses).double().sum().item() if losses else 0.0)
-        held = gradients.fate is Fate.HELD and self.store.ranks.count == 1  # else `end` frees gradients
-        return loss, self.operations.composed(gradients.end, "norm") if held else gradients.end()
+        return loss, gradients.end()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         """Runs `work`, one group of micro-batches, forward and backward. Returns two lists with one entry per

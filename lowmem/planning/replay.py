@@ -89,8 +89,10 @@ class ReplayedOperations:
     def begin(self) -> None:
         """Does nothing. Operations.begin looks for changes of the model, and a simulation makes none."""
 
-    def composed(self, run: Callable, kind: str, *shapes, name: str = "other"):
-        return self._once((kind, *shapes), name, run, self._operations.store.parts)
+    def group(self, run: Callable, *key):
+        """Returns `run()`, which runs a group of micro-batches forward and backward. Executes it once for each `key`
+        and set of parts that have gradients."""
+        return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def _run(self, operation: Callable, *arguments):
         """Calls `operation`, which runs the model's own code, with the device's functions (`functions`) in place of

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowmem.core import optimizers
-from lowmem.core.batch import LEAST_POSITIONS, Batch
+from lowmem.core.batch import LEAST_POSITIONS, Batch, Work
 from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import FinalGradients
 from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
@@ -107,6 +107,17 @@ def cpu_target() -> Target:
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
+class _ReplayedStep(TrainingStep):
+    """Replays whole groups of micro-batches in a simulation."""
+
+    def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
+        run = partial(super()._group, work, gradients)
+        copies = self._updates.waiting or self._weights.fetches or self.layout.boundaries_in_ram
+        if gradients.fate is not Fate.HELD or copies:  # then groups differ
+            return run()
+        return self.operations.group(run, *(each.input_ids.shape for each in work.micro_batches), *self.segments)
+
+
 @dataclass(frozen=True)
 class StepCase:
     """Holds a training step to be simulated: sizes in tokens (`seq`) and sequences (`batch`), layout, optimizer, and so
@@ -190,7 +201,7 @@ def record_step(
                 recorder.clock, target.copies, target.copies, host_buffer=store.host_buffer,
                 concurrent=target.fused_kernels and case.optimizer.any_stream, disk_bytes_per_second=target.disk,
             )  # fmt: skip
-        step = TrainingStep(
+        step = _ReplayedStep(
             decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,
             loss_scale=LossScale(enabled=case.dtype is torch.float16), operations=operations, transfers=copies,
         )  # fmt: skip
