@@ -36,7 +36,8 @@ class Layout:
     kept: int = 0
     states_on_gpu: int = 0  # number of units, from unit 0 on, whose states are on the GPU; other states are streamed
     states_on_disk: int = 0  # number of units with streamed states that have their matrices' states on a disk
-    weights_on_gpu: int | None = None  # units, from 0 on, with weights on the GPU (the last always has); None: all
+    # number of units, from unit 0 on, with weights on the GPU; the first (embeddings) and last always have. None: all
+    weights_on_gpu: int | None = None
     boundaries_in_ram: bool = False  # whether the inputs of segments are in RAM until backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED: no update may need the norm
     gathered: int = 0  # number of last blocks that keep their gathered weights until backward; others gather twice

@@ -48,7 +48,8 @@ class Ranks:
     def summed(self, parts: Sequence, now: bool) -> Sequence:
         """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
         add to these gradients any more. Returns parts whose sums are ready, also those of earlier calls, each part
-        once. If `now`, waits for all sums, and returns all parts that no call has returned yet."""
+        once, and no parts without a gradient. If `now`, waits for all sums, and returns all parts that were not
+        returned yet."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:

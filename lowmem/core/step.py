@@ -124,7 +124,7 @@ class TrainingStep:
             if gradients.fate is Fate.DROPPED:
                 gradients = self._final_gradients(Fate.APPLIED, factor, learning_rate)
                 self._forward_and_backward(work, gradients)
-            if gradients.fate is not Fate.APPLIED:  # also in a second pass, if its loss is not finite
+            if gradients.fate is not Fate.APPLIED:  # also if APPLIED became HELD, because the loss is infinite
                 self._updates.begin(factor, learning_rate, downwards=False)
         else:
             for part in self.store.parts:

@@ -142,14 +142,19 @@ class Columns:
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
-        for units, sign in ((units_on_gpu, 1), (recorded, -1)) if units_on_gpu != recorded else ():
-            slots = self.simulations.slots_bytes if units == self.simulations.units else 0
-            size += sign * (self._bytes_on_gpu(column, units) - slots)
-        return size
+        if units_on_gpu == recorded:
+            return size
+        return size + self._added_bytes(column, units_on_gpu) - self._added_bytes(column, recorded)
 
     def known_kept(self, column: Column) -> list[int]:
         """Returns each `kept` (Layout.kept) for which `allocated_bytes` needs no further simulation."""
         return sorted(self._recorded.get(column, ()))
+
+    def _added_bytes(self, column: Column, units: int) -> int:
+        """Returns the bytes that the first `units` units add to the peak. If all units are on the GPU, the slots for
+        streamed states are not needed."""
+        slots = self.simulations.slots_bytes if units == self.simulations.units else 0
+        return self._bytes_on_gpu(column, units) - slots
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
         """Returns the bytes that the first `units` units add on the GPU, compared with the column's smallest number of

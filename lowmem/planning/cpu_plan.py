@@ -46,10 +46,9 @@ class _Case:
         drawn_bytes = simulations.largest_drawn_bytes(self.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
         return Plan(
-            self.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision, None,
-            layout, self.settings.gpu_limit_bytes, None, None, {}, ram, None, None, [],
-            checkpoint_bytes=simulated.checkpoint_bytes, disk_state_bytes=sum(simulated.disk_bytes),
-            sent_bytes=simulated.sent_bytes,
+            self.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision, layout,
+            ram, gpu_limit_bytes=self.settings.gpu_limit_bytes, checkpoint_bytes=simulated.checkpoint_bytes,
+            disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:

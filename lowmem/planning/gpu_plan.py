@@ -77,9 +77,10 @@ class _Case:
         ]
         return Plan(
             question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
-            question.card, found.layout, self.gpu_limit, memory.allocated_peak_bytes, memory.reserved_peak_bytes,
-            memory.at_peak, self.ram(simulations, simulated.in_ram), simulated.seconds, simulated.waiting_seconds,
-            second_step, simulations.target.fused_kernels, checkpoint_bytes=simulated.checkpoint_bytes,
+            found.layout, self.ram(simulations, simulated.in_ram), question.card, self.gpu_limit,
+            memory.allocated_peak_bytes, memory.reserved_peak_bytes, memory.at_peak,
+            step_seconds=simulated.seconds, waiting_seconds=simulated.waiting_seconds, timeline=second_step,
+            fused_kernels=simulations.target.fused_kernels, checkpoint_bytes=simulated.checkpoint_bytes,
             disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes, allocator_bytes=smaller_cap,
         )  # fmt: skip
 

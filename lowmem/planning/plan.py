@@ -34,16 +34,17 @@ class Plan:
     units: int  # the embeddings, each block, and the final norm
     blocks: int
     precision: str
-    card: Card | None
     layout: Layout
-    gpu_limit_bytes: int | None
-    gpu_allocated_peak_bytes: int | None
-    gpu_reserved_peak_bytes: int | None
-    gpu_breakdown: dict[str, int]
     ram: Ram  # bytes by phase of the training run and by name
-    step_seconds: float | None
-    waiting_seconds: float | None  # of a step, in which the GPU waits for copies
-    timeline: list[tuple[float, int, int]] = field(repr=False)  # (second of a step, bytes allocated, bytes reserved)
+    card: Card | None = None
+    gpu_limit_bytes: int | None = None
+    gpu_allocated_peak_bytes: int | None = None
+    gpu_reserved_peak_bytes: int | None = None
+    gpu_breakdown: dict[str, int] = field(default_factory=dict)
+    step_seconds: float | None = None
+    waiting_seconds: float | None = None  # of a step, in which the GPU waits for copies
+    # (second of a step, bytes allocated, bytes reserved)
+    timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     fused_kernels: bool = False  # whether they are expected to run
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces; None: it did
     faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM

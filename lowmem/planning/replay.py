@@ -27,11 +27,6 @@ from lowmem.cudasim.recorder import Recorder, Region
 META = torch.device("meta")
 
 
-class _ReplayedGraph(int):
-    """Takes the place of a segment's autograd graph (SavedSegment.output) after a replayed forward pass, which makes no
-    graph. The int is the number on the tape of the first storage that this replay allocated."""
-
-
 @dataclass(frozen=True)
 class _Place:
     """Describes a tensor that an executed call returned: which storage it views, and how."""
@@ -69,7 +64,8 @@ class ReplayedOperations:
         self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
         decoder = operations.decoder
         self._tables: list[Tensor] = []
-        self._forwards: dict[int, Region] = {}  # executed forward passes that wait for their backward
+        # Forward passes that wait for their backward: an executed one's region, a replayed one's first storage.
+        self._forwards: dict[int, Region | int] = {}
         self._parts: list[list[Part]] = [[] for _ in decoder.units]
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
@@ -148,7 +144,9 @@ class ReplayedOperations:
             base = self._recorder.replay(known.region)
             output = self._results(known, base, held=segment.keep == ALL)  # the graph of ALL holds it
             with self._recorder.paused():
-                return output, SavedSegment(hidden.detach(), output=_ReplayedGraph(base))
+                saved = SavedSegment(hidden.detach())
+            self._forwards[id(saved)] = base
+            return output, saved
         with self._recorder.region("live_blocks") as region:
             output, saved = self._run(run, segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
@@ -160,11 +158,10 @@ class ReplayedOperations:
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
         run = self._operations.segment_backward
-        replayed = saved.output if isinstance(saved.output, _ReplayedGraph) else None
         return self._once(
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
             lambda: self._run(run, segment, saved, extras, dropout, gradient),
-            self._parts_of(segment), forward=self._forwards.pop(id(saved), replayed),
+            self._parts_of(segment), forward=self._forwards.pop(id(saved), None),
             renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
         )  # fmt: skip
 
@@ -208,7 +205,7 @@ class ReplayedOperations:
 
     def _once(
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
-        arguments: Sequence[Tensor] = (), forward: Region | _ReplayedGraph | None = None,
+        arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
         """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
 

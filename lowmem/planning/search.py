@@ -2,7 +2,7 @@
 
     for each Choices:                      in the order of choices.py
         for micro_batch:                   from the smallest on, until nothing fits
-            for group:                     from the smallest on, as long as a larger one is faster
+            for group:                     from the smallest on, as long as copies are waited for and that is faster
                 for segment_blocks:        from the shortest on, as long as a longer one is faster
                     bisect units_on_gpu:   until no copies are waited for
                         bisect `kept`:     the most that blocks can keep for backward

@@ -1,6 +1,6 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-ask         settings, device and the model's config      ->  the planner's question
+ask         settings, with which it finds device, config ->  the planner's question
 plan_here   the question and this machine's free memory  ->  the plan
 build       the plan                                     ->  decoder, store and step
 prepare     all of these, run folder, data, checkpoints  ->  Session

@@ -107,10 +107,9 @@ def plan_of_ranks(
 
 def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callable, micro_batch: int | None) -> Plan:
     mesh = replace(mesh, network=question.settings.network_rate_bytes)
-    share = of_one_rank(question, mesh, on_this_machine, micro_batch)
+    plan = make(of_one_rank(question, mesh, on_this_machine, micro_batch))
     if mesh.count == 1:
-        return make(share)
-    plan = make(share)
+        return plan
     whole = {name: getattr(question.settings, name) for name in ("batch", "micro_batch", "weights", "ram_limit_bytes")}
     return replace(
         plan, settings=replace(plan.settings, **whole), checkpoint_bytes=plan.checkpoint_bytes * mesh.sharing,

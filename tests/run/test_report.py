@@ -88,9 +88,7 @@ SHARED = {
 
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
-    plan = Plan(
-        settings, 3_000, 3, 1, precision, None, Layout(micro_batch, states_on_gpu=3), None, 1, 1, {}, {}, 1.0, 0.0, [],
-    )  # fmt: skip
+    plan = Plan(settings, 3_000, 3, 1, precision, Layout(micro_batch, states_on_gpu=3), {})
     return run_identity(settings, GPT2Config(), plan, steps, data)
 
 
