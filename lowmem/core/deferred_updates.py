@@ -124,7 +124,7 @@ class Updates:
                 except torch.OutOfMemoryError:  # nothing was changed
                     self._torn = False
                     raise
-                part.updates += 1
+                part.version += 1
             self._updated = self._transfers.mark(Lane.UPDATES)
         self.states.give_back(piece)
         self._next += 1

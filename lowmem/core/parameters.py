@@ -72,7 +72,7 @@ class Part:
     """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
     `gradient` [n] fp32 or None.
 
-    `unit`: number of the unit; 0 is the embeddings. `updates`: how many updates of pieces have been made.
+    `unit`: number of the unit; 0 is the embeddings. `version`: changes with each change of its weights.
     `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_left`: whether it waits there
     now. `elements`: number of elements of all parameters, with padding. If several `ranks` store a model together, n is
     the size of one rank's share. Then `gradient` has n elements for each of these ranks, until it is summed over the
@@ -86,7 +86,7 @@ class Part:
         self.unit, self.is_matrices, self.optimizer, self._device = unit[0], is_matrices, optimizer, homes.device
         self.name = f"{unit[1].name} {'matrices' if is_matrices else 'vectors'}"
         self.streamed, self.on_disk = homes.states is not homes.device, homes.on_disk
-        self.weights_streamed, self.updates = homes.weights is not homes.device, 0
+        self.weights_streamed, self.version = homes.weights is not homes.device, 0
         self.ranks = ranks if is_matrices else Ranks()
         self.weights_elsewhere = self.weights_streamed or self.ranks.sharing > 1
         # One NaN: the value of all parameters while their weights are not on the device.

@@ -93,7 +93,7 @@ class WeightWindow:
 
     def _content_of(self, blocks: range) -> tuple:
         """Returns a key for the weights of these blocks: which blocks, and the number of updates of each."""
-        return blocks, *(part.updates for part in self._parts_of(blocks))
+        return blocks, *(part.version for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
         """Returns (part, view of `slot` for its weights) for each part of `blocks` whose weights are in RAM. A part is

@@ -34,20 +34,20 @@ class Gatherer:
 
     def __init__(self, part: Part):
         self._part = part
-        self._updates: int | None = None  # `updates` of the part when it was gathered; None if it is not
+        self._version: int | None = None  # `version` of the part when it was gathered; None if it is not
         self._coming: object | None = None  # handle from `_gather`, until the weights have arrived
 
     @property
     def is_here(self) -> bool:
         """Returns True if the weights have arrived and have not been updated since."""
-        return self._updates == self._part.updates and self._coming is None
+        return self._version == self._part.version and self._coming is None
 
     def start(self) -> None:
         """Starts to gather the weights from all ranks, and returns at once. Does nothing if this rank has the newest
         weights, or is gathering them already."""
-        if self._updates != self._part.updates:
+        if self._version != self._part.version:
             self.let_go()
-            self._coming, self._updates = self._gather(), self._part.updates
+            self._coming, self._version = self._gather(), self._part.version
 
     def wait(self) -> None:
         """Makes kernels launched from now on wait until the weights have arrived."""
@@ -57,10 +57,10 @@ class Gatherer:
 
     def let_go(self) -> None:
         """Frees the memory of the gathered weights."""
-        if self._updates is not None:
+        if self._version is not None:
             self.wait()
             self._free()
-            self._updates = None
+            self._version = None
 
 
 class GatheredWeights:

@@ -208,7 +208,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
                         chunk.copy_(host)
                     drop_pages(chunk)
                 _skip(fill, (entries - before - here) * tensor.itemsize)
-        part.updates += 1  # so that no window uses weights that it copied before
+        part.version += 1  # so that no window uses weights that it copied before
     return state | {"metrics": metrics}
 
 

@@ -91,7 +91,7 @@ UPDATE = """\
                 except torch.OutOfMemoryError:  # nothing was changed
                     self._torn = False
                     raise
-                part.updates += 1
+                part.version += 1
 """
 GIVE_BACK = "        self.states.give_back(piece)\n"
 FLUSH = """\
@@ -166,8 +166,8 @@ WEIGHTS = [
     Mutation("core/step.py", "weights are fetched before their update",
         "                self._updates.run_until(following.blocks.stop + 1)  # before its weights are on their way\n",
         "                pass\n"),
-    Mutation("core/deferred_updates.py", "weights that were updated are taken for those of before", "part.updates += 1",
-        "part.updates += 0"),
+    Mutation("core/deferred_updates.py", "weights that were updated are taken for those of before", "part.version += 1",
+        "part.version += 0"),
 ]
 
 BOUNDARIES = [
