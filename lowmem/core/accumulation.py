@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.layers import accumulated
+from lowmem.core.lookups import accumulated_by_rows
 from lowmem.core.parameters import Part, Store
 from lowmem.core.recorder import repeated
 
@@ -26,6 +27,8 @@ class Accumulation:
             for name, parameter in unit.parameters.items():
                 part = store.part_of(name)
                 accumulated(parameter, partial(repeated, _add_product, part, name))
+                if parameter.dim() == 2:
+                    accumulated_by_rows(parameter, partial(_add_rows, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
         self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, sum of a block's gradients)
         for use in decoder.shared:
@@ -50,6 +53,10 @@ class Accumulation:
 
 def _add_product(part: Part, name: str, left: Tensor, right: Tensor) -> None:
     torch.ops.lowmem.add_product(part.gradient_of(name), left, right)
+
+
+def _add_rows(part: Part, name: str, ids: Tensor, rows: Tensor) -> None:
+    part.gradient_of(name).index_add_(0, ids, rows.float())
 
 
 def _add_gradient(part: Part, name: str, parameter: nn.Parameter) -> None:

@@ -16,6 +16,7 @@ from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.dry_run import equal, structure_of
 from lowmem.core.kernels import fused
+from lowmem.core.lookups import SparseLookups
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
@@ -96,7 +97,8 @@ class Operations:
         """Runs the embeddings forward again and then backward, from the `gradient` [B, T, D] for the first block's
         input."""
         dropout.begin(-1, self.store.device)
-        hidden, _ = self.decoder.embed(*micro_batch.inputs)
+        with SparseLookups():
+            hidden, _ = self.decoder.embed(*micro_batch.inputs)
         hidden.backward(gradient)
 
     def evaluate(self, micro_batch: Batch) -> Tensor:

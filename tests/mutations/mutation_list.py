@@ -122,6 +122,11 @@ MUTATIONS = (
         "self.labels.numel()", DATA),
     _change("core/accumulation.py", "a micro-batch's gradient takes the place of those before",
         "part.gradient_of(name).add_(gradient)", "part.gradient_of(name).copy_(gradient)", LIKE_TRANSFORMERS),
+    _change("core/lookups.py", "the embedding of the padding id is trained", "if ctx.padding_idx is not None:",
+        "if False:", "core/test_lookups.py"),
+    _change("core/lookups.py", "each position of a token adds the sum of all of them",
+        "gradient, chosen, len(ids), -1, False)", "gradient, chosen, len(ids), -1, False)[chosen]",
+        "core/test_lookups.py"),
     _change("core/accumulation.py", "gradients are summed in 16 bit", "part.gradient_of(name).add_(gradient)",
         "part.gradient_of(name).copy_((part.gradient_of(name).to(part.working.dtype) + "
         "gradient.to(part.working.dtype)))", SUMMED),

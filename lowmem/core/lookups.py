@@ -1,0 +1,70 @@
+"""Adds the gradient of an embedding to its fp32 accumulator [V, D], without a dense gradient [V, D].
+
+Autograd's gradient of a lookup has a row for each word of the vocabulary, and all rows without a token are zero. For
+each micro-batch, writing that gradient and adding it moves 14 bytes per number of the table. `SparseLookups` adds only
+the rows of the micro-batch's tokens. The bits are the same.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D]: adds rows[i] to row ids[i]
+
+
+def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
+    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`, which must add it to the
+    parameter's accumulator."""
+    parameter._lowmem_add_rows = add_rows
+
+
+class SparseLookups(TorchFunctionMode):
+    """Computes lookups (`F.embedding`) so that backward adds only the rows of their ids to the accumulators of tables
+    that `accumulated_by_rows` has registered. A lookup with at least as many ids as the table has rows stays as it
+    is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.embedding and _may_be_sparse(*args, **kwargs):
+            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
+            return _Lookup.apply(*args[:2], padding)
+        return func(*args, **kwargs)
+
+
+def _may_be_sparse(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> bool:  # fmt: skip
+    registered = hasattr(weight, "_lowmem_add_rows") and weight.requires_grad and torch.is_grad_enabled()
+    return registered and max_norm is None and not scale_grad_by_freq and ids.numel() < len(weight)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: nn.Parameter, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        ids = ctx.saved_tensors[0].flatten()
+        rows = _summed_by_id(ids, gradient.reshape(len(ids), -1), len(ctx.weight))
+        if ctx.padding_idx is not None:
+            rows.masked_fill_((ids == ctx.padding_idx % len(ctx.weight))[:, None], 0)
+        ctx.weight._lowmem_add_rows(ids, rows)
+        return None, None, None
+
+
+def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
+    """Returns rows [N, D]: for one of the positions of each id, the sum of `gradient` [N, D] over all its positions,
+    and zeros for its other positions. `ids` [N] are below `words`. The sums have the bits of autograd's dense
+    gradient. It does not matter which position of an id is taken, so a scatter may choose."""
+    positions = torch.arange(len(ids), device=ids.device)
+    chosen = torch.empty(words, dtype=torch.int64, device=ids.device).scatter_(0, ids, positions)[ids]
+    return torch.ops.aten.embedding_dense_backward(gradient, chosen, len(ids), -1, False)
