@@ -12,6 +12,7 @@ CPU). A plan without training adds DATA_BYTES. For a GPU that is not here, the n
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -76,14 +77,14 @@ def most_streamed(
         return while_loading
     if not low:
         return room
-    return min(room, int((while_loading - 1) / low))  # one byte less, because of rounding
+    return min(room, int(while_loading / low))
 
 
-def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> float:
+def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
     """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading the moments are
     zeros, which take no RAM until they are page-locked after it."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
-    return 1 - layout.get("low", 0) / max(sum(layout.values()), 1)
+    return 1 - Fraction(layout.get("low", 0), max(sum(layout.values()), 1))
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:

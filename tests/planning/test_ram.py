@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from lowmem.core.optimizers import get_optimizer
+from lowmem.core.optimizers import OPTIMIZERS, get_optimizer
 from lowmem.files import CHUNK_BYTES
-from lowmem.planning.ram import PHASES, RUNS_BYTES, largest, on_a_gpu, on_the_cpu
+from lowmem.planning.ram import PHASES, RUNS_BYTES, largest, most_streamed, on_a_gpu, on_the_cpu
 from lowmem.units import GIB, MIB
 from runs import measured_run, stored
 
@@ -34,6 +34,19 @@ def test_streamed_moments_leave_loading_their_room_until_they_are_page_locked():
     }  # fmt: skip
     small = on_a_gpu(GIB, {"streamed_states": 100 * MIB}, 300 * MIB, ADAMW, torch.bfloat16)
     assert totals(small)["load"] == GIB + 100 * MIB + 300 * MIB + RUNS_BYTES - 80 * MIB
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cap_leaves_room_for_exactly_the_streamed_bytes_that_need_all_of_it(name, dtype):
+    """Seen to fail: under the bytes that a model without streamed states takes, not even those fitted."""
+    optimizer = OPTIMIZERS[name]
+    for streamed in (0, 1, 2, 3, 5, 100, 7 * MIB + 3, 200 * MIB, 9 * GIB + 1):
+        for drawn in (0, 30 * MIB, 300 * MIB + 7):
+            cap = sum(largest(on_a_gpu(GIB, {"streamed_states": streamed}, drawn, optimizer, dtype)).values())
+            most = most_streamed(cap, GIB, drawn, optimizer, dtype)
+            assert most >= streamed > most_streamed(cap - 1, GIB, drawn, optimizer, dtype)
+            assert sum(largest(on_a_gpu(GIB, {"streamed_states": most}, drawn, optimizer, dtype)).values()) == cap
 
 
 def test_on_the_cpu_training_takes_activations_and_gradients_on_top():
