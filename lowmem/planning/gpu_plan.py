@@ -10,7 +10,7 @@ from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES
 from lowmem.planning.caps import cap_options, described, margins, refusal, room_under, smallest_cap
-from lowmem.planning.choices import choices_by_home, step_case, with_fates
+from lowmem.planning.choices import ByHome, choices_by_home, step_case, with_fates
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.plan import Plan
@@ -23,7 +23,7 @@ from lowmem.planning.ram import (
     most_streamed,
     on_a_gpu,
 )
-from lowmem.planning.search import Found, Room, Search
+from lowmem.planning.search import Found, Room, Search, faster
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
 from lowmem.planning.target import Question
@@ -65,6 +65,20 @@ class _Case:
     @property
     def drawn_bytes(self) -> int:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
+
+    def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
+        """Returns the fastest layout under the process's cap `ram_limit` of RAM, None if nothing fits, and the room in
+        which it was searched. If backward may update weights, also searches layouts in which it does not: they leave
+        only one margin free, because their steps can be made again."""
+        room = self.room(ram_limit)
+        found = fastest_layout(by_home, self.simulations, room)
+        if found is None or self.margins == 1:
+            return found, room
+        wider = self.room(ram_limit, margins=1)
+        other = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), self.simulations, wider)
+        if found.layout.fate is Fate.APPLIED and faster(found, other) is found:
+            return found, room
+        return other or found, wider
 
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations
@@ -117,20 +131,15 @@ def gpu_plan(question: Question) -> Plan:
     decoder = partial(question.make_decoder, fused_kernels=target.fused_kernels)
     simulations = Simulations(decoder, step_case(settings, question.precision, question.mesh), target)
     case = _Case(question, simulations, gpu_limit)
-    room = case.room(settings.ram_limit_bytes)
     by_home = choices_by_home(settings, simulations)
-    found = fastest_layout(by_home, simulations, room)
+    found, room = case.fastest(by_home, settings.ram_limit_bytes)
     if found is None:
         raise _refused(case, room, usable_bytes if card_is_known else None)
-    if case.margins > 1 and found.layout.fate is not Fate.APPLIED:  # its steps can be made again
-        room = case.room(settings.ram_limit_bytes, margins=1)
-        found = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), simulations, room) or found
     plan = case.plan_with_smaller(found, room)
     free_bytes = question.ram_here_bytes
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)
-        room = case.room(free_bytes)
-        less = fastest_layout(choices_by_home(same, simulations), simulations, room)
+        less, room = case.fastest(choices_by_home(same, simulations), free_bytes)
         return plan if less is None else _with_faster(case.plan_with_smaller(less, room), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
@@ -138,14 +147,14 @@ def gpu_plan(question: Question) -> Plan:
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
             return _with_faster(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
-        faster = fastest_layout(with_fates(by_home, {Fate.SENT}), simulations, replace(room, ram=None))
-        if faster is not None and faster.seconds < _WORTH_SAYING * found.seconds:
-            return _with_faster(plan, case.plan(faster))
+        sent = fastest_layout(with_fates(by_home, {Fate.SENT}), simulations, replace(room, ram=None))
+        if sent is not None and sent.seconds < _WORTH_SAYING * found.seconds:
+            return _with_faster(plan, case.plan(sent))
     return replace(plan, faster_with_ram=_faster_with_ram(case, room, found, plan.gpu_reserved_peak_bytes))
 
 
-def _with_faster(plan: Plan, faster: Plan) -> Plan:
-    return replace(plan, faster_with_ram=(faster.ram_bytes, faster.step_seconds))
+def _with_faster(plan: Plan, other: Plan) -> Plan:
+    return replace(plan, faster_with_ram=(other.ram_bytes, other.step_seconds))
 
 
 def _faster_with_ram(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
@@ -159,10 +168,10 @@ def _faster_with_ram(case: _Case, room: Room, found: Found, reserved_bytes: int)
         return None
     wasted = reserved_bytes - simulations.allocated_bytes(found.layout)
     more = Room(room.gpu - wasted, room.ram + GIB)
-    faster = Search(Columns(simulations), more).fastest_in(found.column)
-    if faster is None or faster.seconds >= _WORTH_SAYING * found.seconds:
+    other = Search(Columns(simulations), more).fastest_in(found.column)
+    if other is None or other.seconds >= _WORTH_SAYING * found.seconds:
         return None
-    return case.question.settings.ram_limit_bytes + GIB, faster.seconds
+    return case.question.settings.ram_limit_bytes + GIB, other.seconds
 
 
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
