@@ -49,11 +49,11 @@ class _Case:
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
-    def room(self, ram_limit: int | None, margins: int | None = None) -> Room:
+    def room(self, ram_limit: int | None, margins: int) -> Room:
         """Returns the bytes that a layout may take on the GPU and, under the process's cap `ram_limit`, in RAM.
-        `margins`: the number of safety margins that stay free on the GPU (caps.py); None: as many as the step needs."""
+        `margins`: the number of safety margins that stay free on the GPU (caps.py)."""
         base = self.simulations.base
-        gpu = room_under(self.gpu_limit, margins or self.margins)
+        gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
@@ -70,15 +70,26 @@ class _Case:
         """Returns the fastest layout under the process's cap `ram_limit` of RAM, None if nothing fits, and the room in
         which it was searched. If backward may update weights, also searches layouts in which it does not: they leave
         only one margin free, because their steps can be made again."""
-        room = self.room(ram_limit)
-        found = fastest_layout(by_home, self.simulations, room)
+        found, room = self._fastest_in(by_home, ram_limit, self.margins)
         if found is None or self.margins == 1:
             return found, room
-        wider = self.room(ram_limit, margins=1)
-        other = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), self.simulations, wider)
+        other, wider = self._fastest_in(with_fates(by_home, set(Fate) - {Fate.APPLIED}), ram_limit, 1)
         if found.layout.fate is Fate.APPLIED and faster(found, other) is found:
             return found, room
         return other or found, wider
+
+    def _fastest_in(self, by_home: ByHome, ram_limit: int | None, margins: int) -> tuple[Found | None, Room]:
+        """Returns the same as `fastest`, if this number of `margins` stays free."""
+        room = self.room(ram_limit, margins)
+        while True:
+            found = fastest_layout(by_home, self.simulations, room)
+            if found is None or ram_limit is None:
+                return found, room
+            ram_bytes = sum(largest(self.ram(self.simulations, found.simulated.in_ram)).values())
+            if ram_bytes <= ram_limit:
+                return found, room
+            # The room is that of states. Weights in RAM take more while random weights are drawn.
+            room = replace(room, ram=room.ram - (ram_bytes - ram_limit))
 
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations

@@ -84,7 +84,8 @@ def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
     """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading the moments are
     zeros, which take no RAM until they are page-locked after it."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
-    return 1 - Fraction(layout.get("low", 0), max(sum(layout.values()), 1))
+    total = sum(layout.values())
+    return Fraction(total - layout.get("low", 0), total or 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
