@@ -62,9 +62,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
-    """Returns rows [N, D]: for one of the positions of each id, the sum of `gradient` [N, D] over all its positions,
-    and zeros for its other positions. `ids` [N] are below `words`. The sums have the bits of autograd's dense
-    gradient. It does not matter which position of an id is taken, so a scatter may choose."""
+    """Returns rows [N, D]: for the first position of each id, the sum of `gradient` [N, D] over all its positions, and
+    zeros for its other positions. `ids` [N] are below `words`. The sums have the bits of autograd's dense gradient."""
     positions = torch.arange(len(ids), device=ids.device)
-    chosen = torch.empty(words, dtype=torch.int64, device=ids.device).scatter_(0, ids, positions)[ids]
-    return torch.ops.aten.embedding_dense_backward(gradient, chosen, len(ids), -1, False)
+    first = torch.full((words,), len(ids), device=ids.device).scatter_reduce_(0, ids, positions, "amin")
+    return torch.ops.aten.embedding_dense_backward(gradient, first.gather(0, ids), len(ids), -1, False)

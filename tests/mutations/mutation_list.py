@@ -125,8 +125,8 @@ MUTATIONS = (
     _change("core/lookups.py", "the embedding of the padding id is trained", "if ctx.padding_idx is not None:",
         "if False:", "core/test_lookups.py"),
     _change("core/lookups.py", "each position of a token adds the sum of all of them",
-        "gradient, chosen, len(ids), -1, False)", "gradient, chosen, len(ids), -1, False)[chosen]",
-        "core/test_lookups.py"),
+        "first.gather(0, ids), len(ids), -1, False)",
+        "first.gather(0, ids), len(ids), -1, False)[first.gather(0, ids)]", "core/test_lookups.py"),
     _change("core/accumulation.py", "gradients are summed in 16 bit", "part.gradient_of(name).add_(gradient)",
         "part.gradient_of(name).copy_((part.gradient_of(name).to(part.working.dtype) + "
         "gradient.to(part.working.dtype)))", SUMMED),
