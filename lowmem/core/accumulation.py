@@ -56,14 +56,7 @@ def _add_product(part: Part, name: str, left: Tensor, right: Tensor) -> None:
 
 
 def _add_rows(part: Part, name: str, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] to the rows `ids` [N] of the accumulator. Of the rows with one id, all but one are zero. So no
-    order of additions changes a bit, and PyTorch need not sort them."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        part.gradient_of(name).index_add_(0, ids, rows.float())
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.ops.lowmem.add_rows(part.gradient_of(name), ids, rows.float())
 
 
 def _add_gradient(part: Part, name: str, parameter: nn.Parameter) -> None:

@@ -77,7 +77,7 @@ _OVERWRITES |= {"normalize", "normalize_backward", "gated", "gated_backward", "r
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
-_SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_"}
+_SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_", "add_rows"}
 
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:

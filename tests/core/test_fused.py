@@ -174,7 +174,7 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
     assert counting.operations[ours.adamw.default] >= 2 * blocks
     with Counting() as counting:
         train(make_batches(1), family=family, precision="bf16", **PLAIN)
-    assert not any(function.namespace == "lowmem" for function in counting.operations)
+    assert {function for function in counting.operations if function.namespace == "lowmem"} == {ours.add_rows.default}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -6,6 +6,7 @@
     gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
+    add_rows                    accumulator[ids] += rows, of which one for each id is not zero      (PyTorch)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
 temporaries. On CPU tensors they run in Triton's interpreter, for tests.
@@ -33,6 +34,7 @@ _SCHEMAS = {
     "float cubic) -> ()",
     "rotate": "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) new_q, Tensor(b!) new_k, bool backward) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
+    "add_rows": "(Tensor(a!) accumulator, Tensor ids, Tensor rows) -> ()",
 }
 
 
@@ -43,6 +45,17 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
     else:
         accumulator.addmm_(left.float(), right.float())
+
+
+def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Of the rows with one id, all but
+    one must be zero. Then no order of additions changes a bit, and PyTorch need not sort them."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        accumulator.index_add_(0, ids, rows)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def row_stride(entries: int) -> int:
@@ -64,6 +77,6 @@ _library = torch.library.Library("lowmem", "DEF")
 for name, schema in _SCHEMAS.items():
     _library.define(name + schema)
     _library.impl(name, lambda *_: None, "Meta")
-    run = add_product if name == "add_product" else _kernel(name)
+    run = {"add_product": add_product, "add_rows": add_rows}.get(name) or _kernel(name)
     _library.impl(name, run, "CUDA")
     _library.impl(name, run, "CPU")
