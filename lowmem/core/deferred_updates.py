@@ -53,14 +53,15 @@ class Updates:
         """Begins a pass of updates, which `run_until` applies. They multiply all gradients by `gradient_scale`. The
         pass goes from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to
         the first. In a pass downwards, a unit's gradients must be final only when `run_until` reaches it."""
-        self.hyper = replace(
+        hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
         pieces = self._store.pieces
-        self._pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
-        self._next, self._downwards, self.halfway = 0, downwards, downwards
-        self.states.begin(self._pieces)
+        pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
+        self.states.begin(pieces)
         self._wait_for_gradients()
+        # Last: if Ctrl-C comes earlier, no update waits.
+        self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def refuse_halfway(self) -> None:
         """Raises UpdateInterrupted if a step failed while it was applying updates during backward."""

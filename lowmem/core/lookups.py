@@ -2,7 +2,8 @@
 
 Autograd's gradient of a lookup has a row for each word of the vocabulary, and all rows without a token are zero. For
 each micro-batch, writing that gradient and adding it moves 14 bytes per number of the table. `SparseLookups` adds only
-the rows of the micro-batch's tokens. The bits are the same.
+the rows of the micro-batch's tokens. The bits are the same, with two exceptions. T5 looks up one table twice, and each
+lookup is added to the fp32 sum by itself. On a GPU, atomic additions round numbers below 1.2e-38 to zero.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def _may_be_sparse(
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> bool:  # fmt: skip
     registered = hasattr(weight, "_lowmem_add_rows") and weight.requires_grad and torch.is_grad_enabled()
-    return registered and max_norm is None and not scale_grad_by_freq and ids.numel() < len(weight)
+    hooked = registered and weight._backward_hooks  # a user's hook gets the whole gradient
+    return registered and not hooked and max_norm is None and not scale_grad_by_freq and ids.numel() < len(weight)
 
 
 class _Lookup(torch.autograd.Function):
@@ -54,7 +56,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         ids = ctx.saved_tensors[0].flatten()
-        rows = _summed_by_id(ids, gradient.reshape(len(ids), -1), len(ctx.weight))
+        rows = _summed_by_id(ids, gradient.reshape(len(ids), gradient.shape[-1]), len(ctx.weight))
         if ctx.padding_idx is not None:
             rows.masked_fill_((ids == ctx.padding_idx % len(ctx.weight))[:, None], 0)
         ctx.weight._lowmem_add_rows(ids, rows)

@@ -72,11 +72,11 @@ class Part:
     """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
     `gradient` [n] fp32 or None.
 
-    `unit`: number of the unit; 0 is the embeddings. `version`: changes with each change of its weights.
-    `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_left`: whether it waits there
-    now. `elements`: number of elements of all parameters, with padding. If several `ranks` store a model together, n is
-    the size of one rank's share. Then `gradient` has n elements for each of these ranks, until it is summed over the
-    ranks.
+    `unit`: number of the unit; 0 is the embeddings. `version`: another number after an update or a checkpoint has
+    changed weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_left`:
+    whether it waits there now. `elements`: number of elements of all parameters, with padding. If several `ranks` store
+    a model together, n is the size of one rank's share. Then `gradient` has n elements for each of these ranks, until
+    it is summed over the ranks.
     """
 
     def __init__(

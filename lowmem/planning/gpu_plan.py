@@ -70,26 +70,16 @@ class _Case:
         """Returns the fastest layout under the process's cap `ram_limit` of RAM, None if nothing fits, and the room in
         which it was searched. If backward may update weights, also searches layouts in which it does not: they leave
         only one margin free, because their steps can be made again."""
-        found, room = self._fastest_in(by_home, ram_limit, self.margins)
-        if found is None or self.margins == 1:
+        room = self.room(ram_limit, self.margins)
+        found = fastest_layout(by_home, self.simulations, room)
+        if self.margins == 1:
             return found, room
-        other, wider = self._fastest_in(with_fates(by_home, set(Fate) - {Fate.APPLIED}), ram_limit, 1)
-        if found.layout.fate is Fate.APPLIED and faster(found, other) is found:
+        wider = self.room(ram_limit, margins=1)
+        other = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), self.simulations, wider)
+        applied = found is not None and found.layout.fate is Fate.APPLIED
+        if other is None or (applied and faster(found, other) is found):
             return found, room
-        return other or found, wider
-
-    def _fastest_in(self, by_home: ByHome, ram_limit: int | None, margins: int) -> tuple[Found | None, Room]:
-        """Returns the same as `fastest`, if this number of `margins` stays free."""
-        room = self.room(ram_limit, margins)
-        while True:
-            found = fastest_layout(by_home, self.simulations, room)
-            if found is None or ram_limit is None:
-                return found, room
-            ram_bytes = sum(largest(self.ram(self.simulations, found.simulated.in_ram)).values())
-            if ram_bytes <= ram_limit:
-                return found, room
-            # The room is that of states. Weights in RAM take more while random weights are drawn.
-            room = replace(room, ram=room.ram - (ram_bytes - ram_limit))
+        return other, wider
 
     def plan(self, found: Found) -> Plan:
         question, simulations = self.question, self.simulations

@@ -48,6 +48,34 @@ def test_other_lookups_stay_as_they_are(options):
     assert torch.equal(left, dense) and torch.equal(found, before)
 
 
+def test_a_hook_of_a_user_gets_the_whole_gradient():
+    """Seen to fail: it got None, and what it returned was ignored."""
+    table, seen = nn.Parameter(torch.randn(WORDS, WIDTH)), []
+    accumulated_by_rows(table, lambda *_: seen.append("rows"))
+    table.register_hook(lambda gradient: seen.append(gradient.shape))
+    with SparseLookups():
+        F.embedding(IDS, table).sum().backward()
+    assert seen == [table.shape]
+
+
+def test_no_token_has_no_gradient():
+    found, _ = gradients(torch.float32, IDS[:, :0], sparse=True)
+    assert torch.equal(found, gradients(torch.float32, IDS[:, :0], sparse=False)[0])
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_whether_algorithms_must_be_deterministic_stays_as_it_was(mode):
+    before = torch.get_deterministic_debug_mode()
+    try:
+        torch.set_deterministic_debug_mode(mode)
+        set_to = torch.get_deterministic_debug_mode()
+        sums = torch.zeros(WORDS, WIDTH)
+        torch.ops.lowmem.add_rows(sums, IDS[0, :3], torch.eye(3, WIDTH))
+        assert torch.get_deterministic_debug_mode() == set_to and sums.sum() == 3
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 def test_a_table_with_fewer_rows_than_ids_has_a_dense_gradient():
     ids = torch.arange(WORDS).repeat(2)
     assert gradients(torch.float32, ids, sparse=True)[1] is not None

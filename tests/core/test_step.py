@@ -531,6 +531,21 @@ def test_a_step_after_one_that_was_interrupted_adds_nothing_of_that(monkeypatch)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.parametrize("layout", [{}, {"states_on_gpu": 0}], ids=["resident", "streamed"])
+def test_a_step_that_is_interrupted_when_its_updates_begin_makes_none(monkeypatch, layout):
+    """Seen to fail: its updates waited next to the slots of the pass before."""
+    first, second = make_batches(2)
+    step, store = make_step(tiny_model("gpt2"), micro_batch=1, **layout)
+    step(first, 0, 1e-3)
+    step.flush()
+    before = {name: tensor.clone() for name, tensor in store.masters()}
+    at_call(monkeypatch, step.states, "begin", interrupt, 1)
+    with pytest.raises(KeyboardInterrupt):
+        step(second, 1, 1e-3)
+    step.flush()
+    assert step.updates == 1 and all(torch.equal(before[name], tensor) for name, tensor in store.masters())
+
+
 class AbandonedAt:
     """Says yes when it is asked for the `place`-th time."""
 

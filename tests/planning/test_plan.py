@@ -313,19 +313,16 @@ def test_the_optimizer_is_never_changed_and_a_refusal_names_the_one_that_fits():
     refused(**caps | {"ram_limit_bytes": CUDA_PROCESS_BYTES + needed // 8}, match=r"adamw8bit --ram-limit \d+MiB")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "sgd"])
-def test_weights_in_ram_leave_no_room_to_the_weights_that_are_drawn(optimizer):
-    """Seen to fail: all bytes in RAM counted as states, whose moments take no RAM while weights are drawn. The plan
-    took up to 5 MiB more than the cap."""
+def test_an_optimizer_without_states_leaves_the_weights_that_are_drawn_their_room():
+    """Seen to fail: bytes of weights in RAM counted as moments, which take no RAM while weights are drawn. The plan
+    took 2 MiB more than the cap."""
     words = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=40_000, n_positions=256)
-    case = {"config": words, "weights": "streamed", "optimizer": optimizer, "seq": 64, "batch": 2, "micro_batch": 1}
+    case = {"config": words, "weights": "streamed", "optimizer": "sgd", "seq": 64, "batch": 2, "micro_batch": 1}
     named = caps_named(refused("cuda", "fp32", **case, ram_limit_bytes=CUDA_PROCESS_BYTES))
     named |= caps_named(refused("cuda", "fp32", **case | named | {"ram_limit_bytes": CUDA_PROCESS_BYTES}))
-    for more in (5, 20, 40):
+    for more in (0, 1, 5, 20):
         caps = named | {"ram_limit_bytes": named["ram_limit_bytes"] + more * MIB}
-        with suppress(PlanError):
-            assert plan_for("cuda", "fp32", **case | caps).ram_bytes <= caps["ram_limit_bytes"], more
-    assert plan_for("cuda", "fp32", **case | caps)
+        assert plan_for("cuda", "fp32", **case | caps).ram_bytes <= caps["ram_limit_bytes"], more
 
 
 def test_every_way_out_that_a_refusal_names_is_planned_when_it_is_given():

@@ -69,7 +69,7 @@ RELEASE_GRADIENTS = "        self._window.release(0, Lane.STATES_IN)\n"
 # Of deferred_updates.py
 WAIT_FOR_GRADIENTS = "        self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))\n"
 BEGIN = """\
-        self.states.begin(self._pieces)
+        self.states.begin(pieces)
         self._wait_for_gradients()
 """
 DOWNWARDS = """\
@@ -232,7 +232,7 @@ UPDATES = [
     _updates("what computes waits for states, not for updates", HOLD,
         HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)")),
     _updates("updates are made ready without a wait for what computes", BEGIN,
-        "        self.states.begin(self._pieces)\n"),
+        "        self.states.begin(pieces)\n"),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
     _updates("updates in backward wait for the first gradients alone", "        if self._downwards:  # their",
         "        if self._downwards and self._next == 0:  # their"),

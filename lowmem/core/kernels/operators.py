@@ -50,12 +50,12 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Of the rows with one id, all but
     one must be zero. Then no order of additions changes a bit, and PyTorch need not sort them."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
     try:
         accumulator.index_add_(0, ids, rows)
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def row_stride(entries: int) -> int:
