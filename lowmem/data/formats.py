@@ -73,6 +73,7 @@ class Format:
         return self.write(record)
 
     def write(self, row: Record) -> Segments:
+        """Returns the text of `row` in segments. Each format defines it."""
         raise NotImplementedError
 
     def _trained(self, on: str) -> str:

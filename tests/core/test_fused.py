@@ -424,7 +424,7 @@ def test_only_our_kernels_update_beside_what_computes(interpreted, monkeypatch):
 
 @pytest.fixture
 def why_not(monkeypatch):
-    """What is said of kernels that agree but for these numbers: `errors` of each kind in turn, and `ulps`."""
+    """Returns a function that says why kernels do not run whose comparisons give `errors` of each kind, and `ulps`."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
 

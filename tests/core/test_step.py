@@ -1,8 +1,8 @@
 """The invariant at the heart of the project: where tensors lie and in what order work is done changes no bit.
 
 Weights, low halves, m, v, losses and norms are compared after some steps with dropout, and with clipping that bites.
-They are equal for every layout in LAYOUTS and IN_BACKWARD (experiments/harness/trainings.py) and MORE, in fp32, bf16
-and fp16, with exact, 8-bit and SGD states.
+They are equal for all layouts: LAYOUTS and IN_BACKWARD of experiments/harness/trainings.py, and MORE below. The tests
+train in fp32, bf16 and fp16, with Adam, 8-bit Adam and SGD.
 
 What is not equal: different micro-batch sizes. A weight's gradient is one matrix product per micro-batch, and the
 product over 2 sequences is summed in another order than the sum of two products over one each; dropout also draws other

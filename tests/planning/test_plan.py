@@ -1,7 +1,7 @@
 """Plans: what they say, what they take from a card and from the settings, and how they refuse.
 
-Which layout is chosen is test_search.py's, what a layout takes test_simulated_step.py's. The real shapes are planned
-through the scripts, in test_scripts.py; here the models are small.
+test_search.py tests which layout is chosen, and test_simulated_step.py how much a layout takes. test_scripts.py plans
+the real shapes through the scripts; here the models are small.
 """
 
 import dataclasses
@@ -395,6 +395,13 @@ def test_what_is_not_clipped_is_no_slower_for_the_second_margin_of_updates_in_ba
         clipped, plan = (plan_for(clip_norm=clip_norm, gpu_limit_bytes=limit * MIB) for clip_norm in (1.0, None))
         assert plan.step_seconds <= 1.01 * clipped.step_seconds, limit
         assert plan.layout.fate is Fate.HELD and plan.gpu_limit_bytes - plan.gpu_allocated_peak_bytes >= MARGIN_BYTES
+
+
+def test_what_is_not_clipped_is_planned_where_updates_that_wait_fit_next_to_one_margin():
+    """Seen to fail: nothing fitted next to two margins, so it was refused."""
+    caps = caps_named(refused(clip_norm=None, micro_batch=1, gpu_limit_bytes=100 * MIB))
+    plan = plan_for(clip_norm=None, micro_batch=1, gpu_limit_bytes=caps["gpu_limit_bytes"] - 10 * MIB)
+    assert plan.layout.fate is Fate.HELD
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, None])

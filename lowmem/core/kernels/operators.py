@@ -9,7 +9,8 @@
     add_rows                    accumulator[ids] += rows, of which one for each id is not zero      (PyTorch)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
-temporaries. On CPU tensors they run in Triton's interpreter, for tests.
+temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. `add_rows` runs in trainings on the CPU,
+too.
 """
 
 import torch
