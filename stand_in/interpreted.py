@@ -60,9 +60,10 @@ def language_interpreted() -> Iterator[None]:
             return convert(numbers, source, target, mode)
         return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
 
-    changing = (language, language.core, language.math, language.standard, language.tensor, language.dtype)
+    modules = (language, language.standard, language.random)
+    changing = (*modules, language.core, language.math, language.tensor, language.dtype)
     before = [dict(vars(thing)) for thing in changing]
-    for module in (language, language.standard):
+    for module in modules:
         for name, function in list(vars(module).items()):
             if isinstance(function, triton.JITFunction):
                 setattr(module, name, _interpreted(function))
@@ -102,5 +103,5 @@ COUNTERPARTS: dict[OpOverload, Callable] = {
     for name in ("adamw", "sgd", "join", "split", "cross_entropy")
 } | {
     getattr(torch.ops.lowmem, name).default: getattr(plain_layers, name)
-    for name in ("normalize", "normalize_backward", "gated", "gated_backward", "rotate")
+    for name in ("normalize", "normalize_backward", "drop", "gated", "gated_backward", "rotate")
 }

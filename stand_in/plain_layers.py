@@ -7,21 +7,26 @@ from torch import Tensor
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
-    centered: bool,
+    centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seed: Tensor | None = None,
+    p: float = 0.0,
 ) -> None:  # fmt: skip
+    if branch is not None:
+        x = total.copy_(x + (branch if seed is None else _dropped(branch, seed, p)))
     x = x.float()
-    mean = x.mean(1, keepdim=True) if centered else torch.zeros(len(x), 1)
-    factor = torch.rsqrt((x - mean).square().mean(1, keepdim=True) + epsilon)
+    mean = x.mean(-1, keepdim=True) if centered else torch.zeros(1)
+    factor = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + epsilon)
     y.copy_((x - mean) * factor * (weight + offset) + (0.0 if bias is None else bias))
     if statistics is not None:
-        statistics.copy_(torch.cat((factor, mean)[: len(statistics)], 1).T)
+        statistics.copy_(torch.stack((factor.flatten(), mean.flatten())[: len(statistics)]))
 
 
 def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
-    offset: float,
+    offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
+    seed: Tensor | None = None, p: float = 0.0,
 ) -> None:  # fmt: skip
-    gradient, factor = gradient.float(), statistics[0][:, None]
+    gradient, factor = gradient.float().view(-1, x.shape[-1]), statistics[0][:, None]
+    shape, x = x.shape, x.view(gradient.shape)
     centered = len(statistics) == 2
     x = (x.float() - (statistics[1][:, None] if centered else 0.0)) * factor
     partial_sums.zero_()
@@ -29,7 +34,23 @@ def normalize_backward(
         total[0] = of_rows.sum(0)
     gradient = gradient * (weight + offset)
     result = gradient - x * (gradient * x).mean(1, keepdim=True)
-    x_gradient.copy_((result - gradient.mean(1, keepdim=True) if centered else result) * factor)
+    result = ((result - gradient.mean(1, keepdim=True) if centered else result) * factor).view(shape)
+    if other_gradient is not None:
+        result += other_gradient
+    x_gradient.copy_(result)
+    if branch_gradient is not None:
+        branch_gradient.copy_(result if seed is None else _dropped(result, seed, p))
+
+
+def drop(x: Tensor, added: Tensor | None, y: Tensor, seed: Tensor, p: float) -> None:
+    dropped = _dropped(x, seed, p)
+    y.copy_(dropped if added is None else added + dropped)
+
+
+def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Returns fp32 dropout of `x`, with other masks than the kernel's."""
+    numbers = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed.item()))
+    return torch.where(numbers >= p, x.float() * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
 def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:

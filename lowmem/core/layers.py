@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.core.gates import activation_of, gated_mlp
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.norms import Norm, Rule, norm_in_fp32, normalize, normalize_backward, rule_of
+from lowmem.core.norms import Norm, norm_in_fp32, rule_of
 from lowmem.core.rotary import rotary_forward
 
 
@@ -78,61 +78,40 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of a linear layer. `norm`: None, or the norm before the layer. In the second case a call
-    computes this norm, too; then no other layer reads the norm's output."""
+    """Replaces the forward of a linear layer."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
-        self.norm: Norm | None = None
-
-    @property
-    def kind(self) -> bool:
-        """Returns a key: layers with equal keys allocate the same memory (decoder.kind_of)."""
-        return self.norm is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
         bias = None if bias is None else bias.to(weight.dtype)
-        if self.norm is None:
-            rows, normed = rows.to(weight.dtype), (None, None, None)
-        else:
-            normed = self.norm.rule, *self.norm.parameters
         # A Function takes ten microseconds more.
         run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
-        return run(rows, weight, bias, self._transposed, *normed).view(*x.shape[:-1], -1)
+        return run(rows, weight, bias, self._transposed).view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
     """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. All are
-    in 16 bit. If `rule` is not None, first normalizes x as `rule` says (LayerNorm, RMSNorm); x may then have any
-    dtype."""
+    in 16 bit."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, rule: Rule | None,
-        norm_weight: nn.Parameter | None, norm_bias: nn.Parameter | None,
-    ) -> Tensor:  # fmt: skip
-        factor, saved = x, ()
-        if rule is not None:
-            factor, statistics = normalize(
-                x, norm_weight, norm_bias, rule, weight.dtype, with_statistics=ctx is not None
-            )
-            saved = x, norm_weight, statistics
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
         if ctx is not None:
-            ctx.save_for_backward(factor, *saved)
-            ctx.weight, ctx.transposed, ctx.rule = weight, transposed, rule
+            ctx.save_for_backward(x)
+            ctx.weight, ctx.transposed = weight, transposed
         matrix = weight.T if transposed else weight
-        return torch.mm(factor, matrix) if bias is None else torch.addmm(bias, factor, matrix)
+        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        x, *of_norm = ctx.saved_tensors
-        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        (x,) = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         matrix = ctx.weight.T if ctx.transposed else ctx.weight
         bias_gradient = gradient.sum(0) if of_bias else None
-        x_gradient = gradient @ matrix.T if of_x or of_norm else None
+        x_gradient = gradient @ matrix.T if of_x else None
         factors = (gradient.T, x) if ctx.transposed else (x.T, gradient)
         add_product = getattr(ctx.weight, "_lowmem_add_product", None)
         weight_gradient = None
@@ -140,10 +119,7 @@ class _Product(torch.autograd.Function):
             weight_gradient = torch.mm(*factors)
         elif of_weight:
             add_product(*factors)
-        norm_gradients = None, None
-        if of_norm:
-            x_gradient, *norm_gradients = normalize_backward(x_gradient, *of_norm, ctx.rule, ctx.needs_input_grad[6])
-        return x_gradient, weight_gradient, bias_gradient, None, None, *norm_gradients
+        return x_gradient, weight_gradient, bias_gradient, None
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:

@@ -4,24 +4,25 @@ Any module with Norm in its class's name may be a norm. `rule_of` compares its o
 LayerNorm and RMSNorm. A module that computes neither keeps its own forward.
 
 In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and products that read it cast it to 16 bit. If
-all readers cast it, the norm writes 16 bit itself (`join_to_products`): 8 bytes less per element. The gradients of
-several such products are then added in 16 bit. If one product is the only reader, its layer also computes the norm,
-which saves a Python call in each direction.
+all readers cast it, the norm writes 16 bit itself (`round_for_products`): 8 bytes less per element. The gradients of
+several such products are then added in 16 bit.
+
+The kernels can also compute the sum that a norm normalizes, and the gradients of its summands (residual_sums.py).
 """
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
 from lowmem.core.dry_run import LayerMode, agrees, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.products import MATRIX_PRODUCTS
 from lowmem.core.recorder import address_of
 
 PROGRAMS = 512  # most Triton programs of a backward kernel: four for each multiprocessor of the largest cards
@@ -53,77 +54,91 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 class Norm:
     """Takes the place of `module.forward` in a norm that `rule` describes. A call with more arguments goes to the
-    module's own forward. `rounded`: the dtype of the output, None for the input's. `moved`: whether the next layer
-    computes the norm together with its matrix product (layers.FusedProduct). Then a call of this object returns its
-    argument unchanged."""
+    module's own forward. `rounded`: the dtype of the output, None for the input's."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
         self.rounded: torch.dtype | None = None
-        self.moved = False
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Returns weight and bias."""
-        return self._module.weight, self._module._parameters.get("bias")
-
-    @property
-    def kind(self) -> tuple:
+    def kind(self) -> torch.dtype | None:
         """Returns a key: norms with equal keys allocate the same memory (decoder.kind_of)."""
-        return self.moved, self.rounded
+        return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
-        if self.moved:
-            return x
         if others or keywords:
             return norm_in_fp32(self._module, x, *others, **keywords)
-        rows, dtype = x.reshape(-1, x.shape[-1]), self.rounded or x.dtype
-        if torch.is_grad_enabled():
-            y = _Normalize.apply(rows, *self.parameters, self.rule, dtype)
-        else:
-            y, _ = normalize(rows, *self.parameters, self.rule, dtype, with_statistics=False)
-        return y.view(x.shape)
+        return normalized(x, self)
+
+    def of_sum(self, x: Tensor, branch: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Returns x + dropout(branch), and the norm of this sum (see `normalize_sum`)."""
+        weight, bias = self._module.weight, self._module._parameters.get("bias")
+        return normalize_sum(x, branch, p, weight, bias, self.rule, self.rounded or x.dtype)
+
+
+def normalized(x: Tensor, norm: Norm) -> Tensor:
+    """Returns the norm of `x` [..., D]. A mode may override this function, like functions of torch
+    (residual_sums.py)."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(normalized, (x,), x, norm)
+    return norm.of_sum(x)[1]
+
+
+def normalize_sum(
+    x: Tensor, branch: Tensor | None, p: float, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns x + dropout(branch), in the dtype of `x`, and the norm of this sum, in `dtype`. `x` and `branch` have one
+    shape [..., D]. Without a branch, the sum is `x`. `p`: the probability that dropout sets a number to 0."""
+    seed = new_seed(x) if branch is not None and p else None
+    run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
+    return run(x, branch, weight, bias, seed, p, rule, dtype)
+
+
+def new_seed(x: Tensor) -> Tensor:
+    """Draws a seed [1] int64 for dropout from the random generator of the device of `x`."""
+    return torch.randint(2**62, (1,), device=x.device)
 
 
 class _Normalize(torch.autograd.Function):
+    """Computes x + dropout(branch) and its norm. Backward gets a gradient for each, None if it was not used."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -> Tensor:
-        y, statistics = normalize(x, weight, bias, rule, dtype, with_statistics=True)
-        ctx.save_for_backward(x, weight, statistics)
-        ctx.rule, ctx.has_bias = rule, bias is not None
-        return y
+    def forward(
+        ctx, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, seed: Tensor | None, p: float,
+        rule: Rule, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        given, x = x, x.contiguous()
+        total = x if branch is None else torch.empty_like(x)
+        y = torch.empty_like(x, dtype=dtype)
+        rows = x.numel() // max(x.shape[-1], 1)
+        statistics = None if ctx is None else x.new_empty(1 + rule.centered, rows, dtype=torch.float32)
+        torch.ops.lowmem.normalize(
+            x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered,
+            *(None, None) if branch is None else (branch.contiguous(), total), seed, p,
+        )  # fmt: skip
+        if ctx is not None:
+            ctx.save_for_backward(total, weight, statistics, seed)
+            ctx.set_materialize_grads(False)
+            ctx.rule, ctx.p, ctx.branch_dtype = rule, p, None if branch is None else branch.dtype
+        return given if branch is None else total, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        return *normalize_backward(gradient, *ctx.saved_tensors, ctx.rule, ctx.has_bias), None, None
-
-
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype, *, with_statistics: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the norm of each row of `x` [N, D] in `dtype`. Also returns the rows' statistics that
-    `normalize_backward` needs, or None unless `with_statistics`."""
-    x = x.contiguous()
-    y = torch.empty_like(x, dtype=dtype)
-    statistics = x.new_empty(1 + rule.centered, len(x), dtype=torch.float32) if with_statistics else None
-    torch.ops.lowmem.normalize(x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered)
-    return y, statistics
-
-
-def normalize_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, rule: Rule, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients for `x` [N, D], and for weight and bias [D] in fp32. `gradient` [N, D] is the gradient for
-    the norm's output."""
-    x = x.contiguous()
-    rows, columns = x.shape
-    x_gradient = torch.empty_like(x)
-    rows_each = max(LEAST_ROWS, -(-rows // PROGRAMS))
-    sums = x.new_empty(1 + has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
-    torch.ops.lowmem.normalize_backward(gradient.contiguous(), x, weight, statistics, x_gradient, sums, rule.offset)
-    of_weight, *of_bias = sums.sum(1)
-    return x_gradient, of_weight, of_bias[0] if of_bias else None
+    def backward(ctx, of_total: Tensor | None, of_y: Tensor):
+        total, weight, statistics, seed = ctx.saved_tensors
+        rows, columns = statistics.shape[1], total.shape[-1]
+        of_x, of_branch = torch.empty_like(total), None
+        if ctx.branch_dtype is not None:
+            same = seed is None and ctx.branch_dtype is of_x.dtype
+            of_branch = of_x if same else torch.empty_like(total, dtype=ctx.branch_dtype)
+        rows_each, has_bias = max(LEAST_ROWS, -(-rows // PROGRAMS)), ctx.needs_input_grad[3]
+        sums = total.new_empty(1 + has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
+        torch.ops.lowmem.normalize_backward(
+            of_y.contiguous(), total, weight, statistics, of_x, sums, ctx.rule.offset,
+            None if of_total is None else of_total.contiguous(), None if of_branch is of_x else of_branch, seed, ctx.p,
+        )  # fmt: skip
+        of_weight, *of_bias = sums.sum(1)
+        return of_x, of_branch, of_weight, of_bias[0] if of_bias else None, None, None, None, None
 
 
 def rule_of(module: nn.Module) -> Rule | None:
@@ -151,15 +166,12 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None
 
 
-def join_to_products(
+def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
     """Makes a norm of `model` write its output in `dtype` on two conditions: all layers that read the output are in the
-    norm's block, and all cast it to `dtype`.
-
-    If only one layer reads the output, and makes one matrix product, that layer computes the norm, too. Norm and layer
-    must be in the same one of `blocks`. `run` runs the model once; its parameters are on the meta device then.
-    """
+    norm's one of `blocks`, and all cast it to `dtype`. `run` runs the model once; its parameters are on the meta device
+    then."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -171,15 +183,10 @@ def join_to_products(
 
     readers = dry_run(model, dtype, watched) or _Readers(norms, dtype)
     for module, norm in norms.items():
-        layers, others = readers.layers[norm], readers.others[norm]
-        block = block_of.get(module)
-        if norm in readers.exact or any(block_of.get(reader) is not block for reader in layers + others):
-            continue  # an output that leaves the block is part of the residual stream, and keeps its dtype
-        if norm in readers.wide and layers + others:
+        # An output that leaves the block is part of the residual stream, and keeps its dtype.
+        inside = all(block_of.get(reader) is block_of.get(module) for reader in readers.modules[norm])
+        if inside and readers.modules[norm] and norm in readers.wide and norm not in readers.exact:
             norm.rounded = dtype
-        alone = not others and len(layers) == 1 == readers.products[layers[0]]
-        if alone and block is not None and hasattr(product := forwards[layers[0]], "norm"):
-            norm.moved, product.norm = True, norm
 
 
 class _Readers(LayerMode):
@@ -189,9 +196,7 @@ class _Readers(LayerMode):
         super().__init__()
         self.exact: set[Norm] = set()  # norms whose output an operation reads without a cast to `dtype`
         self.wide: set[Norm] = set()  # norms whose output has another dtype than `dtype`
-        self.layers: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules multiplying it by their weight
-        self.others: dict[Norm, list] = {norm: [] for norm in norms.values()}  # modules using it in another way
-        self.products: Counter[nn.Module | None] = Counter()  # how many matrix products each module makes
+        self.modules: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that use it in `dtype`
         self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
         self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by the storage's address; the tensor keeps it
 
@@ -203,18 +208,14 @@ class _Readers(LayerMode):
             if output.dtype is not self._dtype:
                 self.wide.add(norm)
         elif not operation.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.products[self.called] += operation in MATRIX_PRODUCTS
-            for tensor in tensors:
-                if found := self._outputs.get(address_of(tensor)):
-                    self._note(operation, tensors, result, tensor.dtype, found[1])
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and (found := self._outputs.get(address_of(tensor))):
+                    self._note(operation, result, tensor.dtype, found[1])
         return result
 
-    def _note(self, operation, tensors: list[Tensor], result, dtype: torch.dtype, norm: Norm) -> None:
+    def _note(self, operation, result, dtype: torch.dtype, norm: Norm) -> None:
         if dtype is self._dtype:
-            own = [address_of(weight) for weight in self.called._parameters.values() if weight is not None]
-            its_product = operation in MATRIX_PRODUCTS and any(address_of(tensor) in own for tensor in tensors)
-            (self.layers if its_product else self.others)[norm].append(self.called)
+            self.modules[norm].append(self.called)
         elif operation is _aten._to_copy.default and result.dtype is self._dtype:
             self._outputs[address_of(result)] = result, norm
         else:

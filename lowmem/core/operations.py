@@ -22,6 +22,7 @@ from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
 from lowmem.core.recordings import Recordings
+from lowmem.core.residual_sums import make_own_sums
 from lowmem.errors import InputError
 
 Result = TypeVar("Result")
@@ -43,7 +44,8 @@ class Operations:
     def begin(self) -> None:
         """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
         call. If a user has changed the model since it was loaded, backward recomputes all products from now on
-        (products.py). Raises InputError if a parameter was added, or its requires_grad changed, since loading."""
+        (products.py), and blocks make their own sums (residual_sums.py). Raises InputError if a parameter was added, or
+        its requires_grad changed, since loading."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -53,6 +55,7 @@ class Operations:
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
+                make_own_sums(decoder.blocks)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""

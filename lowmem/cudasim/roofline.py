@@ -39,10 +39,13 @@ ATTENTION_SHARES = {
 HALF_SPEED_TOKENS = {False: 250, True: 700}  # {on Hopper: tokens}: rows of this length reach half of flash's share
 _ATTENTION_TILE = 128  # tokens
 # Elements that a multiprocessor processes per clock, in kernels that may be slower than memory. Measured on an H200, in
-# a step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). MIXED and STRIDED are for kernels
-# without vector instructions. These have arguments of two dtypes (measured), or strides that differ from the result's
-# (fitted to an A100 and an H200, tests/published).
+# a step of GPT-2-Large (experiments/gpu_acceptance/results/rows.jsonl, levers/step). Random numbers are assumed to cost
+# a norm and a sum what they cost PyTorch's dropout; this was not measured. MIXED and STRIDED are for kernels without
+# vector instructions. These have arguments of two dtypes (measured), or strides that differ from the result's (fitted
+# to an A100 and an H200, tests/published).
 _ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
+_ELEMENTS_PER_CLOCK["drop"] = _ELEMENTS_PER_CLOCK["native_dropout"]
+_POSITION_OF_SEED = {"normalize": 10, "normalize_backward": 9}
 _SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
 MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.6
 # Operations with new results move a part of their bytes at the last-level cache's speed. That part is nothing if they
@@ -73,7 +76,7 @@ _ATTENTION = {
 }  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-_OVERWRITES |= {"normalize", "normalize_backward", "gated", "gated_backward", "rotate"}  # of lowmem
+_OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated", "gated_backward", "rotate"}  # of lowmem
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
@@ -159,7 +162,9 @@ def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result:
         return 0.0
     name, new = func._overloadpacket.__name__, result if isinstance(result, Tensor) else tensors[0]
     per_clock = _ELEMENTS_PER_CLOCK.get(name)
-    if name == "sum" and tensors[0].dtype.itemsize == 2:
+    if len(args) > _POSITION_OF_SEED.get(name, len(args)) and args[_POSITION_OF_SEED[name]] is not None:
+        per_clock = 1 / (1 / per_clock + 1 / _ELEMENTS_PER_CLOCK["native_dropout"])
+    elif name == "sum" and tensors[0].dtype.itemsize == 2:
         per_clock = _SUMS_PER_CLOCK
     elif torch.Tag.pointwise in func.tags or name in _COPIES:
         dtypes = {each.dtype for each in tensors if each.dtype is not torch.bool}

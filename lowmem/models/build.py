@@ -27,9 +27,10 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import structure_of
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
 from lowmem.core.layers import cast_explicitly, fuse_gelu
-from lowmem.core.norms import join_to_products
+from lowmem.core.norms import round_for_products
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.products import skippable_layers
+from lowmem.core.residual_sums import fuse_sums
 from lowmem.errors import InputError, first_line, some_of
 from lowmem.models.gguf_cache import SUFFIX
 from lowmem.models.recognize import check_fields, config_fields, needs_code, no_config, not_found
@@ -232,7 +233,8 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
-        join_to_products(model, decoder.blocks, decoder.run_once, dtype)
+        round_for_products(model, decoder.blocks, decoder.run_once, dtype)
+        fuse_sums(decoder, dtype)
     decoder.skippable_layers, decoder.structure = skippable_layers(decoder, dtype), structure_of(model)
     return decoder
 

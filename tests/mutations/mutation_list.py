@@ -23,6 +23,7 @@ class Mutation(mutation_list.Mutation):
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
 GATES, NORMS, RECORDINGS = "core/test_gates.py", "core/test_norms.py", "core/test_recordings.py"
+SUMS = "core/test_residual_sums.py"
 ROTARY = "core/test_rotary.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 UNCUT_MLP = """\
@@ -225,14 +226,18 @@ MUTATIONS = (
         RECORDINGS),
     _change("core/recorder.py", "numbers that Python may have read in the CPU's memory are taken for constants",
         "tensor.dtype in _COUNTS", "False", RECORDINGS),
-    _change("core/norms.py", "a norm rounds its output to 16 bit though a sum reads it", "if norm in readers.exact or",
-        "if", NORMS),
-    _change("core/norms.py",
-        "a norm moves into a layer outside its block, such as the head, which is not called in training",
-        "if alone and block is not None and hasattr(", "if alone and hasattr(", NORMS),
-    _change("core/layers.py", "a product that computes a norm returns the gradient of the norm's output",
-        "            x_gradient, *norm_gradients = normalize_backward(",
-        "            _, *norm_gradients = normalize_backward(", "core/test_fused.py"),
+    _change("core/norms.py", "a norm rounds its output to 16 bit though a sum reads it",
+        " and norm not in readers.exact", "", NORMS),
+    _change("core/norms.py", "a norm rounds its output to 16 bit though a layer outside its block reads it",
+        "if inside and readers", "if readers", NORMS),
+    _change("core/norms.py", "the gradient that comes past a norm is left out",
+        "None if of_total is None else of_total.contiguous()", "None", SUMS),
+    _change("core/kernels/layer_kernels.py", "the gradient of a branch has another dropout mask than the sum",
+        "p, ROWS, COLUMNS), result", "p + 0.1, ROWS, COLUMNS), result", SUMS),
+    _change("core/residual_sums.py", "a dropout is left to a sum though something else reads its output",
+        "len(dropouts) == 1 == self._reads.counts[address_of(call.result)]", "len(dropouts) == 1", SUMS),
+    _change("core/operations.py", "a block's sums are replaced though a user has changed the model since",
+        "                make_own_sums(decoder.blocks)\n", "", SUMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a norm's input lacks the mean's part",
         "        if CENTERED:\n            result -=", "        if not CENTERED:\n            result -=", NORMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a gated MLP's gate lacks the slope of GELU's cubic term",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowmem.core import precision
 from lowmem.core.loss import IGNORED
+from stand_in.plain_layers import drop as drop
 from stand_in.plain_layers import gated as gated
 from stand_in.plain_layers import gated_backward as gated_backward
 from stand_in.plain_layers import normalize as normalize

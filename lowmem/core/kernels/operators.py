@@ -3,6 +3,7 @@
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
     normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
+    drop                        dropout, and a sum (residual_sums.py)                   (layer_kernels.py)
     gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
@@ -27,9 +28,11 @@ _SCHEMAS = {
     "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale, "
     "float outer=1.0, float? inner=None) -> ()",
     "normalize": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? statistics, float epsilon, "
-    "float offset, bool centered) -> ()",
+    "float offset, bool centered, Tensor? branch=None, Tensor(c!)? total=None, Tensor? seed=None, float p=0.0) -> ()",
     "normalize_backward": "(Tensor gradient, Tensor x, Tensor weight, Tensor statistics, Tensor(a!) x_gradient, "
-    "Tensor(b!) partial_sums, float offset) -> ()",
+    "Tensor(b!) partial_sums, float offset, Tensor? other_gradient=None, Tensor(c!)? branch_gradient=None, "
+    "Tensor? seed=None, float p=0.0) -> ()",
+    "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seed, float p) -> ()",
     "gated": "(Tensor gate, Tensor up, Tensor(a!) y, float linear, float cubic) -> ()",
     "gated_backward": "(Tensor gradient, Tensor gate, Tensor up, Tensor(a!) of_gate, Tensor(b!) of_up, float linear, "
     "float cubic) -> ()",
