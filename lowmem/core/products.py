@@ -6,8 +6,8 @@ Backward often does not need a block's last product: `skippable_layers` finds su
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem.core.decoder import AnswerYes, Decoder, kind_of
 from lowmem.core.dry_run import LayerMode, dry_run
+from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
@@ -108,23 +109,45 @@ class ProductReplayer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _ProductSkipper(TorchDispatchMode):
+class _Skipper(TorchDispatchMode):
+    """Leaves out the first matrix product, and sums and multiples of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self._without_values: set[StorageWeakRef] = set()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in MATRIX_PRODUCTS:
+        if func in MATRIX_PRODUCTS and not self._without_values:
             left, right = (args[index] for index in MATRIX_PRODUCTS[func])
-            return left.new_empty(left.shape[0], right.shape[1])
+            return self._noted(left.new_empty(left.shape[0], right.shape[1]))
+        if func is torch.ops.lowmem.drop.default and self._has_none(args[0]):
+            self._noted(args[2])
+            return None
+        if func in (_aten.add.Tensor, _aten.mul.Tensor) and any(map(self._has_none, _tensors(args))):
+            shape = torch.broadcast_shapes(*(each.shape for each in _tensors(args)))
+            return self._noted(_tensors(args)[0].new_empty(shape, dtype=torch.result_type(*args)))
         return func(*args, **(kwargs or {}))
 
+    def _has_none(self, tensor: Tensor) -> bool:
+        return StorageWeakRef(tensor.untyped_storage()) in self._without_values
 
-def product_skipped(layer: nn.Module) -> AbstractContextManager:
-    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values."""
+    def _noted(self, tensor: Tensor) -> Tensor:
+        self._without_values.add(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+
+@contextmanager
+def product_skipped(layer: nn.Module) -> Iterator[None]:
+    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values.
+    Sums and multiples of this output are left out, too."""
     forward = layer.forward
 
     def skipping(*arguments, **keywords):
-        with _ProductSkipper():
-            return forward(*arguments, **keywords)
+        until_the_end.enter_context(_Skipper())
+        return forward(*arguments, **keywords)
 
-    return patch.object(layer, "forward", skipping)
+    with ExitStack() as until_the_end, patch.object(layer, "forward", skipping):
+        yield
 
 
 class _LastProduct(LayerMode):

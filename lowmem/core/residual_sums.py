@@ -121,7 +121,7 @@ class _AddDropped(torch.autograd.Function):
 
 def _dropped(x: Tensor, added: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     x = x.contiguous()
-    y = torch.empty_like(x, dtype=dtype)
+    y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: a recording may leave out `drop` (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seed, p)
     return y
 

@@ -16,6 +16,7 @@ from lowmem.models.build import make_decoder
 from reference import tiny_model
 from steps import make_step
 from tests.core import test_fused
+from tests.core.test_products import Counting
 from tests.core.test_step import PLAIN, make_batches
 
 pytest.importorskip("triton")
@@ -247,3 +248,11 @@ def test_a_model_that_a_user_has_changed_makes_its_own_sums(interpreted):
         decoder.blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
         found.append(trainings.train(step, store, make_batches(2), [1e-3] * 2))
     assert found[0].differences(found[1]) == []
+
+
+def test_a_block_that_runs_again_leaves_out_its_last_sum(interpreted):
+    """Two micro-batches; each sum once forward and once backward."""
+    step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+    with Counting() as counting:
+        trainings.train(step, store, make_batches(1), [1e-3])
+    assert counting.operations[torch.ops.lowmem.drop.default] == 2 * 2 * len(step._decoder.blocks)
