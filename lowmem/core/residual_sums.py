@@ -175,11 +175,12 @@ def _calls_of(decoder: Decoder, index: int) -> list[Call]:
 
 @dataclass
 class _Seen:
-    """Describes a call while a block is watched, with its arguments and its result. Other fields as in Call; `stream`
-    is None unless the call is a sum of the residual stream."""
+    """Describes a call while a block is watched: its arguments, how often they had been written in place (`versions`),
+    and its result. Other fields as in Call; `stream` is None unless the call is a sum of the residual stream."""
 
     function: Callable
     given: tuple
+    versions: list[int | None]
     result: Tensor
     changed: bool = False
     stream: int | None = None
@@ -206,10 +207,11 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, function = kwargs or {}, _noted(func, args)
         given = _dropout(*args, **kwargs) if function is F.dropout else (None, None) if kwargs else args
+        versions = [each._version if isinstance(each, Tensor) else None for each in given]
         # A dropout that is moved returns its input, so operations that read this are counted, too.
         result = given[0] if function is F.dropout and not given[2] else func(*args, **kwargs)
         if function:
-            self._seen.append(_Seen(function, given, result))
+            self._seen.append(_Seen(function, given, versions, result))
         return result
 
     def calls(self) -> list[Call]:
@@ -239,13 +241,13 @@ class _Watch(TorchFunctionMode):
 
     def _join_norm(self, call: "_Seen", sums: dict[int, "_Seen"]) -> None:
         """Moves a norm into the sum that it reads, or joins it to later sums that read the same tensor. `sums`: by id
-        of their results."""
+        of their results. No operation may write the tensor in between."""
         x, norm = call.given
         name = next((name for name, each in self._block.named_modules() if each.forward is norm), None)
         readers = [each for each in sums.values() if each.given[each.stream] is x]
-        if name is None:
+        if name is None or any(each.versions[each.stream] != call.versions[0] for each in readers):
             return
-        if (of_sum := sums.get(id(x))) and of_sum.norm is None:
+        if (of_sum := sums.get(id(x))) and of_sum.norm is None and call.versions[0] == 0:
             of_sum.norm = name
             call.changed = of_sum.changed = True
         elif readers:

@@ -301,7 +301,9 @@ def test_a_product_that_backward_needs_is_found_out(then, needed):
         torch.manual_seed(7)
         with Counting() as counting, product_skipped(block.layer):
             output = block(x)
-        assert not counting.operations.keys() & {aten.mm.default, aten.add.Tensor, aten.mul.Tensor}, "the sum is left out, too"
+        assert not counting.operations.keys() & {aten.mm.default, aten.add.Tensor, aten.mul.Tensor}, (
+            "the sum is left out, too"
+        )
         (gradient,) = torch.autograd.grad(output.sum(), x)
         assert torch.equal(gradient, expected)
 

@@ -9,6 +9,7 @@ from experiments.harness import trainings
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM, with_dropout
 from lowmem.core import residual_sums
 from lowmem.core.decoder import Decoder
+from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import Rule, normalize_sum, normalized
 from lowmem.core.recompute import Dropout
 from lowmem.core.residual_sums import ResidualSums, add_dropped
@@ -27,15 +28,14 @@ ALL = FAMILIES | MORE_FAMILIES | POST_NORM | ENCODER_DECODERS
 
 
 def changes(family: str, residual: str = "fp32", dropout: float = 0.1) -> set[str]:
-    """Each block's changed calls: D dropout, N norm, S a sum with its norm, A a sum without."""
+    """The changed calls of each block: D dropout, N norm, S a sum with its norm, A a sum without."""
     decoder = make_decoder(with_dropout(ALL[family](), dropout), "bf16", residual, True)
-    letters = {F.dropout: "D", normalized: "N", torch.add: "A"}
+    return {letters(getattr(block.forward, "calls", ())) for block in decoder.blocks}
 
-    def letter(call) -> str:
-        return "S" if call.norm else letters[call.function]
 
-    calls = [getattr(block.forward, "calls", ()) for block in decoder.blocks]
-    return {"".join(letter(call) for call in each if call.changed) for each in calls}
+def letters(calls) -> str:
+    names = {F.dropout: "D", normalized: "N", torch.add: "A"}
+    return "".join("S" if call.norm else names[call.function] for call in calls if call.changed)
 
 
 @pytest.mark.parametrize("residual", ["fp32", "16bit"])
@@ -256,3 +256,27 @@ def test_a_block_that_runs_again_leaves_out_its_last_sum(interpreted):
     with Counting() as counting:
         trainings.train(step, store, make_batches(1), [1e-3])
     assert counting.operations[torch.ops.lowmem.drop.default] == 2 * 2 * len(step._decoder.blocks)
+
+
+@pytest.mark.parametrize("written", ["sum", "input", None])
+def test_a_norm_is_not_joined_to_a_sum_if_the_tensor_is_written_in_between(written):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+
+        def forward(self, x):
+            y = self.first(x).to(BF16)
+            if written == "input":
+                x += 1
+            total = x + y
+            if written == "sum":
+                total += 1
+            return total + self.second(total).to(BF16)
+
+    block = Block().to("meta")
+    cast_explicitly(block, FP32, True)
+    x = torch.ones(1, 2, 8, device="meta")
+    with residual_sums._Watch(block, x) as watch:
+        block(x)
+    assert letters(watch.calls()) == {"sum": "NANA", "input": "SN", None: "NSN"}[written]
