@@ -1,6 +1,7 @@
 """Measures how much single changes speed up a step on this card: the same step with each and without, by turns.
 
-    norms             one kernel each way, inside the product that follows, and an output in 16 bit (core/norms.py)
+    norms             one kernel each way, and an output in 16 bit (core/norms.py)
+    sums              of the residual stream: one kernel each way with dropout and norm (core/residual_sums.py)
     skipped product   a block that runs again leaves out its last product (core/products.py)
     head              its products take a multiple of 8 words, and the rest apart (core/loss.py)
     recordings        a segment's operations are repeated without the model's Python (core/recordings.py)
@@ -35,10 +36,11 @@ from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recordings import Recordings
 from lowmem.core.step import TrainingStep
+from lowmem.models import build
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
-LEVERS = ("norms", "skipped product", "head", "recordings")
+LEVERS = ("norms", "sums", "skipped product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
 LEARNING_RATE = 1e-5
@@ -77,8 +79,11 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
         else load_config(model, "random")
     )
     ways = {"all": (), **{f"without {lever}": (lever,) for lever in LEVERS}, "without any": LEVERS}
-    norms, no_norms = (made(config, device, shape, left_out) for left_out in ((), ("norms",)))
-    runs = {name: _run(no_norms if "norms" in left_out else norms, left_out, shape) for name, left_out in ways.items()}
+    steps: dict[tuple[str, ...], TrainingStep] = {}
+    for left_out in ways.values():
+        if (of_model := _of_model(left_out)) not in steps:
+            steps[of_model] = made(config, device, shape, of_model)
+    runs = {name: _run(steps[_of_model(left_out)], left_out, shape) for name, left_out in ways.items()}
     for run in runs.values():
         run()
         run()  # a segment with one micro-batch is recorded in its second step
@@ -124,12 +129,19 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
     return run
 
 
+def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those that are part of a model's layers and blocks, so that a model without them is another one."""
+    return tuple(lever for lever in levers if lever in ("norms", "sums"))
+
+
 @contextmanager
 def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out. Norms: of decoders that are made inside."""
+    """Leaves these changes out. Norms and sums: of decoders that are made inside."""
     with ExitStack() as stack:
         if "norms" in levers:
             stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
+        if "sums" in levers:
+            stack.enter_context(patch.object(build, "fuse_sums", lambda decoder, dtype: None))
         if "head" in levers:
             stack.enter_context(patch.object(loss, "_aligned", lambda words: [slice(0, words)]))
         yield
