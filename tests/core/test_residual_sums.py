@@ -19,6 +19,7 @@ from steps import make_step
 from tests.core import test_fused
 from tests.core.test_products import Counting
 from tests.core.test_step import PLAIN, make_batches
+from tests.stream_order.arrangements import with_plain_kernels
 
 pytest.importorskip("triton")
 interpreted, compiled = test_fused.interpreted_layers, test_fused.compiled_layers
@@ -98,7 +99,7 @@ def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpre
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "t5"])
-def test_with_dropout_a_second_run_of_a_block_has_the_same_masks_and_another_seed_has_others(interpreted, family):
+def test_a_second_run_of_a_block_has_the_same_masks_and_another_seed_others(interpreted, family):
     decoder = make_decoder(with_dropout(ALL[family](), 0.3), "bf16", "fp32", True)
     values_for(decoder)
     with torch.no_grad():
@@ -120,9 +121,7 @@ RULES = {"LayerNorm": Rule(1e-5, 0.0, True), "RMSNorm": Rule(1e-6, 1.0, False)}
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
-def test_a_sum_its_norm_and_their_gradients_are_those_of_fp64_within_a_rounding_for_the_same_mask(
-    interpreted, kinds, p, rule
-):
+def test_a_sum_and_its_norm_are_those_of_fp64_within_a_rounding_for_the_same_mask(interpreted, kinds, p, rule):
     generator = torch.Generator().manual_seed(5)
     rule, shape, narrow = RULES[rule], (2, 5, 24), kinds[1]
     x, branch = (torch.randn(shape, generator=generator).to(kind).requires_grad_() for kind in kinds)
@@ -237,24 +236,26 @@ def test_a_dropout_that_anything_else_reads_or_that_changes_its_input_is_not_mov
         assert not any(call.changed for call in watch.calls())
 
 
-def test_a_model_that_a_user_has_changed_makes_its_own_sums(interpreted):
+def test_a_model_that_a_user_has_changed_makes_its_own_sums():
     """A hook on a dropout sees the dropout's output, and what it returns is added."""
     found = []
-    for own_sums in (False, True):
-        step, store = make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=True, **PLAIN)
-        decoder = step._decoder
-        if own_sums:
-            residual_sums.make_own_sums(decoder.blocks)
-        decoder.blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
-        found.append(trainings.train(step, store, make_batches(2), [1e-3] * 2))
+    with with_plain_kernels():
+        for own_sums in (False, True):
+            step, store = make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=True, **PLAIN)
+            blocks = step._decoder.blocks
+            if own_sums:
+                residual_sums.make_own_sums(blocks)
+            blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
+            found.append(trainings.train(step, store, make_batches(2), [1e-3] * 2))
     assert found[0].differences(found[1]) == []
 
 
-def test_a_block_that_runs_again_leaves_out_its_last_sum(interpreted):
+def test_a_block_that_runs_again_leaves_out_its_last_sum():
     """Two micro-batches; each sum once forward and once backward."""
-    step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
-    with Counting() as counting:
-        trainings.train(step, store, make_batches(1), [1e-3])
+    with with_plain_kernels():
+        step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+        with Counting() as counting:
+            trainings.train(step, store, make_batches(1), [1e-3])
     assert counting.operations[torch.ops.lowmem.drop.default] == 2 * 2 * len(step._decoder.blocks)
 
 
