@@ -7,11 +7,12 @@ from torch import Tensor
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
-    centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seed: Tensor | None = None,
-    p: float = 0.0,
+    centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
+    number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
     if branch is not None:
-        x = total.copy_(x + (branch if seed is None else _dropped(branch, seed, p)))
+        x = x + (branch if seeds is None else _dropped(branch, seeds[number], p))
+        x = total.copy_(x.view(total.shape)).view(x.shape)
     x = x.float()
     mean = x.mean(-1, keepdim=True) if centered else torch.zeros(1)
     factor = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + epsilon)
@@ -23,27 +24,26 @@ def normalize(
 def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
-    seed: Tensor | None = None, p: float = 0.0,
+    seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
     gradient, factor = gradient.float().view(-1, x.shape[-1]), statistics[0][:, None]
-    shape, x = x.shape, x.view(gradient.shape)
     centered = len(statistics) == 2
-    x = (x.float() - (statistics[1][:, None] if centered else 0.0)) * factor
+    x = (x.float().view(gradient.shape) - (statistics[1][:, None] if centered else 0.0)) * factor
     partial_sums.zero_()
     for total, of_rows in zip(partial_sums, (gradient * x, gradient), strict=False):
         total[0] = of_rows.sum(0)
     gradient = gradient * (weight + offset)
     result = gradient - x * (gradient * x).mean(1, keepdim=True)
-    result = ((result - gradient.mean(1, keepdim=True) if centered else result) * factor).view(shape)
+    result = ((result - gradient.mean(1, keepdim=True) if centered else result) * factor).view(x_gradient.shape)
     if other_gradient is not None:
         result += other_gradient
     x_gradient.copy_(result)
     if branch_gradient is not None:
-        branch_gradient.copy_(result if seed is None else _dropped(result, seed, p))
+        branch_gradient.copy_(result if seeds is None else _dropped(result, seeds[number], p))
 
 
-def drop(x: Tensor, added: Tensor | None, y: Tensor, seed: Tensor, p: float) -> None:
-    dropped = _dropped(x, seed, p)
+def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
+    dropped = _dropped(x, seeds[number], p)
     y.copy_(dropped if added is None else added + dropped)
 
 

@@ -72,7 +72,8 @@ class Decoder:
         self.blocks = self._find_blocks()
         # Each block's layer whose matrix product need not be computed again for backward, or None (products.py).
         self.skippable_layers: list[nn.Module | None] = [None] * len(self.blocks)
-        self.structure: list = []  # structure_of the model when they were found (dry_run.py)
+        self.block_forwards: list = []  # BlockForward of each block whose sums are fused (residual_sums.py)
+        self.structure: list = []  # structure_of the model when these two were found (dry_run.py)
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")

@@ -70,10 +70,24 @@ class Norm:
             return norm_in_fp32(self._module, x, *others, **keywords)
         return normalized(x, self)
 
-    def of_sum(self, x: Tensor, branch: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, branch: Tensor | None = None, drops: "Drops | None" = None) -> tuple[Tensor, Tensor]:
         """Returns x + dropout(branch), and the norm of this sum (see `normalize_sum`)."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
-        return normalize_sum(x, branch, p, weight, bias, self.rule, self.rounded or x.dtype)
+        return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
+
+
+@dataclass(frozen=True)
+class Drops:
+    """Describes a dropout that sets a number to 0 with probability `p`. seeds[number] int64 chooses its mask."""
+
+    p: float
+    seeds: Tensor
+    number: int = 0
+
+    @staticmethod
+    def draw(count: int, device: torch.device) -> Tensor:
+        """Draws `count` seeds from the random generator of `device`."""
+        return torch.randint(2**62, (count,), device=device)
 
 
 def normalized(x: Tensor, norm: Norm) -> Tensor:
@@ -85,18 +99,13 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
 
 
 def normalize_sum(
-    x: Tensor, branch: Tensor | None, p: float, weight: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, branch: Tensor | None, drops: Drops | None, weight: Tensor, bias: Tensor | None, rule: Rule,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns x + dropout(branch), in the dtype of `x`, and the norm of this sum, in `dtype`. `x` and `branch` have one
-    shape [..., D]. Without a branch, the sum is `x`. `p`: the probability that dropout sets a number to 0."""
-    seed = new_seed(x) if branch is not None and p else None
+    shape [..., D]. Without a branch, the sum is `x`. Without `drops`, there is no dropout."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
-    return run(x, branch, weight, bias, seed, p, rule, dtype)
-
-
-def new_seed(x: Tensor) -> Tensor:
-    """Draws a seed [1] int64 for dropout from the random generator of the device of `x`."""
-    return torch.randint(2**62, (1,), device=x.device)
+    return run(x, branch, weight, bias, drops, rule, dtype)
 
 
 class _Normalize(torch.autograd.Function):
@@ -104,41 +113,57 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, seed: Tensor | None, p: float,
-        rule: Rule, dtype: torch.dtype,
+        ctx, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, drops: Drops | None, rule: Rule,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        given, x = x, x.contiguous()
-        total = x if branch is None else torch.empty_like(x)
+        given, x, columns = x, x.contiguous(), x.shape[-1]
+        rows = x.numel() // max(columns, 1)
+        total = x if branch is None else x.new_empty(rows, columns)
         y = torch.empty_like(x, dtype=dtype)
-        rows = x.numel() // max(x.shape[-1], 1)
         statistics = None if ctx is None else x.new_empty(1 + rule.centered, rows, dtype=torch.float32)
         torch.ops.lowmem.normalize(
             x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered,
-            *(None, None) if branch is None else (branch.contiguous(), total), seed, p,
+            *(None, None) if branch is None else (branch.contiguous(), total), *arguments_of(drops),
         )  # fmt: skip
         if ctx is not None:
-            ctx.save_for_backward(total, weight, statistics, seed)
+            ctx.save_for_backward(total, weight, statistics, *arguments_of(drops)[:1])
             ctx.set_materialize_grads(False)
-            ctx.rule, ctx.p, ctx.branch_dtype = rule, p, None if branch is None else branch.dtype
-        return given if branch is None else total, y
+            ctx.rule, ctx.drops, ctx.branch_dtype = rule, arguments_of(drops)[1:], branch is not None and branch.dtype
+        return given if branch is None else total.view(x.shape), y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_total: Tensor | None, of_y: Tensor):
-        total, weight, statistics, seed = ctx.saved_tensors
+    def backward(ctx, of_total: Tensor | None, of_y: Tensor | None):
+        total, weight, statistics, seeds = ctx.saved_tensors
+        if of_y is None:
+            of_y = torch.zeros_like(of_total)
         rows, columns = statistics.shape[1], total.shape[-1]
-        of_x, of_branch = torch.empty_like(total), None
-        if ctx.branch_dtype is not None:
-            same = seed is None and ctx.branch_dtype is of_x.dtype
-            of_branch = of_x if same else torch.empty_like(total, dtype=ctx.branch_dtype)
+        of_x, of_branch = torch.empty_like(of_y, dtype=total.dtype), None
+        if ctx.branch_dtype:
+            same = seeds is None and ctx.branch_dtype is of_x.dtype
+            of_branch = of_x if same else torch.empty_like(of_y, dtype=ctx.branch_dtype)
         rows_each, has_bias = max(LEAST_ROWS, -(-rows // PROGRAMS)), ctx.needs_input_grad[3]
         sums = total.new_empty(1 + has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
         torch.ops.lowmem.normalize_backward(
             of_y.contiguous(), total, weight, statistics, of_x, sums, ctx.rule.offset,
-            None if of_total is None else of_total.contiguous(), None if of_branch is of_x else of_branch, seed, ctx.p,
+            None if of_total is None else of_total.contiguous(), None if of_branch is of_x else of_branch, seeds,
+            *ctx.drops,
         )  # fmt: skip
         of_weight, *of_bias = sums.sum(1)
-        return of_x, of_branch, of_weight, of_bias[0] if of_bias else None, None, None, None, None
+        return of_x, of_branch, of_weight, of_bias[0] if of_bias else None, None, None, None
+
+
+def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
+    """Returns `added` + dropout(x) in `dtype`, or dropout(x) without `added`. The other arguments as in Drops."""
+    x = x.contiguous()
+    y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: a recording may leave out `drop` (products.py)
+    torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
+    return y
+
+
+def arguments_of(drops: Drops | None) -> tuple[Tensor | None, int, float]:
+    """Returns the arguments of an operator: seeds, number and probability."""
+    return (None, 0, 0.0) if drops is None else (drops.seeds, drops.number, drops.p)
 
 
 def rule_of(module: nn.Module) -> Rule | None:

@@ -22,7 +22,6 @@ from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
 from lowmem.core.recordings import Recordings
-from lowmem.core.residual_sums import make_own_sums
 from lowmem.errors import InputError
 
 Result = TypeVar("Result")
@@ -55,7 +54,8 @@ class Operations:
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
-                make_own_sums(decoder.blocks)
+                for forward in decoder.block_forwards:
+                    forward.own_sums = True
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""

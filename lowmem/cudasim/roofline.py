@@ -45,7 +45,7 @@ _ATTENTION_TILE = 128  # tokens
 # to an A100 and an H200, tests/published).
 _ELEMENTS_PER_CLOCK = {"normalize": 1.8, "normalize_backward": 1.2, "native_dropout": 2.4, "cross_entropy": 1.85}
 _ELEMENTS_PER_CLOCK["drop"] = _ELEMENTS_PER_CLOCK["native_dropout"]
-_POSITION_OF_SEED = {"normalize": 10, "normalize_backward": 9}
+_POSITION_OF_SEEDS = {"normalize": 10, "normalize_backward": 9}
 _SUMS_PER_CLOCK = 4.7  # of 16-bit numbers: gradients of biases
 MIXED_PER_CLOCK, STRIDED_PER_CLOCK = 1.1, 1.6
 # Operations with new results move a part of their bytes at the last-level cache's speed. That part is nothing if they
@@ -162,7 +162,7 @@ def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result:
         return 0.0
     name, new = func._overloadpacket.__name__, result if isinstance(result, Tensor) else tensors[0]
     per_clock = _ELEMENTS_PER_CLOCK.get(name)
-    if len(args) > _POSITION_OF_SEED.get(name, len(args)) and args[_POSITION_OF_SEED[name]] is not None:
+    if len(args) > _POSITION_OF_SEEDS.get(name, len(args)) and args[_POSITION_OF_SEEDS[name]] is not None:
         per_clock = 1 / (1 / per_clock + 1 / _ELEMENTS_PER_CLOCK["native_dropout"])
     elif name == "sum" and tensors[0].dtype.itemsize == 2:
         per_clock = _SUMS_PER_CLOCK

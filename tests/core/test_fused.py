@@ -380,7 +380,7 @@ def one_size(monkeypatch):
      r"the loss or a gradient of it is 0\.1.*"),
     ("normalize_backward", lambda real, *given: real(*given[:6], given[6] + 0.1, *given[7:]),  # the offset
      r"a norm, a sum or a gradient of them is 0\..*"),
-    ("drop", lambda real, x, added, y, seed, p: real(x, added, y, seed + (added is None), p),  # another mask backward
+    ("drop", lambda real, x, added, y, seeds, *others: real(x, added, y, seeds + (added is None), *others),
      r"a norm, a sum or a gradient of them is 0\..*"),
     ("gated_backward", lambda real, *given: real(*given[:-1], given[-1] + 0.1),  # the activation's cubic term
      r"a gated MLP's activation or a gradient of it is 0\..*"),

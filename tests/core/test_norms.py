@@ -245,7 +245,7 @@ def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spill
     types = dict.fromkeys(("rows", "columns", "rows_each"), "i32") | dict.fromkeys(
         ("y_at", "gradient_at", "branch_at", "branch_gradient_at"), f"*{kind}"
     )
-    types |= {"seed_at": "*i64"}
+    types |= {"seeds_at": "*i64", "number": "i32"}
     types = {key: value for key, value in types.items() if key in kernel.arg_names}
     accesses = accesses_of(kernel, types, constants, "columns", capability, warps)
     assert not any("local" in what for what, _ in accesses)

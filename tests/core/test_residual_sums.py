@@ -7,12 +7,11 @@ from torch.nn import functional as F
 
 from experiments.harness import trainings
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM, with_dropout
-from lowmem.core import residual_sums
 from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly
-from lowmem.core.norms import Rule, normalize_sum, normalized
+from lowmem.core.norms import Drops, Rule, normalize_sum, normalized
 from lowmem.core.recompute import Dropout
-from lowmem.core.residual_sums import ResidualSums, add_dropped
+from lowmem.core.residual_sums import ResidualSums, Watch, add_dropped
 from lowmem.models.build import make_decoder
 from reference import tiny_model
 from steps import make_step
@@ -89,7 +88,8 @@ def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpre
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
     for index in (0, len(decoder.blocks) - 1):
         joined = outcome(decoder, index, hidden, extras)
-        residual_sums.make_own_sums([decoder.blocks[index]])
+        for forward in decoder.block_forwards:
+            forward.own_sums = True
         apart = outcome(decoder, index, hidden, extras)
         for one, other in zip(joined, apart, strict=True):
             if family in TWO_NORMS and one is not None:
@@ -113,6 +113,10 @@ def test_a_second_run_of_a_block_has_the_same_masks_and_another_seed_others(inte
     assert torch.equal(first[0], without_a_graph) and not torch.equal(first[0], other)
 
 
+def drops_for(p: float) -> Drops | None:
+    return Drops(p, Drops.draw(1, torch.device("cpu"))) if p else None
+
+
 KINDS = [(FP32, BF16), (FP32, FP16), (BF16, BF16), (FP32, FP32)]  # of the stream and the branch
 UNITS = {FP32: 2**-22, BF16: 2**-8, FP16: 2**-11}  # of one rounding
 RULES = {"LayerNorm": Rule(1e-5, 0.0, True), "RMSNorm": Rule(1e-6, 1.0, False)}
@@ -127,7 +131,7 @@ def test_a_sum_and_its_norm_are_those_of_fp64_within_a_rounding_for_the_same_mas
     x, branch = (torch.randn(shape, generator=generator).to(kind).requires_grad_() for kind in kinds)
     vectors = [torch.randn(24, generator=generator).requires_grad_() for _ in range(1 + rule.centered)]
     gradients = [torch.randn(shape, generator=generator).to(kind) for kind in kinds]
-    total, y = normalize_sum(x, branch, p, vectors[0], vectors[1] if rule.centered else None, rule, narrow)
+    total, y = normalize_sum(x, branch, drops_for(p), vectors[0], vectors[1] if rule.centered else None, rule, narrow)
     torch.autograd.backward((total, y), gradients)
 
     exact = [each.detach().double().requires_grad_() for each in (x, branch, *vectors)]
@@ -150,7 +154,7 @@ def test_a_sum_without_a_norm_is_that_of_fp64_within_a_rounding_for_the_same_mas
     generator = torch.Generator().manual_seed(6)
     x, branch = (torch.randn(3, 5, 24, generator=generator).to(kind).requires_grad_() for kind in kinds)
     gradient = torch.randn(3, 5, 24, generator=generator).to(kinds[0])
-    total = add_dropped(x, branch, p)
+    total = add_dropped(x, branch, drops_for(p))
     total.backward(gradient)
     mask = (branch.grad != 0).double() * (1 / (1 - p) if p < 1 else 0.0)
     close(total, x.double() + mask * branch.double(), UNITS[kinds[0]])
@@ -168,8 +172,8 @@ def test_dropout_leaves_out_a_share_p_of_the_numbers_independently(interpreted, 
     p, x = 0.2, torch.zeros(4000 // columns + 40, columns)
     ones = torch.ones_like(x)
     torch.manual_seed(0)
-    first, second = (add_dropped(x, ones, p) for _ in range(2))
-    total, _ = normalize_sum(x, ones, p, torch.ones(columns), None, Rule(1e-5, 0.0, False), FP32)
+    first, second = (add_dropped(x, ones, drops_for(p)) for _ in range(2))
+    total, _ = normalize_sum(x, ones, drops_for(p), torch.ones(columns), None, Rule(1e-5, 0.0, False), FP32)
     for each in (first, second, total):
         n = each.numel()
         assert set(each.unique().tolist()) == {0.0, 1.25}
@@ -183,11 +187,11 @@ def test_dropout_leaves_out_a_share_p_of_the_numbers_independently(interpreted, 
 
 def test_a_seed_gives_one_mask_to_both_kernels(interpreted):
     x, ones = torch.zeros(37, 100), torch.ones(37, 100)
-    seed = torch.tensor([2**62 + 12345])
+    seeds = torch.tensor([5, 2**62 + 12345])
     y, total = torch.empty_like(x), torch.empty_like(x)
-    torch.ops.lowmem.drop(ones, x, y, seed, 0.4)
+    torch.ops.lowmem.drop(ones, x, y, seeds, 1, 0.4)
     torch.ops.lowmem.normalize(
-        x, torch.ones(100), None, torch.empty_like(x), None, 1e-5, 0.0, False, ones, total, seed, 0.4
+        x, torch.ones(100), None, torch.empty_like(x), None, 1e-5, 0.0, False, ones, total, seeds, 1, 0.4
     )
     assert torch.equal(y, total)
 
@@ -207,16 +211,16 @@ class Sometimes(nn.Module):
 def test_a_block_that_runs_otherwise_than_it_was_watched_is_an_error_if_a_dropout_is_lost(interpreted):
     block = Sometimes()
     x = torch.ones(1, 2, 8)
-    with residual_sums._Watch(block, x) as watch:
+    with Watch(block, x) as watch:
         block(x)
     calls = watch.calls()
     assert [call.changed for call in calls] == [True, True]
-    with ResidualSums(block, calls):
+    with ResidualSums(block, x, calls):
         assert set(block(x).unique().tolist()) == {1.0, 3.0}
     block.other = True
-    with pytest.raises(RuntimeError, match="ran otherwise"), ResidualSums(block, calls):
+    with pytest.raises(RuntimeError, match="ran otherwise"), ResidualSums(block, x, calls):
         block(x)
-    with ResidualSums(block, calls[1:]):  # another first call: all run as they are
+    with ResidualSums(block, x, calls[1:]):  # another first call: all run as they are
         assert set(block(x).unique().tolist()) <= {1.0, 5.0}
 
 
@@ -231,7 +235,7 @@ def test_a_dropout_that_anything_else_reads_or_that_changes_its_input_is_not_mov
         block = nn.Module()
         block.forward = lambda x, forward=forward: forward(x, x.to(BF16))
         x = torch.ones(1, 2, 8)
-        with residual_sums._Watch(block, x) as watch:
+        with Watch(block, x) as watch:
             block.forward(x)
         assert not any(call.changed for call in watch.calls())
 
@@ -242,10 +246,9 @@ def test_a_model_that_a_user_has_changed_makes_its_own_sums():
     with with_plain_kernels():
         for own_sums in (False, True):
             step, store = make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=True, **PLAIN)
-            blocks = step._decoder.blocks
-            if own_sums:
-                residual_sums.make_own_sums(blocks)
-            blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
+            for forward in step._decoder.block_forwards:
+                forward.own_sums = own_sums
+            step._decoder.blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
             found.append(trainings.train(step, store, make_batches(2), [1e-3] * 2))
     assert found[0].differences(found[1]) == []
 
@@ -278,6 +281,48 @@ def test_a_norm_is_not_joined_to_a_sum_if_the_tensor_is_written_in_between(writt
     block = Block().to("meta")
     cast_explicitly(block, FP32, True)
     x = torch.ones(1, 2, 8, device="meta")
-    with residual_sums._Watch(block, x) as watch:
+    with Watch(block, x) as watch:
         block(x)
     assert letters(watch.calls()) == {"sum": "NANA", "input": "SN", None: "NSN"}[written]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "phi3"])
+def test_sums_are_fused_with_a_mask_and_at_other_lengths_too(family):
+    """With a mask, transformers repeats keys for grouped queries, which takes more operations."""
+    config = ALL[family]()
+    config.sliding_window = 16
+    decoder = make_decoder(config, "bf16", "fp32", True)
+    values_for(decoder)
+    ids = torch.arange(48).view(2, 24) % 97
+    for documents in (None, torch.arange(48).view(2, 24) // 7):
+        with torch.no_grad(), with_plain_kernels():
+            hidden, extras = decoder.embed(ids, None, documents)
+            with Counting() as counting:
+                decoder.block(0, hidden, extras[0])
+        assert counting.operations[torch.ops.aten.add.Tensor] == 1, "the last sum, which has no dropout"
+
+
+@pytest.mark.parametrize("module", ["mlp", "attn", "mlp.dropout"])
+def test_an_evaluation_and_a_call_see_what_a_users_hook_returns(module):
+    losses = []
+    with with_plain_kernels():
+        for own_sums in (False, True):
+            step, _ = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+            for forward in step._decoder.block_forwards:
+                forward.own_sums = own_sums
+            block = step._decoder.blocks[0]
+            block.get_submodule(module).register_forward_hook(lambda _, given, output: twice(output))
+            losses.append(step.evaluate(make_batches(1)[0]))
+    assert losses[0] == losses[1]
+
+
+def twice(output):
+    return 2 * output if isinstance(output, Tensor) else (2 * output[0], *output[1:])
+
+
+def test_a_sum_whose_norm_nobody_reads_has_a_gradient(interpreted):
+    x, branch = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8).to(BF16).requires_grad_()
+    weight = torch.ones(8, requires_grad=True)
+    total, _ = normalize_sum(x, branch, None, weight, None, Rule(1e-5, 0.0, False), BF16)
+    total.backward(gradient := torch.randn(3, 8))
+    assert torch.equal(x.grad, gradient) and torch.equal(branch.grad, gradient.to(BF16)) and not weight.grad.any()

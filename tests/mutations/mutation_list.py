@@ -237,7 +237,7 @@ MUTATIONS = (
     _change("core/residual_sums.py", "a dropout is left to a sum though something else reads its output",
         "len(dropouts) == 1 == self._reads.counts[address_of(call.result)]", "len(dropouts) == 1", SUMS),
     _change("core/operations.py", "a block's sums are replaced though a user has changed the model since",
-        "                make_own_sums(decoder.blocks)\n", "", SUMS),
+        "forward.own_sums = True", "forward.own_sums = False", SUMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a norm's input lacks the mean's part",
         "        if CENTERED:\n            result -=", "        if not CENTERED:\n            result -=", NORMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a gated MLP's gate lacks the slope of GELU's cubic term",

@@ -15,7 +15,7 @@ from lowmem.core import optimizers
 from lowmem.core.gates import GELU_TANH, SILU, Activation, gated
 from lowmem.core.logits import LogitFunction
 from lowmem.core.loss import IGNORED, linear_cross_entropy
-from lowmem.core.norms import Rule, normalize_sum
+from lowmem.core.norms import Drops, Rule, normalize_sum
 from lowmem.core.optimizers import Hyperparameters, Optimizer, State
 from lowmem.core.precision import join, split
 from lowmem.core.residual_sums import add_dropped
@@ -142,8 +142,9 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float = 
     gradients = [torch.randn(rows, 1280, generator=generator).to(kind) for kind in (torch.float32, dtype)]
     there = [tensor.detach().to(device, copy=True).requires_grad_() for tensor in inputs]
     leaves = [tensor.double().requires_grad_() for tensor in inputs]
-    total, y = normalize_sum(*there[:2], p, *there[2:], *[None] * (len(there) == 3), rule, dtype)
-    last = add_dropped(total, y, p)
+    drops = [Drops(p, Drops.draw(2, device), number) if p else None for number in range(2)]
+    total, y = normalize_sum(*there[:2], drops[0], *there[2:], *[None] * (len(there) == 3), rule, dtype)
+    last = add_dropped(total, y, drops[1])
     masks = [((a != b).double() / (1 - p)).cpu() for a, b in ((total, there[0]), (last, total))]
     true_total = leaves[0] + masks[0] * leaves[1]
     truth = rule(true_total, *leaves[2:], *[None] * (len(there) == 3))

@@ -22,16 +22,16 @@ TILE = 2048  # fewest numbers that a norm's program holds at a time: narrow rows
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
-    centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seed: Tensor | None = None,
-    p: float = 0.0,
+    centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
+    number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes the norm of each of the N rows of `x` [..., D] into `y` [..., D]: (x - mean) / sqrt(variance + epsilon) *
     (weight + offset) + bias. Unless `centered`, takes 0 for the mean. If `statistics` [1 or 2, N] fp32 is not None,
     writes each row's factor 1 / sqrt(...) there and, if centered, its mean. All are contiguous, weight and bias [D]
     fp32.
 
-    If `branch` [..., D] is not None, first writes x + branch into `total` [..., D], and normalizes that. With a `seed`
-    [1], drops numbers of `branch` as `drop` does."""
+    If `branch` [..., D] is not None, first writes x + branch into `total` [..., D], and normalizes that. With
+    `seeds`, drops numbers of `branch` as `drop` does."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -39,23 +39,23 @@ def normalize(
     block, tile_rows, warps = _tile(rows, columns)
     _normalize[(triton.cdiv(rows, tile_rows),)](
         x, weight, weight if bias is None else bias, y, y if statistics is None else statistics, x if branch is None
-        else branch, x if total is None else total, weight if seed is None else seed, rows, columns, epsilon, offset, p,
-        _factor(p), CENTERED=centered, HAS_BIAS=bias is not None, KEPT=statistics is not None, ADDS=branch is not None,
-        DROPS=seed is not None, ROWS=tile_rows, COLUMNS=block, num_warps=warps,
+        else branch, x if total is None else total, weight if seeds is None else seeds, number, rows, columns, epsilon,
+        offset, p, _factor(p), CENTERED=centered, HAS_BIAS=bias is not None, KEPT=statistics is not None,
+        ADDS=branch is not None, DROPS=seeds is not None, ROWS=tile_rows, COLUMNS=block, num_warps=warps,
     )  # fmt: skip
 
 
 def normalize_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, x_gradient: Tensor, partial_sums: Tensor,
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
-    seed: Tensor | None = None, p: float = 0.0,
+    seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
     """Writes the gradient for `x` [..., D], N rows, into `x_gradient` [..., D]. `gradient` [..., D] is the gradient for
     the output of `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2,
     P, D] fp32. Each of the P rows is a sum over N / P rows of `x`.
 
     Adds `other_gradient` [..., D] to the gradient for `x`, if there is one. Writes the result into `branch_gradient`
-    [..., D], too, if there is one. With a `seed` [1], drops numbers there as `drop` does."""
+    [..., D], too, if there is one. With `seeds`, drops numbers there as `drop` does."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -65,9 +65,9 @@ def normalize_backward(
     block, tile_rows, warps = _tile(rows_each, columns)
     _normalize_backward[(programs,)](
         gradient, x, weight, statistics, x_gradient, partial_sums, x if other_gradient is None else other_gradient,
-        x if branch_gradient is None else branch_gradient, weight if seed is None else seed, rows, columns, rows_each,
-        offset, p, _factor(p), CENTERED=statistics.shape[0] == 2, HAS_BIAS=partial_sums.shape[0] == 2,
-        ADDS=other_gradient is not None, BRANCHES=branch_gradient is not None, DROPS=seed is not None, ROWS=tile_rows,
+        x if branch_gradient is None else branch_gradient, weight if seeds is None else seeds, number, rows, columns,
+        rows_each, offset, p, _factor(p), CENTERED=statistics.shape[0] == 2, HAS_BIAS=partial_sums.shape[0] == 2,
+        ADDS=other_gradient is not None, BRANCHES=branch_gradient is not None, DROPS=seeds is not None, ROWS=tile_rows,
         COLUMNS=block, num_warps=warps,
     )  # fmt: skip
 
@@ -80,10 +80,10 @@ def _tile(rows: int, columns: int) -> tuple[int, int, int]:
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _normalize(
-    x_at, weight_at, bias_at, y_at, statistics_at, branch_at, total_at, seed_at, rows, columns, epsilon, offset, p,
-    factor_of_kept, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, KEPT: tl.constexpr, ADDS: tl.constexpr,
+    x_at, weight_at, bias_at, y_at, statistics_at, branch_at, total_at, seeds_at, number, rows, columns, epsilon,
+    offset, p, factor_of_kept, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, KEPT: tl.constexpr, ADDS: tl.constexpr,
     DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -94,7 +94,7 @@ def _normalize(
     if ADDS:
         branch = tl.load(branch_at + place, there, other=0.0).to(tl.float32)
         if DROPS:
-            branch = tl.where(_kept(seed_at, row, columns, p, ROWS, COLUMNS), branch * factor_of_kept, 0.0)
+            branch = tl.where(_kept(seeds_at, number, row, columns, p, ROWS, COLUMNS), branch * factor_of_kept, 0.0)
         total = (x + branch).to(total_at.dtype.element_ty)
         tl.store(total_at + place, total, there)
         x = total.to(tl.float32)
@@ -112,11 +112,11 @@ def _normalize(
     tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _normalize_backward(
-    gradient_at, x_at, weight_at, statistics_at, x_gradient_at, sums_at, other_at, branch_gradient_at, seed_at, rows,
-    columns, rows_each, offset, p, factor_of_kept, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-    BRANCHES: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gradient_at, x_at, weight_at, statistics_at, x_gradient_at, sums_at, other_at, branch_gradient_at, seeds_at, number,
+    rows, columns, rows_each, offset, p, factor_of_kept, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr, BRANCHES: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -148,7 +148,7 @@ def _normalize_backward(
         tl.store(x_gradient_at + place, result.to(x_gradient_at.dtype.element_ty), there)
         if BRANCHES:
             if DROPS:
-                result = tl.where(_kept(seed_at, row, columns, p, ROWS, COLUMNS), result * factor_of_kept, 0.0)
+                result = tl.where(_kept(seeds_at, number, row, columns, p, ROWS, COLUMNS), result * factor_of_kept, 0.0)
             tl.store(branch_gradient_at + place, result.to(branch_gradient_at.dtype.element_ty), there)
     tl.store(sums_at + program * columns + column, of_weight, column < columns)
     if HAS_BIAS:
@@ -156,13 +156,23 @@ def _normalize_backward(
         tl.store(sums_at + program * columns + column, of_bias, column < columns)
 
 
-def drop(x: Tensor, added: Tensor | None, y: Tensor, seed: Tensor, p: float) -> None:
+def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
     """Writes `added` + dropout(x) into `y`; `added` None stands for 0. Dropout sets numbers to 0 with probability `p`
-    and divides the others by 1 - p. `seed` [1] int64 and a number's place choose. All tensors have one shape
+    and divides the others by 1 - p. seeds[number] int64 and a number's place choose. All tensors have one shape
     [..., D], for a D that 4 divides, and are contiguous."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
-        x, x if added is None else added, y, seed, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK, num_warps=4
+        x,
+        x if added is None else added,
+        y,
+        seeds,
+        number,
+        n,
+        p,
+        _factor(p),
+        ADDS=added is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
 
 
@@ -171,14 +181,14 @@ def _factor(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
-@triton.jit
-def _drop(x_at, added_at, y_at, seed_at, n, p, factor_of_kept, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["number"])
+def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     place = program * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
     # The block as a row of a matrix with BLOCK columns: its numbers have the same places.
-    kept = tl.reshape(_kept(seed_at, program + tl.zeros([1], tl.int64), BLOCK, p, 1, BLOCK), (BLOCK,))
+    kept = tl.reshape(_kept(seeds_at, number, program + tl.zeros([1], tl.int64), BLOCK, p, 1, BLOCK), (BLOCK,))
     y = tl.where(kept, x * factor_of_kept, 0.0)
     if ADDS:
         y += tl.load(added_at + place, there, other=0.0).to(tl.float32)
@@ -186,11 +196,11 @@ def _drop(x_at, added_at, y_at, seed_at, n, p, factor_of_kept, ADDS: tl.constexp
 
 
 @triton.jit
-def _kept(seed_at, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns [ROWS, COLUMNS] bool: False for the numbers that are dropped of the rows `row` [ROWS]. One call of Philox
     gives four random numbers, for four neighbours in a row."""
     fourth = row[:, None] * (columns // 4) + tl.arange(0, COLUMNS // 4)[None, :]
-    a, b, c, d = tl.rand4x(tl.load(seed_at), fourth.to(tl.int32))
+    a, b, c, d = tl.rand4x(tl.load(seeds_at + number), fourth.to(tl.int32))
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
 
 

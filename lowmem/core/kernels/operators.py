@@ -28,11 +28,12 @@ _SCHEMAS = {
     "cross_entropy": "(Tensor(a!) logits, Tensor? bias, Tensor labels, Tensor(b!) losses, float? scale, "
     "float outer=1.0, float? inner=None) -> ()",
     "normalize": "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? statistics, float epsilon, "
-    "float offset, bool centered, Tensor? branch=None, Tensor(c!)? total=None, Tensor? seed=None, float p=0.0) -> ()",
+    "float offset, bool centered, Tensor? branch=None, Tensor(c!)? total=None, Tensor? seeds=None, int number=0, "
+    "float p=0.0) -> ()",
     "normalize_backward": "(Tensor gradient, Tensor x, Tensor weight, Tensor statistics, Tensor(a!) x_gradient, "
     "Tensor(b!) partial_sums, float offset, Tensor? other_gradient=None, Tensor(c!)? branch_gradient=None, "
-    "Tensor? seed=None, float p=0.0) -> ()",
-    "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seed, float p) -> ()",
+    "Tensor? seeds=None, int number=0, float p=0.0) -> ()",
+    "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seeds, int number, float p) -> ()",
     "gated": "(Tensor gate, Tensor up, Tensor(a!) y, float linear, float cubic) -> ()",
     "gated_backward": "(Tensor gradient, Tensor gate, Tensor up, Tensor(a!) of_gate, Tensor(b!) of_up, float linear, "
     "float cubic) -> ()",
