@@ -118,7 +118,8 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given, x, columns = x, x.contiguous(), x.shape[-1]
         rows = x.numel() // max(columns, 1)
-        total = x if branch is None else x.new_empty(rows, columns)
+        # With a graph, the tensor that is saved is not the output: autograd would detach it twice.
+        total = x if branch is None else x.new_empty(x.shape if ctx is None else (rows, columns))
         y = torch.empty_like(x, dtype=dtype)
         statistics = None if ctx is None else x.new_empty(1 + rule.centered, rows, dtype=torch.float32)
         torch.ops.lowmem.normalize(
@@ -129,7 +130,7 @@ class _Normalize(torch.autograd.Function):
             ctx.save_for_backward(total, weight, statistics, *arguments_of(drops)[:1])
             ctx.set_materialize_grads(False)
             ctx.rule, ctx.drops, ctx.branch_dtype = rule, arguments_of(drops)[1:], branch is not None and branch.dtype
-        return given if branch is None else total.view(x.shape), y
+        return given if branch is None else total if ctx is None else total.view(x.shape), y
 
     @staticmethod
     @once_differentiable

@@ -84,7 +84,9 @@ class _StreamMode(TorchFunctionMode):
         stream, branch = summands[positions[0]], summands[1 - positions[0]]
         if not isinstance(branch, Tensor) or stream.shape != branch.shape:
             return None
-        return positions[0] if torch.promote_types(stream.dtype, branch.dtype) == stream.dtype else None
+        # Not torch.promote_types, which is an operation.
+        keeps_dtype = branch.dtype is stream.dtype or (branch.dtype.itemsize == 2 and stream.dtype is torch.float32)
+        return positions[0] if keeps_dtype else None
 
 
 class ResidualSums(_StreamMode):
