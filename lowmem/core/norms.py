@@ -126,27 +126,28 @@ class _Normalize(torch.autograd.Function):
             x, weight, bias, y, statistics, rule.epsilon, rule.offset, rule.centered,
             *(None, None) if branch is None else (branch.contiguous(), total), *arguments_of(drops),
         )  # fmt: skip
-        if ctx is not None:
-            ctx.save_for_backward(total, weight, statistics, *arguments_of(drops)[:1])
-            ctx.set_materialize_grads(False)
-            ctx.rule, ctx.drops, ctx.branch_dtype = rule, arguments_of(drops)[1:], branch is not None and branch.dtype
-        return given if branch is None else total if ctx is None else total.view(x.shape), y
+        if ctx is None:
+            return total, y
+        seeds, *ctx.drops = arguments_of(drops)
+        ctx.save_for_backward(total, weight, statistics, seeds)
+        ctx.set_materialize_grads(False)
+        ctx.rule, ctx.branch_dtype = rule, None if branch is None else branch.dtype
+        return given if branch is None else total.view(x.shape), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, of_total: Tensor | None, of_y: Tensor | None):
         total, weight, statistics, seeds = ctx.saved_tensors
-        if of_y is None:
-            of_y = torch.zeros_like(of_total)
+        of_y = torch.zeros_like(of_total) if of_y is None else of_y.contiguous()
         rows, columns = statistics.shape[1], total.shape[-1]
         of_x, of_branch = torch.empty_like(of_y, dtype=total.dtype), None
-        if ctx.branch_dtype:
+        if ctx.branch_dtype is not None:
             same = seeds is None and ctx.branch_dtype is of_x.dtype
             of_branch = of_x if same else torch.empty_like(of_y, dtype=ctx.branch_dtype)
         rows_each, has_bias = max(LEAST_ROWS, -(-rows // PROGRAMS)), ctx.needs_input_grad[3]
         sums = total.new_empty(1 + has_bias, -(-rows // rows_each), columns, dtype=torch.float32)
         torch.ops.lowmem.normalize_backward(
-            of_y.contiguous(), total, weight, statistics, of_x, sums, ctx.rule.offset,
+            of_y, total, weight, statistics, of_x, sums, ctx.rule.offset,
             None if of_total is None else of_total.contiguous(), None if of_branch is of_x else of_branch, seeds,
             *ctx.drops,
         )  # fmt: skip

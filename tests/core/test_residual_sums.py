@@ -130,7 +130,7 @@ def test_a_sum_and_its_norm_are_those_of_fp64_within_a_rounding_for_the_same_mas
     rule, shape, narrow = RULES[rule], (2, 5, 24), kinds[1]
     x, branch = (torch.randn(shape, generator=generator).to(kind).requires_grad_() for kind in kinds)
     vectors = [torch.randn(24, generator=generator).requires_grad_() for _ in range(1 + rule.centered)]
-    gradients = [torch.randn(shape, generator=generator).to(kind) for kind in kinds]
+    gradients = [torch.randn(5, 2, 24, generator=generator).to(kind).transpose(0, 1) for kind in kinds]
     total, y = normalize_sum(x, branch, drops_for(p), vectors[0], vectors[1] if rule.centered else None, rule, narrow)
     torch.autograd.backward((total, y), gradients)
 
