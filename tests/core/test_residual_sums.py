@@ -245,7 +245,7 @@ def test_a_model_that_a_user_has_changed_makes_its_own_sums():
     found = []
     with with_plain_kernels():
         for own_sums in (False, True):
-            step, store = make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=True, **PLAIN)
+            step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
             for forward in step._decoder.block_forwards:
                 forward.own_sums = own_sums
             step._decoder.blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
