@@ -326,3 +326,14 @@ def test_a_sum_whose_norm_nobody_reads_has_a_gradient(interpreted):
     total, _ = normalize_sum(x, branch, None, weight, None, Rule(1e-5, 0.0, False), BF16)
     total.backward(gradient := torch.randn(3, 8))
     assert torch.equal(x.grad, gradient) and torch.equal(branch.grad, gradient.to(BF16)) and not weight.grad.any()
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
+def test_a_sum_without_a_norm_compiles_for_cards_and_moves_16_bytes_at_a_time(compiled, capability, kind, forward):
+    narrow = ("x_at",) if forward else ("y_at",)
+    types = {name: f"*{kind}" for name in narrow} | {"seeds_at": "*i64", "number": "i32", "n": "i32"}
+    constants = {"ADDS": forward, "BLOCK": compiled.BLOCK}
+    accesses = test_fused.accesses_of(compiled._drop, types, constants, "n", capability, 4)
+    others = [access for access in accesses if "v4" not in access[1] and access[0] != "bar.sync"]
+    assert others == [("ld.global", ".b64")], "the seed"
