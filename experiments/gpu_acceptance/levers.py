@@ -130,7 +130,7 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
 
 
 def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those that are part of a model's layers and blocks, so that a model without them is another one."""
+    """Returns the levers that change how a model is made. A step without one of them needs a model of its own."""
     return tuple(lever for lever in levers if lever in ("norms", "sums"))
 
 

@@ -196,9 +196,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes a norm of `model` write its output in `dtype` on two conditions: all layers that read the output are in the
-    norm's one of `blocks`, and all cast it to `dtype`. `run` runs the model once; its parameters are on the meta device
-    then."""
+    """Makes norms of `model` write their output in `dtype`. A norm does so if only layers of its own block read its
+    output, and all of them cast it to `dtype`. `run` runs the model once, with parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}

@@ -66,6 +66,7 @@ class _StreamMode(TorchFunctionMode):
         return result
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Tensor:
+        """Returns the result of a call. Each subclass has its own."""
         raise NotImplementedError
 
     def _follow(self, tensor: Tensor) -> None:
@@ -96,13 +97,14 @@ class ResidualSums(_StreamMode):
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
         self._block, self._calls = block, iter(calls)
-        self._moved = sum(call.changed and call.function is F.dropout for call in calls)  # dropouts
-        self._seeds: Tensor | None = None  # one for each
-        self._number = 0  # of dropouts so far
-        self._dropouts: dict[int, tuple[Tensor, float]] = {}  # by id of a branch; the tensor keeps it
-        self._norms: dict[int, tuple[Tensor, Norm, Tensor]] = {}  # by id of a sum: the sum, its norm, and the result
-        # By id of a stream: this tensor, and the same as an output of its norm's Function. Sums add to the latter, so
-        # that backward adds their gradients in the norm's kernel.
+        self._moved = sum(call.changed and call.function is F.dropout for call in calls)  # number of dropouts
+        self._seeds: Tensor | None = None  # one seed for each moved dropout
+        self._number = 0  # how many seeds are used
+        # Each entry holds the tensor whose id is its key, so that no other tensor gets this id.
+        self._dropouts: dict[int, tuple[Tensor, float]] = {}  # {id of a branch: (branch, probability)}
+        self._norms: dict[int, tuple[Tensor, Norm, Tensor]] = {}  # {id of a sum: (sum, its norm, the norm's output)}
+        # {id of a stream: (stream, its alias that the norm's Function returned)}. Sums add to the alias. So backward
+        # adds their gradients in the norm's kernel.
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __exit__(self, *exception):
@@ -176,8 +178,7 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Takes the place of the forward of `block`: computes its sums with ResidualSums. `own_sums`: False; True makes the
-    block compute its own."""
+    """Takes the place of the forward of `block`. Computes its sums with ResidualSums, unless `own_sums` is set."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls

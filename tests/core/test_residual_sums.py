@@ -240,14 +240,19 @@ def test_a_dropout_that_anything_else_reads_or_that_changes_its_input_is_not_mov
         assert not any(call.changed for call in watch.calls())
 
 
+def fused_step(own_sums: bool):
+    step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+    for forward in step._decoder.block_forwards:
+        forward.own_sums = own_sums
+    return step, store
+
+
 def test_a_model_that_a_user_has_changed_makes_its_own_sums():
     """A hook on a dropout sees the dropout's output, and what it returns is added."""
     found = []
     with with_plain_kernels():
         for own_sums in (False, True):
-            step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
-            for forward in step._decoder.block_forwards:
-                forward.own_sums = own_sums
+            step, store = fused_step(own_sums)
             step._decoder.blocks[0].mlp.dropout.register_forward_hook(lambda module, given, output: 2 * output)
             found.append(trainings.train(step, store, make_batches(2), [1e-3] * 2))
     assert found[0].differences(found[1]) == []
@@ -256,7 +261,7 @@ def test_a_model_that_a_user_has_changed_makes_its_own_sums():
 def test_a_block_that_runs_again_leaves_out_its_last_sum():
     """Two micro-batches; each sum once forward and once backward."""
     with with_plain_kernels():
-        step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+        step, store = fused_step(own_sums=False)
         with Counting() as counting:
             trainings.train(step, store, make_batches(1), [1e-3])
     assert counting.operations[torch.ops.lowmem.drop.default] == 2 * 2 * len(step._decoder.blocks)
@@ -307,9 +312,7 @@ def test_an_evaluation_and_a_call_see_what_a_users_hook_returns(module):
     losses = []
     with with_plain_kernels():
         for own_sums in (False, True):
-            step, _ = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
-            for forward in step._decoder.block_forwards:
-                forward.own_sums = own_sums
+            step, _ = fused_step(own_sums)
             block = step._decoder.blocks[0]
             block.get_submodule(module).register_forward_hook(lambda _, given, output: twice(output))
             losses.append(step.evaluate(make_batches(1)[0]))

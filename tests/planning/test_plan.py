@@ -1,7 +1,7 @@
-"""Plans: what they say, what they take from a card and from the settings, and how they refuse.
+"""Tests what plans say, what they take from a card and from the settings, and how they refuse. The models are small.
 
-test_search.py tests which layout is chosen, and test_simulated_step.py how much a layout takes. test_scripts.py plans
-the real shapes through the scripts; here the models are small.
+test_search.py tests which layout is chosen. test_simulated_step.py tests how much a layout takes. test_scripts.py plans
+the real shapes with the scripts.
 """
 
 import dataclasses
