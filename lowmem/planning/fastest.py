@@ -16,6 +16,7 @@ from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
+_WORTH_STREAMING = 0.995  # Weights leave the GPU if that brings a step below this share of its time.
 _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed) if it takes this many times as long.
 
 
@@ -59,9 +60,9 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
     """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in order,
-    until the fastest layout so far has weights and gradients on the GPU. Goes on if a layout that failed
-    (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest so far runs forward and
-    backward twice."""
+    until the fastest layout so far has weights and gradients on the GPU and keeps each block's matrix products. Goes on
+    if a layout that failed (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest
+    so far runs forward and backward twice."""
     best: Found | None = None
     for of_home in by_home:
         disk = of_home[0].disk
@@ -73,10 +74,14 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
             on_disk = best is not None and best.layout.states_on_disk and best.layout.weights_on_gpu is None
             if on_disk and choices.base.weights_on_gpu is not None:
                 continue  # RAM is short, and weights there would take more of it
-            best = search.fastest(choices, best)
+            found = search.fastest(choices, best)
+            leaves = choices.base.weights_on_gpu is not None and best is not None and best.layout.weights_on_gpu is None
+            if not leaves or found.seconds < _WORTH_STREAMING * best.seconds:
+                best = found
         on_gpu = best is not None and best.layout.weights_on_gpu is None
         as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed)
-        if as_fast and best.layout.fate in (Fate.HELD, Fate.APPLIED):
+        keeps_products = best is not None and best.layout.kept >= search.columns.simulations.blocks
+        if as_fast and keeps_products and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best
 

@@ -22,6 +22,7 @@ from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import Chunk
 from lowmem.errors import InputError, PlanError
 from lowmem.limits import CONTEXT_BYTES, OVERSHOOT_BYTES, ram_now_bytes
+from lowmem.models.build import load_config
 from lowmem.planning import cpu_plan, gpu_plan, planner, simulations
 from lowmem.planning.answer import answer
 from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
@@ -476,6 +477,16 @@ def test_weights_are_streamed_where_that_spares_forward_and_backward_a_second_ti
     assert resident.layout.fate is Fate.DROPPED and free.layout.fate is not Fate.DROPPED
     assert free.layout.weights_on_gpu is not None
     assert 1.5 * free.step_seconds < resident.step_seconds
+
+
+def test_weights_are_streamed_if_blocks_then_keep_their_matrix_products():
+    model = "Qwen/Qwen3-1.7B"
+    case = {"model": model, "config": load_config(model, "random"), "seq": 1024, "batch": 16, "card": "rtx3060"}
+    case |= {"gpu_limit_bytes": None, "ram_limit_bytes": 32 * GIB}
+    resident, free = plan_for(**case, weights="resident"), plan_for(**case)
+    assert resident.layout.fate is free.layout.fate is Fate.HELD
+    assert resident.layout.kept < free.layout.kept == 28, "blocks"
+    assert 1.05 * free.step_seconds < resident.step_seconds
 
 
 def test_on_the_cpu_too_gradients_are_not_all_held_where_they_would_not_fit():
