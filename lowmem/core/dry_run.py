@@ -1,12 +1,17 @@
-"""Sees what a model's layers do: runs its code once on tensors without data, or compares outputs with a formula's."""
+"""Sees how a model's layers compute: lists operations on tensors without data, or compares outputs with a formula's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowmem.core.decoder import AnswerYes, Decoder, kind_of
 
 Result = TypeVar("Result")
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
@@ -21,6 +26,24 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data may raise errors
             return run()
     return None
+
+
+def look_at_blocks(
+    decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
+) -> list[Result | None]:
+    """Returns `look(block, run)` for each block of `decoder`, where `run()` runs this block in a dry run. Calls `look`
+    once for each kind of block (kind_of). The result is None for a block that does not run without data."""
+    known: dict[tuple, Result | None] = {}
+    for index, block in enumerate(decoder.blocks):
+        if (kind := kind_of(block)) not in known:
+            known[kind] = dry_run(decoder.model, dtype, partial(look, block, partial(_run_block, decoder, index)))
+    return [known[kind_of(block)] for block in decoder.blocks]
+
+
+def _run_block(decoder: Decoder, index: int) -> None:
+    with torch.no_grad(), AnswerYes():
+        hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
+    decoder.block(index, hidden.detach().requires_grad_(), extras[index])
 
 
 def agrees(output: object, formula: Tensor) -> bool:
@@ -80,12 +103,30 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
             table.update(tensors)
 
 
-class LayerMode(TorchDispatchMode):
-    """Notes in `called` which module was called last inside `with`. A base class of dispatch modes."""
+@dataclass(frozen=True)
+class Operation:
+    """Describes an operation that ran. `module`: the module that was called last before it."""
+
+    function: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    result: object
+    module: nn.Module | None
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """Returns the tensors among the arguments. A view reads nothing."""
+        return [] if self.function.is_view else tensors_in((self.args, self.kwargs))
+
+
+class Trace(TorchDispatchMode):
+    """Lists in `operations` all operations that run inside `with`. Their tensors live as long as the list, so no two
+    storages have one address."""
 
     def __init__(self):
         super().__init__()
-        self.called: nn.Module | None = None
+        self.operations: list[Operation] = []
+        self._called: nn.Module | None = None
 
     def __enter__(self):
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._calls)
@@ -93,8 +134,17 @@ class LayerMode(TorchDispatchMode):
 
     def __exit__(self, *exception):
         self._hook.remove()
-        self.called = None
         return super().__exit__(*exception)
 
     def _calls(self, module: nn.Module, _) -> None:
-        self.called = module
+        self._called = module
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        self.operations.append(Operation(operation, args, kwargs, result, self._called))
+        return result
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

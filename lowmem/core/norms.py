@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_leaves
 
-from lowmem.core.dry_run import LayerMode, agrees, dry_run
+from lowmem.core.dry_run import Operation, Trace, agrees, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.recorder import address_of
 
@@ -202,47 +201,42 @@ def round_for_products(
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
 
-    def watched() -> _Readers:
-        with torch.no_grad(), _Readers(norms, dtype) as readers:
+    def watched() -> dict[Norm, list]:
+        with torch.no_grad(), Trace() as trace:
             run()
-        return readers
+        return _readers(trace.operations, norms, dtype)
 
-    readers = dry_run(model, dtype, watched) or _Readers(norms, dtype)
+    readers = dry_run(model, dtype, watched) or {}
     for module, norm in norms.items():
         # An output that leaves the block is part of the residual stream, and keeps its dtype.
-        inside = all(block_of.get(reader) is block_of.get(module) for reader in readers.modules[norm])
-        if inside and readers.modules[norm] and norm in readers.wide and norm not in readers.exact:
+        if (found := readers.get(norm)) and all(block_of.get(reader) is block_of.get(module) for reader in found):
             norm.rounded = dtype
 
 
-class _Readers(LayerMode):
-    """Notes which modules read the outputs of `norms`. A copy of an output in `dtype` counts as that output."""
-
-    def __init__(self, norms: dict[nn.Module, Norm], dtype: torch.dtype):
-        super().__init__()
-        self.exact: set[Norm] = set()  # norms whose output an operation reads without a cast to `dtype`
-        self.wide: set[Norm] = set()  # norms whose output has another dtype than `dtype`
-        self.modules: dict[Norm, list] = {norm: [] for norm in norms.values()}  # that use it in `dtype`
-        self._dtype, self._of_weight = dtype, {id(module.weight): norm for module, norm in norms.items()}
-        self._outputs: dict[int, tuple[Tensor, Norm]] = {}  # by the storage's address; the tensor keeps it
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        if operation is torch.ops.lowmem.normalize.default:
-            output, norm = args[3], self._of_weight[id(args[1])]
-            self._outputs[address_of(output)] = output, norm
-            if output.dtype is not self._dtype:
-                self.wide.add(norm)
-        elif not operation.is_view:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and (found := self._outputs.get(address_of(tensor))):
-                    self._note(operation, result, tensor.dtype, found[1])
-        return result
-
-    def _note(self, operation, result, dtype: torch.dtype, norm: Norm) -> None:
-        if dtype is self._dtype:
-            self.modules[norm].append(self.called)
-        elif operation is _aten._to_copy.default and result.dtype is self._dtype:
-            self._outputs[address_of(result)] = result, norm
-        else:
-            self.exact.add(norm)
+def _readers(
+    operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
+) -> dict[Norm, list[nn.Module | None]]:
+    """Returns the modules that read the output of each norm in `dtype`. A copy of an output in `dtype` counts as that
+    output. Leaves out norms whose output has `dtype` already, and those whose output is also read in another dtype."""
+    of_weight = {id(module.weight): norm for module, norm in norms.items()}
+    outputs: dict[int, Norm] = {}  # by the storage's address
+    readers: dict[Norm, list] = {}
+    others: set[Norm] = set()
+    for each in operations:
+        if each.function is torch.ops.lowmem.normalize.default:
+            output, norm = each.args[3], of_weight[id(each.args[1])]
+            outputs[address_of(output)] = norm
+            readers.setdefault(norm, [])
+            if output.dtype is dtype:
+                others.add(norm)
+            continue
+        for tensor in each.reads:
+            if (norm := outputs.get(address_of(tensor))) is None:
+                continue
+            if tensor.dtype is dtype:
+                readers[norm].append(each.module)
+            elif each.function is _aten._to_copy.default and each.result.dtype is dtype:
+                outputs[address_of(each.result)] = norm
+            else:
+                others.add(norm)
+    return {norm: modules for norm, modules in readers.items() if norm not in others}

@@ -5,11 +5,9 @@ These operations take nearly all of a block's time, so only norms, activation fu
 Backward often does not need a block's last product: `skippable_layers` finds such ones, `product_skipped` omits one.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -17,11 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from lowmem.core.decoder import AnswerYes, Decoder, kind_of
-from lowmem.core.dry_run import LayerMode, dry_run
+from lowmem.core.decoder import Decoder
+from lowmem.core.dry_run import Trace, look_at_blocks, tensors_in
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.recorder import address_of
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}
@@ -74,7 +73,7 @@ class ProductRecorder(TorchDispatchMode):
                     self.kept[number] = None
         if is_kept(func, args) and not self._paused:
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
-            for tensor in _tensors(copies):
+            for tensor in tensors_in(copies):
                 self._numbers[tensor.untyped_storage()._cdata] = len(self.kept)
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
             self.kept.append(Kept(copies, state))
@@ -123,9 +122,9 @@ class _Skipper(TorchDispatchMode):
         if func is torch.ops.lowmem.drop.default and self._has_none(args[0]):
             self._noted(args[2])
             return None
-        if func in (_aten.add.Tensor, _aten.mul.Tensor) and any(map(self._has_none, _tensors(args))):
-            shape = torch.broadcast_shapes(*(each.shape for each in _tensors(args)))
-            return self._noted(_tensors(args)[0].new_empty(shape, dtype=torch.result_type(*args)))
+        if func in (_aten.add.Tensor, _aten.mul.Tensor) and any(map(self._has_none, tensors_in(args))):
+            shape = torch.broadcast_shapes(*(each.shape for each in tensors_in(args)))
+            return self._noted(tensors_in(args)[0].new_empty(shape, dtype=torch.result_type(*args)))
         return func(*args, **(kwargs or {}))
 
     def _has_none(self, tensor: Tensor) -> bool:
@@ -150,69 +149,39 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
         yield
 
 
-class _LastProduct(LayerMode):
-    """Notes which layer makes the last matrix product inside `with`, and whether backward needs its values.
-
-    `layer`: that layer; None if another recorded operation (`is_kept`), such as attention, comes after the last matrix
-    product. `needed`: whether autograd saves that product or anything computed from it. `products`: how many recorded
-    operations each module makes.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layer: nn.Module | None = None
-        self.needed = False
-        self.products: Counter[nn.Module | None] = Counter()
-        self._computed_from: set[StorageWeakRef] = set()  # storages of the last product and all computed from it
-        self._watch = saved_tensors_hooks(self._saved, lambda tensor: tensor)
-
-    def __enter__(self):
-        self._watch.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self._watch.__exit__(*exception)
-        return super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if is_kept(func, args):
-            self.layer, self.needed = (self.called if func in MATRIX_PRODUCTS else None), False
-            self.products[self.called] += 1
-            self._computed_from = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(result)}
-        elif func not in _WITHOUT_VALUES and any(map(self._is_computed_from, _tensors((args, kwargs)))):
-            outputs = _tensors(result) + (_written(func, args, kwargs or {}) if func._schema.is_mutable else [])
-            self._computed_from.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
-        return result
-
-    def _is_computed_from(self, tensor: Tensor) -> bool:
-        return StorageWeakRef(tensor.untyped_storage()) in self._computed_from
-
-    def _saved(self, tensor: Tensor) -> Tensor:
-        self.needed |= self._is_computed_from(tensor)
-        return tensor.detach()  # an operation that saves its own output would keep itself alive through its graph
-
-
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
     """Returns one entry for each block of `decoder`: the layer with the block's last matrix product, if a recomputation
     can leave that product out. The entry is None if backward needs the product's values, or if the layer makes other
     products. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
-    names: dict[tuple, str | None] = {}  # by kind of block
-    layers = []
-    for index, block in enumerate(decoder.blocks):
-        if (kind := kind_of(block)) not in names:
-            names[kind] = dry_run(decoder.model, dtype, partial(_skippable_layer, decoder, index))
-        layers.append(block.get_submodule(names[kind]) if names[kind] else None)
-    return layers
+    names = look_at_blocks(decoder, dtype, _skippable_layer)
+    return [block.get_submodule(name) if name else None for block, name in zip(decoder.blocks, names, strict=True)]
 
 
-def _skippable_layer(decoder: Decoder, index: int) -> str | None:
-    with torch.no_grad(), AnswerYes():
-        hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
-    with torch.enable_grad(), _LastProduct() as last:
-        decoder.block(index, hidden.detach().requires_grad_(), extras[index])
-    names = (name for name, module in decoder.blocks[index].named_modules() if module is last.layer)
-    return next(names, None) if last.products[last.layer] == 1 and not last.needed else None
+def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
+    """Returns the name of the layer of `block` with the last matrix product, None if it cannot be left out."""
+    saved: list[Tensor] = []  # for backward
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())  # an operation that saves its own output would keep itself alive by its graph
+        return saved[-1]
+
+    with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), Trace() as trace:
+        run()
+    operations = trace.operations
+    products = [number for number, each in enumerate(operations) if is_kept(each.function, each.args)]
+    if not products:
+        return None
+    last = operations[products[-1]]
+    computed_from = set(map(address_of, tensors_in(last.result)))  # storages of the product and all computed from it
+    for each in operations[products[-1] + 1 :]:
+        if each.function not in _WITHOUT_VALUES and any(address_of(tensor) in computed_from for tensor in each.reads):
+            written = _written(each.function, each.args, each.kwargs)
+            computed_from.update(map(address_of, tensors_in(each.result) + written))
+    needed = any(address_of(tensor) in computed_from for tensor in saved)
+    alone = sum(operations[number].module is last.module for number in products) == 1
+    if last.function not in MATRIX_PRODUCTS or needed or not alone:
+        return None
+    return next((name for name, module in block.named_modules() if module is last.module), None)
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:
@@ -227,7 +196,7 @@ def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
     """Returns the tensors that an operation changes in place."""
     given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return _tensors([given.get(name) for name in changed])
+    return tensors_in([given.get(name) for name in changed])
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
@@ -235,13 +204,9 @@ def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 
-def _tensors(tree) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _generator(result) -> torch.Generator:
     """Returns the random generator of the device of an operation's result."""
-    device = _tensors(result)[0].device
+    device = tensors_in(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator

@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lowmem.core.decoder import AnswerYes, Decoder, kind_of
-from lowmem.core.dry_run import dry_run
+from lowmem.core.decoder import Decoder
+from lowmem.core.dry_run import Trace, look_at_blocks
 from lowmem.core.norms import Drops, Norm, arguments_of, dropped, normalized
 from lowmem.core.recorder import address_of
 
@@ -194,17 +191,13 @@ class BlockForward:
 def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
     """Makes the blocks of `decoder` compute their sums with ResidualSums, if it can change any of their calls. `dtype`:
     the matrices' dtype."""
-    known: dict[tuple, list[Call]] = {}  # by kind of block
-    for index, block in enumerate(decoder.blocks):
-        if (kind := kind_of(block)) not in known:
-            known[kind] = dry_run(decoder.model, dtype, partial(_calls_of, decoder, index)) or []
-        if any(call.changed for call in known[kind]):
-            block.forward = BlockForward(block, known[kind])
+    for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
+        if any(call.changed for call in calls or ()):
+            block.forward = BlockForward(block, calls)
             decoder.block_forwards.append(block.forward)
 
 
-def _calls_of(decoder: Decoder, index: int) -> list[Call]:
-    block = decoder.blocks[index]
+def _calls_of(block: nn.Module, run: Callable[[], object]) -> list[Call]:
     forward = block.forward
     calls: list[Call] = []
 
@@ -214,9 +207,8 @@ def _calls_of(decoder: Decoder, index: int) -> list[Call]:
         calls.extend(watch.calls())
         return output
 
-    with torch.no_grad(), AnswerYes(), patch.object(block, "forward", watched):
-        hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
-        decoder.block(index, hidden, extras[index])
+    with torch.no_grad(), patch.object(block, "forward", watched):
+        run()
     return calls
 
 
@@ -239,16 +231,16 @@ class Watch(_StreamMode):
 
     def __init__(self, block: nn.Module, hidden: Tensor):
         super().__init__(hidden)
-        self._block, self._reads = block, _Reads()
+        self._block, self._trace = block, Trace()
         self._seen: list[_Seen] = []
 
     def __enter__(self):
-        self._reads.__enter__()
+        self._trace.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        self._reads.__exit__(*exception)
+        self._trace.__exit__(*exception)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Tensor:
         given = _dropout(*args, **kwargs) if function is F.dropout else args
@@ -262,18 +254,20 @@ class Watch(_StreamMode):
     def calls(self) -> list[Call]:
         """Returns the calls so far, and how ResidualSums changes them."""
         sums = {id(call.result): call for call in self._seen if call.function is torch.add}
+        reads = Counter(address for each in self._trace.operations for address in set(map(address_of, each.reads)))
         for call in self._seen:
             if call.function is F.dropout:
-                self._join_dropout(call, sums.values())
+                self._join_dropout(call, sums.values(), reads[address_of(call.result)])
             elif call.function is normalized:
                 self._join_norm(call, sums)
         return [Call(call.function, call.changed, call.norm) for call in self._seen]
 
-    def _join_dropout(self, call: _Seen, sums: Iterable[_Seen]) -> None:
-        """Moves a dropout into the sum that reads its output, if nothing else does."""
+    def _join_dropout(self, call: _Seen, sums: Iterable[_Seen], reads: int) -> None:
+        """Moves a dropout into the sum that reads its output, if nothing else does. `reads`: how often operations read
+        it."""
         readers = [each for each in sums if each.given[1 - each.position] is call.result]
         dropouts = [each for each in self._seen if each.function is F.dropout and each.result is call.result]
-        read_once = len(readers) == len(dropouts) == 1 == self._reads.counts[address_of(call.result)]
+        read_once = len(readers) == len(dropouts) == reads == 1
         if read_once and not call.given[2] and call.result.shape[-1] % 4 == 0:  # one call of Philox: four numbers
             call.changed = readers[0].changed = True
 
@@ -291,22 +285,6 @@ class Watch(_StreamMode):
         elif readers:
             for each in (call, *readers):
                 each.changed = True
-
-
-class _Reads(TorchDispatchMode):
-    """Counts how often operations read each storage, by its address. Views do not read."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-        self._tensors: list[Tensor] = []  # else other storages would get their addresses
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if not operation.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.counts.update({address_of(tensor) for tensor in tensors})
-            self._tensors += tensors
-        return operation(*args, **(kwargs or {}))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:  # noqa: A002
