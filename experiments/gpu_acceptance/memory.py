@@ -40,8 +40,8 @@ from lowmem.errors import InputError, LowmemError, PlanError
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question, card_for
 from lowmem.planning.simulated_step import StepCase
-from lowmem.planning.target import Question, card_for
 from lowmem.settings import Settings
 
 SEQ, BATCH, PLAIN_BATCH = 1024, 16, 2

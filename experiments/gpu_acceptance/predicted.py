@@ -31,8 +31,8 @@ from lowmem.cudasim.recorder import Recorder
 from lowmem.models.build import build_model, load_config, make_decoder
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question
 from lowmem.planning.simulated_step import META, StepCase, gpu_target, record_step
-from lowmem.planning.target import Question
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
@@ -122,10 +122,10 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
 def plain_per_second(config: PretrainedConfig, batch: int, card: Card) -> float:
     """Returns sequences per second of the stock model's second forward and backward."""
     target, model = gpu_target(card), build_model(config).to(META)
-    recorder = Recorder(target.machine)
+    recorder = Recorder(target.device_model)
     tokens = torch.zeros((batch, SEQ), dtype=torch.int64, device=META)
     ends = [0.0]
-    with recorder, target.machine.functions():
+    with recorder, target.device_model.functions():
         for _ in range(2):
             with CudaAutocast():
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

@@ -31,8 +31,8 @@ from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.tape import Tape, under_cap
 from lowmem.limits import Budget
+from lowmem.planning.question import card_for
 from lowmem.planning.simulated_step import StepCase, Target, cpu_target, gpu_target
-from lowmem.planning.target import card_for
 from lowmem.settings import Settings
 
 Returned = TypeVar("Returned")

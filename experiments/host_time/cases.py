@@ -49,7 +49,7 @@ def _case(name: str, make: Make) -> Case:
     """Makes a case whose code runs unchanged on meta tensors."""
 
     def count(target: Target) -> float:
-        with target.machine.functions(), Recorder(target.machine) as recorder:
+        with target.device_model.functions(), Recorder(target.device_model) as recorder:
             run = make(META)()
             began = recorder.clock.host
             run()

@@ -30,8 +30,8 @@ from experiments.host_time.table import table
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.kernels import fused
+from lowmem.planning.question import card_for
 from lowmem.planning.simulated_step import Target, gpu_target
-from lowmem.planning.target import card_for
 from lowmem.settings import Settings
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rows.jsonl"
@@ -122,14 +122,14 @@ def _cpu_additions() -> None:
 
 def without_gpu_time(target: Target) -> Target:
     """Returns the same target with a GPU that needs no time: its clock shows only the host's time."""
-    machine = dataclasses.replace(target.machine, seconds=lambda *_: 0.0)
-    return dataclasses.replace(target, machine=machine, copies=None)
+    timeless = dataclasses.replace(target.device_model, seconds=lambda *_: 0.0)
+    return dataclasses.replace(target, device_model=timeless, copies=None)
 
 
 def clock_of(case: Case, target: Target) -> tuple[float, float]:
     """Returns the simulator's clock for one call: host seconds, and the number of operations."""
-    one_each = dataclasses.replace(target.machine, host_seconds=(1.0, 1.0), more_host_seconds={})
-    counting = dataclasses.replace(target, machine=one_each)
+    one_each = dataclasses.replace(target.device_model, host_seconds=(1.0, 1.0), more_host_seconds={})
+    counting = dataclasses.replace(target, device_model=one_each)
     return case.count(target) / case.calls, case.count(counting) / case.calls
 
 
@@ -149,8 +149,8 @@ def row_of(case: Case, times: list[Times], clock_seconds: float, operations: flo
 def _constants(target: Target) -> dict[str, float]:
     """Returns the clock's constants in microseconds: for an operation in forward, one in backward, and more for some
     operators."""
-    forward, backward = target.machine.host_seconds
-    more = {str(operator): seconds for operator, seconds in target.machine.more_host_seconds.items()}
+    forward, backward = target.device_model.host_seconds
+    more = {str(operator): seconds for operator, seconds in target.device_model.more_host_seconds.items()}
     named = {"an operation": forward, "one in backward": backward} | more
     return {name: seconds * 1e6 for name, seconds in named.items()}
 

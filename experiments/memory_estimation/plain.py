@@ -44,7 +44,7 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
     phase = ["forward"]
     run = _llmem_step if recipe == "llmem" else functools.partial(_ordinary_step, bf16=recipe == "bf16")
     return record(
-        lambda recorder: run(model, _batch(seq, batch), recorder, phase), target.machine, lambda frame: phase[0]
+        lambda recorder: run(model, _batch(seq, batch), recorder, phase), target.device_model, lambda frame: phase[0]
     ).tape
 
 

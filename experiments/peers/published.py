@@ -18,7 +18,7 @@ from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown
 from lowmem.cudasim.gpus import card_named
 from lowmem.planning.planner import make_plan
-from lowmem.planning.target import Question
+from lowmem.planning.question import Question
 from lowmem.settings import Settings
 
 SEQ, BATCH = 1024, 256

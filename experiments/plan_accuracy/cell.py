@@ -31,7 +31,7 @@ from lowmem.planning import gpu_plan
 from lowmem.planning.caps import margins, smallest_cap
 from lowmem.planning.choices import ByHome, choices_by_home, step_case, with_fates
 from lowmem.planning.planner import make_plan
-from lowmem.planning.target import Question, planning_target
+from lowmem.planning.question import Question, precision_and_card
 from lowmem.run.cli import parse_arguments
 from lowmem.run.main import main as program
 from lowmem.settings import Settings
@@ -125,7 +125,7 @@ def _tight_cap(arguments: list[str]) -> int:
     """Returns a cap between allocated and reserved bytes without one, under which there is a plan."""
     settings = parse_arguments([*arguments, "--gpu-limit", "none"], Settings())
     config = load_config(settings.model, settings.init)
-    target = planning_target(settings)
+    target = precision_and_card(settings)
     free = make_plan(Question(settings, config, *target))
     left_free = margins(step_case(settings, target[0]).needs_all_gradients)
     allocated, reserved = free.gpu_allocated_peak_bytes, free.gpu_reserved_peak_bytes

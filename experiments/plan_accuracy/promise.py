@@ -34,10 +34,10 @@ from lowmem.models.build import make_decoder
 from lowmem.planning import fastest
 from lowmem.planning.caps import margins, room_under, smallest_cap
 from lowmem.planning.choices import choices_by_home, step_case
+from lowmem.planning.question import card_for
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import StepCase, gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import card_for
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
 from lowmem.units import MIB, format_size

@@ -64,22 +64,24 @@ def cuda_peak(
     except ValueError as error:
         raise InputError(f"limit: {error}") from None
     known = card_named(f"{card}")
-    machine = gpu_model(known, plain=not torch.are_deterministic_algorithms_enabled())
+    device_model = gpu_model(known, plain=not torch.are_deterministic_algorithms_enabled())
     with patch.object(torch.cuda, "get_device_capability", lambda *_: known.capability):
-        recorder = record(lambda _: function(), machine)
+        recorder = record(lambda _: function(), device_model)
     memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
     seconds = max(recorder.clock.host, recorder.clock.gpu)
     return Peak(memory.reserved_peak_bytes, memory.allocated_peak_bytes, memory.at_peak, seconds)
 
 
-def record(function: Callable[[Recorder], object], machine: DeviceModel, name_of: Callable | None = None) -> Recorder:
+def record(
+    function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
+) -> Recorder:
     """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
-    recorder = Recorder(machine, name_of or _phase)
+    recorder = Recorder(device_model, name_of or _phase)
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
         _named(recorder), _autocast_simulated(), _devices_by_number(), _storages_resized(recorder),
-        modes_in_backward(cuda_is_meta, machine.functions), cuda_is_meta(), recorder, machine.functions(),
+        modes_in_backward(cuda_is_meta, device_model.functions), cuda_is_meta(), recorder, device_model.functions(),
     ):  # fmt: skip
         try:
             function(recorder)

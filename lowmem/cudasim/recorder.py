@@ -55,14 +55,14 @@ class Region:
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns a name for
     the storages that the code of a Python frame allocates. If it returns None, the calling frame is tried, and so on.
-    `outcomes`: dict of known operations (outcomes.py), which recorders of one `machine` (the simulated device) may
-    share."""
+    `outcomes`: dict of known operations (outcomes.py), which recorders of one `device_model` may share."""
 
     def __init__(
-        self, machine: DeviceModel | None = None, name_of: Callable = lambda frame: None, outcomes: dict | None = None
-    ):
+        self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
+        outcomes: dict | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.machine = machine or DeviceModel()
+        self.device_model = device_model or DeviceModel()
         self.tape, self.clock = Tape(), Clock()
         self._name_of, self._outcomes = name_of, outcomes
         self._count = 0  # storages born so far
@@ -122,16 +122,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _outcome(self, func, args: tuple, kwargs: dict, result) -> Outcome:
-        machine = self.machine
+        model = self.device_model
         results = tensors_in(result)
         owners = results[:1] if is_view(func) else results  # views share a storage, and may be more the next time
         places = {id(tensor): index for index, tensor in enumerate(results)}
-        seconds, more = machine.seconds(func, args, kwargs, result), machine.more_host_seconds.get(func, 0.0)
+        seconds, more = model.seconds(func, args, kwargs, result), model.more_host_seconds.get(func, 0.0)
         return Outcome(
             results_of(func, args, kwargs, result),
-            tuple(places[id(tensor)] for tensor in machine.allocated(func, args, kwargs, owners)),
-            tuple(machine.hidden_bytes(func, args, kwargs, result)),
-            tuple(Span.of_operation(host + more, seconds) for host in machine.host_seconds),
+            tuple(places[id(tensor)] for tensor in model.allocated(func, args, kwargs, owners)),
+            tuple(model.hidden_bytes(func, args, kwargs, result)),
+            tuple(Span.of_operation(host + more, seconds) for host in model.host_seconds),
         )
 
     def _record(self, func, args: tuple, result, outcome: Outcome) -> None:
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
         self._operations.append((number, FREED, ""))
 
     def _take_workspace(self, thread: int) -> None:
-        sizes = self.machine.workspace_bytes if thread == FORWARD else self.machine.workspace_bytes[:1]
+        sizes = self.device_model.workspace_bytes if thread == FORWARD else self.device_model.workspace_bytes[:1]
         if thread not in self._threads and sizes:
             self._begin_chunk()
             for size in sizes:

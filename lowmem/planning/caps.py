@@ -2,7 +2,7 @@
 
 import math
 
-from lowmem.planning.target import Question
+from lowmem.planning.question import Question
 from lowmem.units import MIB, format_size
 
 # Part of a cap stays free, for two reasons. Growing segments may map pages beyond the allocator's own cap (limits.py).

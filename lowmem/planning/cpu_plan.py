@@ -20,10 +20,10 @@ from lowmem.planning.caps import cap_options, refusal
 from lowmem.planning.choices import open_choices, step_case
 from lowmem.planning.columns import within
 from lowmem.planning.plan import Plan
+from lowmem.planning.question import Question
 from lowmem.planning.ram import CPU_TRAINING_BYTES, PROCESS_VARIES_BYTES, on_the_cpu
 from lowmem.planning.simulated_step import cpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question
 from lowmem.planning.ways_out import WayOut, in_a_sentence
 from lowmem.settings import Settings
 

@@ -14,6 +14,7 @@ from lowmem.planning.choices import ByHome, choices_by_home, step_case, with_fat
 from lowmem.planning.columns import Columns
 from lowmem.planning.fastest import fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.plan import Plan
+from lowmem.planning.question import Question
 from lowmem.planning.ram import (
     CUDA_PROCESS_BYTES,
     PROCESS_VARIES_BYTES,
@@ -26,7 +27,6 @@ from lowmem.planning.ram import (
 from lowmem.planning.search import Found, Room, Search, faster
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question
 from lowmem.planning.ways_out import WaysOut, in_a_sentence
 from lowmem.units import GIB, format_size
 

@@ -22,10 +22,10 @@ from lowmem.planning.columns import within
 from lowmem.planning.cpu_plan import cpu_plan
 from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
+from lowmem.planning.question import Question
 from lowmem.planning.ram import DATA_BYTES, Process
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question
 from lowmem.units import MIB, format_size
 
 _COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections of younger objects until one of older

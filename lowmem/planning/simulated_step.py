@@ -56,11 +56,11 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that a step is simulated for. Rates are bytes per second. `machine`: the device's model.
+    """Describes the device that a step is simulated for. Rates are bytes per second. `device_model`: its operators.
     `update`: the function that updates weights there. `copies`, `link`, `disk`: rates of copies over the bus, from
     other cards, and of a disk. `least_positions`: a micro-batch with fewer positions takes no less time."""
 
-    machine: DeviceModel
+    device_model: DeviceModel
     update: UpdateFunction = optimizers.update
     copies: float | None = None  # in each direction, if both are busy; None: no copies over a bus
     link: float | None = None  # from other cards; None if they send through RAM
@@ -179,7 +179,7 @@ def record_step(
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
-    recorder = Recorder(target.machine, lambda frame: _NAMES.get(frame.f_code), outcomes)
+    recorder = Recorder(target.device_model, lambda frame: _NAMES.get(frame.f_code), outcomes)
     ranks = None
     if case.mesh.count > 1:
         rates = None if target.copies is None else case.mesh.rates(target.copies, target.link)
@@ -193,7 +193,7 @@ def record_step(
         _note_tensors(decoder, store, recorder)
         operations = ReplayedOperations(
             Operations(decoder, store, target.update), recorder,
-            known=known, functions=target.machine.functions,
+            known=known, functions=target.device_model.functions,
         )  # fmt: skip
         copies = None
         if target.copies is not None:

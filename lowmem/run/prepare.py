@@ -44,9 +44,9 @@ from lowmem.planning.answer import answer
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan, timed_with
 from lowmem.planning.process import process_aside
+from lowmem.planning.question import Question, precision_and_card
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
-from lowmem.planning.target import Question, planning_target
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.folder import check_disk, find_checkpoints, lock_run
 from lowmem.run.identity import known_identity, refuse_another_run, run_identity
@@ -106,7 +106,7 @@ class Session:
 
 def ask(settings: Settings) -> Question:
     """Returns the input of planning: precision, GPU, the model's config, and the settings adapted to this config."""
-    precision, card = planning_target(settings)
+    precision, card = precision_and_card(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
 

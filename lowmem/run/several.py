@@ -14,8 +14,8 @@ from lowmem.data.dataset import Data
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.plan import Plan
 from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question
 from lowmem.planning.simulated_ranks import Mesh
-from lowmem.planning.target import Question
 from lowmem.run.metrics import recorded
 
 

@@ -105,7 +105,7 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
         config = with_dropout(FAMILIES[family](), 0.0 if masked else 0.1)
         card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
         target = gpu_target(card, fused)
-        target = replace(target, machine=replace(target.machine, hidden_bytes=watch))
+        target = replace(target, device_model=replace(target.device_model, hidden_bytes=watch))
         layout = Layout(micro_batch, states_on_gpu=1)
         case = StepCase(
             seq, 2 * micro_batch, layout, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"],

@@ -24,7 +24,7 @@ def target(request):
 
 
 def test_the_gpu_takes_no_time(target):
-    with target.machine.functions(), Recorder(target.machine) as recorder:
+    with target.device_model.functions(), Recorder(target.device_model) as recorder:
         product_case(target.fused_kernels).make(META)()()
     assert recorder.clock.host > 0 and recorder.clock.gpu == 0
     assert target.copies is None
@@ -32,7 +32,7 @@ def test_the_gpu_takes_no_time(target):
 
 @pytest.mark.parametrize("case", operator_cases(), ids=lambda case: case.name)
 def test_an_operator_counts_once(case, target):
-    forward, backward = target.machine.host_seconds
+    forward, backward = target.device_model.host_seconds
     seconds, operations = run.clock_of(case, target)
     if "backward" in case.name:  # the operator's own, and the view of what it saved
         assert (seconds, operations) == (pytest.approx(2 * backward), pytest.approx(2))
@@ -41,8 +41,8 @@ def test_an_operator_counts_once(case, target):
 
 
 def test_the_fused_product_and_update_count_as_operators_of_this_project(target):
-    more = sum(target.machine.more_host_seconds.values())
-    forward, backward = target.machine.host_seconds
+    more = sum(target.device_model.more_host_seconds.values())
+    forward, backward = target.device_model.host_seconds
     seconds, operations = run.clock_of(product_case(target.fused_kernels), target)
     assert operations >= 4  # one forward, and backward of input, weight and bias
     upper = operations * forward + (more if target.fused_kernels else 0)

@@ -14,10 +14,10 @@ from lowmem.cudasim.gpus import CARDS as ALL_CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning import caps, fastest
 from lowmem.planning.choices import choices_by_home, step_case
+from lowmem.planning.question import Question
 from lowmem.planning.search import Room
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question
 from lowmem.run.cli import parse_arguments
 from lowmem.settings import Settings
 from lowmem.units import MIB, parse_size

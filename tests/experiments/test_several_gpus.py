@@ -90,7 +90,7 @@ def test_seconds_decide_on_a_card_and_are_told():
 def test_communication_by_hand():
     config = gpt2()
     parameters = sum(p.numel() for p in methods.build_model(config).parameters())
-    target = methods.Target(methods.PLAIN.machine, copies=1e9)
+    target = methods.Target(methods.PLAIN.device_model, copies=1e9)
 
     def seconds(method: str, ranks: int, accumulation: int) -> float:
         peak = rank_peak(config, method, ranks, 2, T)  # which takes no time itself

@@ -12,7 +12,7 @@ from lowmem.models.build import load_config
 from lowmem.models.compatibility import compare_small_copy
 from lowmem.planning import gpu_plan, planner
 from lowmem.planning.planner import make_plan
-from lowmem.planning.target import Question
+from lowmem.planning.question import Question
 from lowmem.settings import Settings
 
 SCAN = {"num_hidden_layers": 2, "hidden_size": 64, "state_size": 4, "vocab_size": 99}

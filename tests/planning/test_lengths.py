@@ -10,9 +10,9 @@ from lowmem.cudasim.gpus import CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning.choices import step_case
 from lowmem.planning.planner import make_plan, timed_with
+from lowmem.planning.question import Question
 from lowmem.planning.simulated_step import gpu_target
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 

@@ -29,10 +29,10 @@ from lowmem.planning.caps import MARGIN_BYTES, room_under, smallest_cap
 from lowmem.planning.choices import choices_by_home, open_choices, step_case
 from lowmem.planning.plan import Plan, kept_in_words
 from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question, card_for, precision_and_card
 from lowmem.planning.ram import CUDA_PROCESS_BYTES, Process
 from lowmem.planning.simulated_step import record_step
 from lowmem.planning.simulations import Simulations
-from lowmem.planning.target import Question, card_for, planning_target
 from lowmem.run import plan_command
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB, format_seconds, format_size, parse_size
@@ -211,19 +211,19 @@ def test_a_plan_without_a_card_is_for_the_smallest_one_with_bf16_and_that_much_m
 
 
 def test_the_precision_is_what_the_card_has():
-    assert planning_target(Settings(plan_only=True)) == ("bf16", CARDS["rtx3060"])
-    assert planning_target(Settings(plan_only=True, gpu="t4")) == ("fp16", CARDS["t4"])
-    assert planning_target(Settings(plan_only=True, gpu="t4", precision="fp32")) == ("fp32", CARDS["t4"])
-    assert planning_target(Settings(plan_only=True, device="cpu")) == ("fp32", None)
+    assert precision_and_card(Settings(plan_only=True)) == ("bf16", CARDS["rtx3060"])
+    assert precision_and_card(Settings(plan_only=True, gpu="t4")) == ("fp16", CARDS["t4"])
+    assert precision_and_card(Settings(plan_only=True, gpu="t4", precision="fp32")) == ("fp32", CARDS["t4"])
+    assert precision_and_card(Settings(plan_only=True, device="cpu")) == ("fp32", None)
     with pytest.raises(InputError, match="t4 has no bf16"):
-        planning_target(Settings(plan_only=True, gpu="t4", precision="bf16"))
+        precision_and_card(Settings(plan_only=True, gpu="t4", precision="bf16"))
 
 
 def test_a_run_without_a_gpu_is_not_for_a_card(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert planning_target(Settings()) == ("fp32", None)
+    assert precision_and_card(Settings()) == ("fp32", None)
     with pytest.raises(InputError, match="--gpu t4: there is no GPU here to train on; add --plan-only"):
-        planning_target(Settings(gpu="t4"))
+        precision_and_card(Settings(gpu="t4"))
 
 
 def test_a_card_that_is_here_is_planned_for_and_an_unknown_one_as_the_one_most_like_it(monkeypatch):

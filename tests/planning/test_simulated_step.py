@@ -58,13 +58,13 @@ def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool =
 
 
 def of_demo(
-    layout: Layout, machine: DeviceModel | None = None, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16,
+    layout: Layout, device_model: DeviceModel | None = None, *, batch: int = 4, dtype: torch.dtype = torch.bfloat16,
     optimizer: str = "adamw", clip_norm: float | None = 1.0, known: dict | None = None, **keywords,
 ) -> SimulatedStep:  # fmt: skip
     """The recorded step of the demo's model."""
     decoder = decoder_of(load_config("gpt2-demo", "random"), dtype)
     case = StepCase(256, batch, layout, dtype, OPTIMIZERS[optimizer], clip_norm)
-    return record_step(decoder, case, Target(machine or DeviceModel()), {} if known is None else known, **keywords)
+    return record_step(decoder, case, Target(device_model or DeviceModel()), {} if known is None else known, **keywords)
 
 
 def really_allocated(config, case: StepCase) -> int:
@@ -144,9 +144,9 @@ KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
 def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype, fused_kernels, layout):
     """Seen to fail: an update that allocates nothing took the frees after its first run off the tape."""
     config = config_of(family, 0.1)
-    machine = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
+    device_model = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
     update = fused.update if fused_kernels else optimizers.update
-    target = Target(machine, update=update, copies=1e9)
+    target = Target(device_model, update=update, copies=1e9)
     masked = family == "llama"
     case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family))
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)
@@ -222,10 +222,10 @@ def test_it_fits_where_the_capped_run_completes_and_nowhere_else(monkeypatch):
 
 
 def test_every_thread_takes_a_workspace_once_and_keeps_it():
-    machine = DeviceModel(workspace_bytes=(2 * MIB, MIB))
+    device_model = DeviceModel(workspace_bytes=(2 * MIB, MIB))
     known: dict = {}
     for _ in range(2):  # replayed, too
-        operations = list(of_demo(RESIDENT, machine, known=known).tape)
+        operations = list(of_demo(RESIDENT, device_model, known=known).tape)
         sizes = {storage: size for storage, size, name in operations if name == "workspaces"}
         taken = list(sizes)
         assert list(sizes.values()) == [2 * MIB, MIB, 2 * MIB]  # only forward takes the second
@@ -235,9 +235,9 @@ def test_every_thread_takes_a_workspace_once_and_keeps_it():
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 def test_both_workspaces_are_there_before_the_weights(clip_norm):
     """Also where one step is recorded, whose first backward comes after its first forward and head."""
-    machine = DeviceModel(workspace_bytes=(MIB,))
+    device_model = DeviceModel(workspace_bytes=(MIB,))
     layout = replace(RESIDENT, group=2, fate="held" if clip_norm else "applied")
-    operations = list(of_demo(layout, machine, clip_norm=clip_norm).tape)
+    operations = list(of_demo(layout, device_model, clip_norm=clip_norm).tape)
     assert [name for _, _, name in operations[:3]] == ["workspaces", "workspaces", "working_weights"]
 
 
@@ -292,14 +292,14 @@ def test_gradients_that_meet_are_added_in_place_where_autograd_does_that(functio
     assert births == [size for size in seen if size > KIB]  # numbers that Python hands to an operation are small
 
 
-def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_machine_says():
+def test_temporaries_end_last_born_first_and_results_come_in_the_order_that_the_device_says():
     dropout = torch.ops.aten.native_dropout.default
     temporaries = {dropout: (3, 5)}
-    machine = DeviceModel(
+    device_model = DeviceModel(
         hidden_bytes=lambda func, *_: temporaries.get(func, ()),
         allocated=lambda func, args, kwargs, results: results[::-1] if func is dropout else results,
     )
-    with Recorder(machine) as recorder:
+    with Recorder(device_model) as recorder:
         given = torch.empty(8, device="meta")
         results = dropout(given, 0.1, True)
         operations = [(storage, size) for storage, size, _ in recorder.tape]

@@ -22,14 +22,14 @@ def simulate(card: Card, model: nn.Module, step: Callable[[], None], host_share:
     """Returns the seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device. The GPU is
     waited for before and after it. An operation takes the host `host_share` of the clock's time."""
     target = plain_target(card)
-    host_seconds = tuple(host_share * seconds for seconds in target.machine.host_seconds)
-    return record(replace(target, machine=replace(target.machine, host_seconds=host_seconds)), model, step)[0]
+    host_seconds = tuple(host_share * seconds for seconds in target.device_model.host_seconds)
+    return record(replace(target, device_model=replace(target.device_model, host_seconds=host_seconds)), model, step)[0]
 
 
 def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
     """Returns the step's seconds on `target`, and the tape of all calls."""
-    recorder = Recorder(target.machine, lambda frame: "step")
-    with recorder, target.machine.functions(), modes_in_backward(target.machine.functions):
+    recorder = Recorder(target.device_model, lambda frame: "step")
+    with recorder, target.device_model.functions(), modes_in_backward(target.device_model.functions):
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.note(tensor)
         for _ in range(STEPS):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, T5Conf
 from experiments.harness.torchrun import ranks_of, start
 from lowmem.errors import InputError, PlanError
 from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question
 from lowmem.planning.simulated_ranks import Mesh
-from lowmem.planning.target import Question
 from lowmem.run.main import _in_a_sentence
 from lowmem.run.metrics import read_metrics
 from lowmem.run.several import meshes, of_one_rank, plan_of_ranks

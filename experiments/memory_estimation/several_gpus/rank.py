@@ -85,8 +85,8 @@ class Recording:
 class _StreamRecorder(Recorder):
     """Knows on which stream and in which block a storage was born, and that `resize_` ends one and begins another."""
 
-    def __init__(self, machine: DeviceModel):
-        super().__init__(machine, lambda frame: _NAMES.get(frame.f_code.co_name))
+    def __init__(self, device_model: DeviceModel):
+        super().__init__(device_model, lambda frame: _NAMES.get(frame.f_code.co_name))
         self.streams = defaultdict(int)  # a workspace is not born
         self.blocks: dict[int, int | None] = {}  # of storages that are made outside of the blocks, for one
         self._forgotten: set[int] = set()
@@ -241,7 +241,7 @@ def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, t
     del decoder.blocks[blocks:]
     if shared_by > 1:
         keep_share(decoder, shared_by)
-    recorder = _StreamRecorder(target.machine)
+    recorder = _StreamRecorder(target.device_model)
     turns: list[float] = []  # when the first block's began: forward, backward, forward, ...
 
     def now() -> float:
@@ -286,7 +286,7 @@ def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, t
 
 @contextmanager
 def _functions(target: Target) -> Iterator[None]:
-    with target.machine.functions(), nullcontext() if target is PLAIN else _CudaAutocast():
+    with target.device_model.functions(), nullcontext() if target is PLAIN else _CudaAutocast():
         yield
 
 

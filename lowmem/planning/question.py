@@ -50,7 +50,7 @@ class Question:
         return self.process.now_bytes + self.ram_free_bytes
 
 
-def planning_target(settings: Settings) -> tuple[str, Card | None]:
+def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
     """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
     plan is for a GPU, even if none is here, unless the settings ask for the CPU.
 
