@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowmem.core.states_folder import open_states_file
 from lowmem.errors import LowmemError
+from lowmem.units import round_up
 
 
 class _Mapping(mmap.mmap):
@@ -73,21 +74,20 @@ class DiskStates:
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor [entries] of zeros on the disk. Reserves the space now, because a disk that fills up later
         would kill the process with a signal. Raises LowmemError if the disk has too little space."""
-        size_bytes = max(entries * dtype.itemsize, 1)
-        room = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        size = round_up(max(entries * dtype.itemsize, 1), mmap.ALLOCATIONGRANULARITY)
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.number, self._end, room)
+                os.posix_fallocate(self.number, self._end, size)
             else:  # macOS, where a full disk is not found out here
-                os.ftruncate(self.number, self._end + room)
-            mapping = _Mapping(self.number, room, flags=mmap.MAP_SHARED, offset=self._end)
+                os.ftruncate(self.number, self._end + size)
+            mapping = _Mapping(self.number, size, flags=mmap.MAP_SHARED, offset=self._end)
         except OSError as error:
             raise LowmemError(
                 f"states cannot be kept in --states-folder {self.folder}: {error.strerror}; free some room there, or "
                 "give another folder"
             ) from None
         mapping.file, mapping.offset = self, self._end
-        self._end += room
+        self._end += size
         return _tensor(mapping, entries, dtype)
 
 

@@ -65,12 +65,12 @@ class Layout:
         number of positions of micro-batch i, padding included. `seq`: number of positions in a row of the batch. A
         group has at most `self.group` x `self.micro_batch` x `seq` positions, so short micro-batches make larger
         groups. Raises ValueError if there are several groups although `whole_batch` is True."""
-        starts, room = [], 0
+        starts, left = [], 0
         for index, size in enumerate(positions):
-            if not starts or size > room:
-                room = self.micro_batch * seq * self.group
+            if not starts or size > left:
+                left = self.micro_batch * seq * self.group
                 starts.append(index)
-            room -= size
+            left -= size
         if self.whole_batch and len(starts) > 1:
             raise ValueError(f"gradients can be {self.fate} only if the whole batch is one group")
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]

@@ -57,15 +57,15 @@ def linear_cross_entropy(
     hidden_gradient = torch.empty_like(hidden) if differentiate else None
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = min(chunk_tokens, hidden.shape[0])
-    room = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
-    if room is not None:
+    buffer = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
+    if buffer is not None:
         # oneDNN's product for AMX, which computes a GPU's in tests, reads past the end of a row of odd length.
-        room[:, weight.shape[0] :].zero_()
+        buffer[:, weight.shape[0] :].zero_()
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = hidden[start : start + chunk_tokens]
         targets = labels[start : start + chunk_tokens]
         if fused:
-            losses, gradient = _in_one_kernel(chunk, weight, bias, targets, wanted, function, room)
+            losses, gradient = _in_one_kernel(chunk, weight, bias, targets, wanted, function, buffer)
         else:
             losses, gradient = _line_by_line(chunk, weight, bias, targets, wanted, function)
         loss += losses.sum()
@@ -124,13 +124,13 @@ def _in_one_kernel(
     targets: Tensor,
     scale: float | None,
     function: LogitFunction,
-    room: Tensor,
+    buffer: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the loss of one chunk of C tokens by one kernel after the head's product. `chunk` [C, D]: the head's
     input. `targets` [C]: labels. Returns the losses [C], and `scale` times the gradient for the head's output, [C, V].
-    The gradient is written into `room`, memory in the weights' dtype with at least C rows. If `scale` is None, the
+    The gradient is written into `buffer`, memory in the weights' dtype with at least C rows. If `scale` is None, the
     second result must not be used."""
-    logits = room[: chunk.shape[0], : weight.shape[0]]
+    logits = buffer[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])
     losses = torch.empty(chunk.shape[0], dtype=torch.float32, device=chunk.device)

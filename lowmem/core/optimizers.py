@@ -62,9 +62,9 @@ def checked_rate(rate) -> float:
 class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.
 
-    `rule(master, state, gradient, hyperparameters, weight_decay, room)` updates the fp32 weights `master` [n] and their
-    `state` in place. It first multiplies `gradient` [n] fp32 by `gradient_scale`, in place. `room`: scratch memory, [n]
-    fp32. All allocations are made before anything is changed, so running out of memory changes nothing.
+    `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates the fp32 weights `master` [n] and
+    their `state` in place. It first multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may overwrite
+    `scratch` [n] fp32. All allocations are made before anything is changed, so running out of memory changes nothing.
     """
 
     name: str
@@ -111,10 +111,10 @@ def update(
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
         master = join(part, kept.get("low"))
-        room = torch.empty_like(master)
-        optimizer.rule(master, kept, of_part, hyper, weight_decay, room)
+        scratch = torch.empty_like(master)
+        optimizer.rule(master, kept, of_part, hyper, weight_decay, scratch)
         if "low" in kept:
-            split_into(master, part, kept["low"], room)
+            split_into(master, part, kept["low"], scratch)
 
 
 update_in_slices = partial(update, at_once=CPU_SLICE)
@@ -129,7 +129,7 @@ def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, .
 
 
 def _adamw(
-    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, scratch: Tensor
 ) -> None:  # fmt: skip
     kept, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
     m, v = state["m"], state["v"]
@@ -137,12 +137,12 @@ def _adamw(
     master.mul_(kept)
     m.lerp_(gradient, one_minus_beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
-    denominator = torch.sqrt(v, out=room).div_(root).add_(epsilon)
+    denominator = torch.sqrt(v, out=scratch).div_(root).add_(epsilon)
     master.addcdiv_(m, denominator, value=-step_size)
 
 
 def _adamw8bit(
-    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor | None
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, scratch: Tensor | None
 ) -> None:  # fmt: skip
     from bitsandbytes import functional
 
@@ -156,7 +156,7 @@ def _adamw8bit(
 
 
 def _sgd(
-    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, room: Tensor
+    master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, scratch: Tensor
 ) -> None:  # fmt: skip
     gradient.mul_(hyper.gradient_scale)
     master.mul_(1 - hyper.learning_rate * weight_decay).sub_(gradient, alpha=hyper.learning_rate)

@@ -36,10 +36,10 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return working, low
 
 
-def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> None:
+def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) -> None:
     """Does the same as `split`, into the given 16-bit `working` and int16 `low`, without an allocation. Overwrites
-    `master` and the scratch tensor `room`, which is fp32 and of the same shape."""
-    whole = room.view(torch.int32)
+    `master` and `scratch`, which is fp32 and of the same shape."""
+    whole = scratch.view(torch.int32)
     if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
         torch.add(bits, 0x8000, out=whole).bitwise_right_shift_(16)
@@ -47,7 +47,7 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, room: Tensor) -> No
         low.copy_(bits.sub_(whole.bitwise_left_shift_(16)))
     else:
         working.copy_(master)
-        master.sub_(room.copy_(working))
+        master.sub_(scratch.copy_(working))
         unit = _fp16_unit_of(whole.copy_(working.view(torch.int16)))
         low.copy_(master.div_(unit).round_())
 

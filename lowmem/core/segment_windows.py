@@ -158,7 +158,7 @@ class BoundaryWindow:
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
-        needed = sum(segment.keep != ALL for segment in segments) * sum(map(_room, hidden))
+        needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
             self._window.transfers.synchronize()
             self._buffer = None  # frees the old one first
@@ -173,7 +173,7 @@ class BoundaryWindow:
             return
         saved.boundary = self._buffer[self._used : self._used + tensor.numel()].view(tensor.shape)
         saved.in_ram = True
-        self._used += _room(tensor)
+        self._used += _padded(tensor)
         self._window.release(LEAVING - 1)
         self._window.send_away(tensor, saved.boundary)
 
@@ -225,6 +225,6 @@ class GradientWindow:
         self._window.release(0, Lane.STATES_IN)
 
 
-def _room(tensor: Tensor) -> int:
+def _padded(tensor: Tensor) -> int:
     """Returns how many elements `tensor` takes in the RAM buffer: its size, rounded up to a multiple of _ALIGNMENT."""
     return round_up(tensor.numel(), _ALIGNMENT)

@@ -244,7 +244,7 @@ def test_slices_of_a_state_are_views():
 def test_another_optimizer_is_one_entry_that_steps_stream_and_kernels_leave_alone(monkeypatch):
     """SGD with momentum, which has no kernel: a step takes it from the table, wherever its state lies."""
 
-    def rule(master, state, gradient, hyper, weight_decay, room):
+    def rule(master, state, gradient, hyper, weight_decay, scratch):
         state["momentum"].mul_(0.9).add_(gradient, alpha=hyper.gradient_scale)
         master.sub_(state["momentum"], alpha=hyper.learning_rate)
 

@@ -55,7 +55,7 @@ EMBED_BACKWARD = """\
         hidden.backward(gradient)
 """
 CORRECTIONS = "math.sqrt(correction2), hyper.epsilon, step_size"
-DENOMINATOR = "denominator = torch.sqrt(v, out=room).div_(root).add_(epsilon)"
+DENOMINATOR = "denominator = torch.sqrt(v, out=scratch).div_(root).add_(epsilon)"
 EVALUATE = """\
         self.flush()
         self._decoder.model.eval()
@@ -82,15 +82,15 @@ MUTATIONS = (
     _change("core/optimizers.py", "beta2 takes beta1's place in m", "return kept, 1 - hyper.beta1,",
         "return kept, 1 - hyper.beta2,", ADAM),
     _change("core/optimizers.py", "epsilon stands inside the square root", DENOMINATOR,
-        "denominator = torch.add(v, epsilon, out=room).sqrt_().div_(root)", ADAM),
+        "denominator = torch.add(v, epsilon, out=scratch).sqrt_().div_(root)", ADAM),
     _change("core/optimizers.py", "epsilon is corrected with the second moment", DENOMINATOR,
-        "denominator = torch.sqrt(v, out=room).add_(epsilon).div_(root)", ADAM),
+        "denominator = torch.sqrt(v, out=scratch).add_(epsilon).div_(root)", ADAM),
     _change("core/optimizers.py", "weight decay goes through the moments, as in Adam with L2",
         "    master.mul_(kept)\n", "    gradient.add_(master, alpha=weight_decay)\n", ADAM),
     _change("core/optimizers.py", "SGD does not scale its gradient",
         "    gradient.mul_(hyper.gradient_scale)\n    master.mul_(1 - hyper", "    master.mul_(1 - hyper", ADAM),
     _change("core/optimizers.py", "the low half of a master weight is not written",
-        'split_into(master, part, kept["low"], room)', "part.copy_(master)", ADAM),
+        'split_into(master, part, kept["low"], scratch)', "part.copy_(master)", ADAM),
     _change("core/parameters.py", "the low half of a loaded weight is not written", "            if low is not None:\n",
         "            if False:\n", STORE),
     _change("core/parameters.py", "biases and norms decay",
