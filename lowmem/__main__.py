@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:
         module, function, *first = _PROGRAMS[command]
-        return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options)
+        ends = {"ends_process": arguments is None} if command == "train" else {}
+        return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options, **ends)
     if command in ("-h", "--help"):
         with output():
             print(__doc__, flush=True)

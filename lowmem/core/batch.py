@@ -159,10 +159,14 @@ class Batch:
         return bool((trained[:, :-1] & (self.labels[:, :-1] != self.input_ids[:, 1:])).any())
 
     @property
+    def labeled_tokens(self) -> int:
+        return int((self.labels != IGNORED_LABEL).sum())
+
+    @property
     def trained_tokens(self) -> int:
         """Returns the number of positions with a label; the loss is the mean over them. Raises InputError if there is
         none."""
-        count = int((self.labels != IGNORED_LABEL).sum())
+        count = self.labeled_tokens
         if count == 0:
             raise InputError(f"every label of the batch is {IGNORED_LABEL}: there is no token to train on")
         return count

@@ -40,6 +40,7 @@ from lowmem.core.recompute import Dropout, SavedSegment
 from lowmem.core.segment_windows import BoundaryWindow, GradientWindow, WeightWindow
 from lowmem.core.transfers import Transfers, transfers_for
 from lowmem.device import finish_failed_backward
+from lowmem.errors import InputError
 
 # Where memory ran out: in a step, in a step that may have updated units, in pending updates, in an evaluation.
 STEP, HALFWAY, UPDATES, EVALUATION = "step", "halfway", "updates", "evaluation"
@@ -103,6 +104,8 @@ class TrainingStep:
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
         """Makes step number `step` on `batch`, a Batch or a dict as transformers' models take it (Batch.from_hf).
         Dropout masks depend on `step`. Some updates may stay pending until the next step or `flush`."""
+        if not hasattr(step, "__index__"):
+            raise InputError(f"step number {step!r}: give a whole number")
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         self._updates.refuse_halfway()
         self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended
@@ -265,7 +268,7 @@ class TrainingStep:
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
-        return self._retrying(EVALUATION, self._evaluate, batch), batch.trained_tokens
+        return self._retrying(EVALUATION, self._evaluate, batch), batch.labeled_tokens
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> float:

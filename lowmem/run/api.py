@@ -34,6 +34,7 @@ from lowmem.run.prepare import ask, build, page_locked, plan_here, write_weights
 from lowmem.run.several import plan_for
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
+from lowmem.run_folder import FOLDERS, is_run
 from lowmem.settings import Settings
 
 
@@ -125,8 +126,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 
 
 def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints in the run folder `folder`, newest first. First tidies up after a save that was killed,
-    unless another training run is writing to the folder."""
+    """Returns the checkpoints in `folder`, a run folder or a folder of checkpoints, newest first. First tidies up after
+    a save that was killed in a run folder, unless another training run is writing to it."""
+    if found := checkpoints_in(folder):
+        return found
     with suppress(InputError), lock_run(folder):
         return find_checkpoints(folder, "auto", say)
     return checkpoints_in(folder / "checkpoints")
@@ -136,10 +139,13 @@ def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
     dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
-    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem.
+    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem,
+    or if it belongs to a run of the scripts.
     Raises LowmemError if a weight is too large for that dtype. Warns (UserWarning) of weights that are NaN or infinite,
     and of files that could not be written."""
     folder = Path(folder).expanduser()
+    if folder.name in FOLDERS and is_run(folder.resolve().parent):
+        raise InputError(f"{folder} is in the folder of a run of the scripts, which exports there: give another one")
     about = folder / "README.md"  # every export has one
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, and an export is a folder: give a new one")

@@ -223,7 +223,8 @@ class Ending:
         if not self.failed:
             return
         folder, rows = self._session.folder, self._session.log.rows
-        saved = newest_state(find_checkpoints(folder, "auto", lambda sentence: None))
+        before = [path for path in (self._session.resumed,) if path is not None and path.exists()]
+        saved = newest_state([*find_checkpoints(folder, "auto", lambda sentence: None), *before])
         if self._exported:
             where = f"The weights are in {folder}/model; give the same command again to repeat the end"
         elif saved is None:

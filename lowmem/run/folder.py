@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from lowmem.errors import InputError, PlanError
 from lowmem.files import MANIFEST, remove
 from lowmem.models.export import BESIDE_WEIGHTS_BYTES
-from lowmem.run_folder import no_folder_to_resume, not_writable
+from lowmem.run_folder import no_folder_to_resume, not_writable, read_run_json
 from lowmem.units import MIB, format_size
 
 MARGIN_BYTES = MIB  # for headers, state.json, the manifest, and the file system's own data
@@ -113,16 +113,20 @@ def sweep(root: Path) -> None:
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints to resume from, newest first. An empty list means that training starts at step 0.
-    `resume`: "never"; "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run
-    folder. Raises InputError if there is no checkpoint at that path. `say` gets a sentence about checkpoints in
-    `folder` that are not used. The caller must hold lock_run(folder)."""
+    """Returns the checkpoints to resume from, the preferred one first. An empty list means that training starts at step
+    0. `resume`: "never"; "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run
+    folder. Then those in `folder` come first that an earlier run with the same `resume` has saved. Raises InputError if
+    there is no checkpoint at that path. `say` gets a sentence about checkpoints in `folder` that are not used. The
+    caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():
         sweep(root)
     if resume == "auto":
         return checkpoints_in(root)
-    found = [] if resume == "never" else _named_checkpoints(Path(resume))
+    found = []
+    if resume != "never":
+        own = [path for path in checkpoints_in(root) if read_run_json(path / "state.json").get("resume") == resume]
+        found = [*own, *_named_checkpoints(Path(resume))]
     used = {path.resolve() for path in found}
     unused = [path.name for path in checkpoints_in(root) if path.resolve() not in used]
     if unused:

@@ -39,13 +39,14 @@ class LoadedModel:
 
     def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
         """Returns the mean loss in nats over all tokens of `batches` that have a label. A batch is a Batch, or a dict
-        as transformers' models take it (Batch.from_hf). Raises InputError if there is no batch."""
+        as transformers' models take it (Batch.from_hf). Raises InputError if no token has a label."""
         if isinstance(batches, Batch | Mapping):
             raise InputError("evaluate takes several batches: give a list, [batch]")
         sums = [self.step.evaluate(batch) for batch in batches]
-        if not sums:
-            raise InputError("there is no batch to evaluate on")
-        return math.fsum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+        tokens = sum(tokens for _, tokens in sums)
+        if not tokens:
+            raise InputError("there is no batch to evaluate on, or no label in the batches")
+        return math.fsum(loss for loss, _ in sums) / tokens
 
     def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
         """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
@@ -65,7 +66,7 @@ class LoadedModel:
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
-        own = self.done and checkpoint_of(folder, self.done).exists()  # it goes on from there
+        own = 0 < self.done <= done and checkpoint_of(folder, self.done).exists()  # it goes on from there
         if newest is not None and step_of(newest) > done and not own:  # a save removes later checkpoints
             raise InputError(f"{newest} has more steps than {done}: load(..., resume={folder!s}), or another folder")
         self.step.flush()

@@ -21,10 +21,11 @@ from lowmem.terminal import escape_what_stdout_lacks, say
 SECONDS_TO_TELL = 5
 
 
-def main(defaults: Settings, arguments: list[str] | None = None) -> int:
+def main(defaults: Settings, arguments: list[str] | None = None, ends_process: bool | None = None) -> int:
     """Trains, or only plans, with a script's settings, and returns the exit code. `defaults`: the script's settings.
     `arguments`: options that override them, None for the process's command line. Until training begins, Ctrl-C ends the
-    process at once. From then on, Ctrl-C is a request to save and stop (signals.py)."""
+    process at once. From then on, Ctrl-C is a request to save and stop (signals.py). `ends_process`: whether the
+    process ends after this call, so that later signals are ignored. None: if it is the command line's."""
     escape_what_stdout_lacks()
     settings = defaults
     try:
@@ -37,7 +38,8 @@ def main(defaults: Settings, arguments: list[str] | None = None) -> int:
                     from lowmem.device import freeze_objects
                     from lowmem.run.train import run
                 freeze_objects()  # imported modules live until the end
-            with interrupt_ends_at_once() if settings.trains_nothing else StopRequest() as stop:
+            ends = arguments is None if ends_process is None else ends_process
+            with interrupt_ends_at_once() if settings.trains_nothing else StopRequest(ends) as stop:
                 run(settings, stop)
     except Exception as error:
         said = _in_a_sentence(error, settings)

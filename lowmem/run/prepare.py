@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem import device as devices
-from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.homes import DiskStates
@@ -30,7 +29,6 @@ from lowmem.core.precision import WORKING_DTYPES, LossScale
 from lowmem.core.ranks import Ranks
 from lowmem.core.states_folder import in_memory
 from lowmem.core.step import TrainingStep
-from lowmem.data.batches import PACKED, Batches
 from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.distributed.launch import joined, local_ranks
@@ -54,7 +52,7 @@ from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
-from lowmem.run.report import opening_remarks
+from lowmem.run.report import computed_share, opening_remarks
 from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
 from lowmem.settings import Settings
 from lowmem.units import counted
@@ -79,7 +77,8 @@ class Session:
     course: Course
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
-    resumed: bool = False
+    resumed: Path | None = None  # the checkpoint from which the run goes on
+    resume: str | None = None  # --resume of the run; the first one, if --resume auto has continued it since
     saved: set[int] = field(default_factory=set)  # steps with a checkpoint of this run in its folder, also removed ones
 
     @property
@@ -102,6 +101,11 @@ class Session:
     @property
     def folder(self) -> Path:
         return Path(self.settings.out)
+
+    @property
+    def resumed_here(self) -> bool:
+        """Returns True if the run goes on from a checkpoint in its own folder."""
+        return self.resumed is not None and self.resumed.resolve().parent == (self.folder / "checkpoints").resolve()
 
 
 def ask(settings: Settings) -> Question:
@@ -279,7 +283,8 @@ def prepare(settings: Settings) -> Iterator[Session]:
 
 def _check_without_evaluations(settings: Settings, say: Say) -> None:
     if settings.keep_best or settings.patience:
-        raise InputError("nothing is held out, so there is no best to find; give --eval-data, or more --data")
+        ways = "--eval-data, a larger --eval-fraction, or more --data"
+        raise InputError(f"nothing is held out, so there is no best to find; give {ways}")
     if settings.eval_every is not None:
         say("nothing is held out, so --eval-every does nothing")
 
@@ -296,7 +301,7 @@ def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:
 def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log: RunLog) -> None:
     """Prints the plan, and then sentences on the data and the export. log.txt always gets the plan's table."""
     log.say(in_words(plan), in_words(replace(plan, settings=replace(plan.settings, verbose=True))))
-    for line in [*data.description.splitlines(), *_computed_share(data.train, plan), *rehearsal.remarks]:
+    for line in [*data.description.splitlines(), *computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
     if plan.settings.steps is None and plan.steps < _FEW_STEPS and (plan.settings.epochs or 1) >= 1:
         steps, rows = counted(plan.steps, "steps"), counted(data.train.rows, "rows")
@@ -320,7 +325,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
         return
     checkpoint, state = loaded
     session.recovery.resume(state["recoveries"])
-    session.model, session.resumed = replace(model, done=state["step"]), True
+    session.model, session.resumed = replace(model, done=state["step"]), checkpoint
+    session.resume = state.get("resume") if settings.resume == "auto" else settings.resume
     session.course = course_of(identity, state)
     session.eval_first, session.skipped = state["eval_first"], state["skipped"]
     log.resume(state)
@@ -328,19 +334,3 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
         say_longer(session.course, state, log.say)
-
-
-def _computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence on the share of a step's positions that need not be computed, and on the padding in the
-    others. Returns an empty list if every row is computed at full length."""
-    lengths = train.typical_lengths()
-    if lengths is None:
-        return []
-    seq, rows = train.parts[0].seq, train.batch_rows
-    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, LEAST_POSITIONS[plan.device])
-    positions = sum(count * width for count, width in shapes)
-    how = "packing examples into rows" if train.pack == PACKED else "sorting by length"
-    return [
-        f"{how} skips {1 - positions / (rows * seq):.0%} of {rows} x {seq} positions a step; "
-        f"{1 - sum(lengths) / positions:.0%} padding remains"
-    ]

@@ -1,4 +1,4 @@
-"""Describes the device and the versions on which a result depends, and settings that a user might not expect."""
+"""Describes device and versions, on which a result depends, and things that a user might not expect."""
 
 import platform
 from importlib import metadata
@@ -7,7 +7,10 @@ import torch
 from transformers import PretrainedConfig
 
 from lowmem.config_switches import remarks
+from lowmem.core.batch import LEAST_POSITIONS, micro_batch_shapes
+from lowmem.data.batches import PACKED, Batches
 from lowmem.data.tokenizer import BYTE_LEVEL, is_byte_level
+from lowmem.planning.plan import Plan
 from lowmem.units import counted
 
 
@@ -38,3 +41,19 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found | {"torch": torch.__version__}  # with its build: +cpu, +cu130
+
+
+def computed_share(train: Batches, plan: Plan) -> list[str]:
+    """Returns one sentence on the share of a step's positions that need not be computed, and on the padding in the
+    others. Returns an empty list if every row is computed at full length."""
+    lengths = train.typical_lengths()
+    if lengths is None:
+        return []
+    seq, rows = train.parts[0].seq, train.batch_rows
+    shapes = micro_batch_shapes(lengths, seq, plan.layout.micro_batch, LEAST_POSITIONS[plan.device])
+    positions = sum(count * width for count, width in shapes)
+    how = "packing examples into rows" if train.pack == PACKED else "sorting by length"
+    return [
+        f"{how} skips {1 - positions / (rows * seq):.0%} of {rows} x {seq} positions a step; "
+        f"{1 - sum(lengths) / positions:.0%} padding remains"
+    ]

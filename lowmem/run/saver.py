@@ -21,9 +21,11 @@ class Saver:
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
-        self._saved = session.model.done if session.resumed else None  # the step of the newest checkpoint
-        if session.resumed and session.settings.resume == "auto":  # else those in the folder may be another run's
-            session.saved.update(map(step_of, checkpoints_in(session.folder / "checkpoints")))
+        self._saved: int | None = None  # the step of the newest checkpoint in the run folder
+        if session.resumed_here:  # else those in the folder may be another run's
+            self._saved = session.model.done
+            steps = map(step_of, checkpoints_in(session.folder / "checkpoints"))
+            session.saved.update(step for step in steps if step <= self._saved)
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
@@ -73,7 +75,7 @@ class Saver:
         session, settings = self._session, self._session.settings
         state = session.model.state(done) | {"skipped": session.skipped, "eval_first": session.eval_first}
         state |= {"recoveries": session.recovery.measures, "identity": session.identity}
-        state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches}
+        state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches, "resume": session.resume}
         with session.budget.phase("save"):
             best = best_kept(session, done).step if settings.keep_best else None
             save_checkpoint(

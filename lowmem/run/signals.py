@@ -42,13 +42,14 @@ def interrupt_ends_at_once() -> Iterator[None]:
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
     the process. Before the first call of `now`, the second signal does. Works only in the main thread (ValueError
-    elsewhere).
+    elsewhere). With `ends_process`, ignores these signals after the block, so that the exit code is that of the run.
 
     `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
 
-    def __init__(self):
+    def __init__(self, ends_process: bool = False):
         self.requests = 0
+        self._ends_process = ends_process
         self.name: str | None = None
         self._nothing_yet = True  # True until there is something to save
         self._agreed: int | None = None  # the largest `requests` of any rank at the last `agree`
@@ -90,7 +91,8 @@ class StopRequest:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            before = signal.SIG_DFL if handler is None else handler  # None: not set from Python
+            signal.signal(number, signal.SIG_IGN if self._ends_process else before)
         signal.set_wakeup_fd(self._before_pipe)
         os.write(self._writing, _END)
         self._thread.join()

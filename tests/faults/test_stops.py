@@ -17,7 +17,18 @@ import lowmem.run.prepare
 import lowmem.run.saver
 from lowmem.core.step import TrainingStep
 from lowmem.run.signals import StopRequest
-from runs import ROOT, SMALL, assert_same_run, at_call, content, last_line, loss_rows, stored, weights
+from runs import (
+    ROOT,
+    SMALL,
+    assert_same_run,
+    at_call,
+    content,
+    last_line,
+    loss_rows,
+    stopped_in_step,
+    stored,
+    weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +303,24 @@ def test_a_run_can_go_on_in_another_folder(finished, train, tmp_path):
     start = tmp_path / "first/checkpoints/step-00000002"
     assert train(tmp_path / "second", "--resume", str(start)) == 0
     assert_same_run(finished, tmp_path / "second")
+
+
+def test_the_same_command_goes_on_in_the_other_folder_from_what_it_saved(finished, train, tmp_path, capsys):
+    """Seen to fail: a run that was stopped before its first step had saved nothing, and said that it had; a second
+    stop began again where the first one had begun."""
+    assert train(tmp_path / "first", "--save-every", "1", "--keep-last", "3") == 0
+    start, out = tmp_path / "first/checkpoints/step-00000001", tmp_path / "second"
+    with pytest.MonkeyPatch.context() as patch:
+        at_call(patch, lowmem.run.prepare, "load_data", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(out, "--resume", str(start)) == 75
+    assert content(out / "checkpoints/step-00000001").keys() == content(start).keys()
+    with stopped_in_step(1):
+        assert train(out, "--resume", str(start)) == 75
+    assert train(out, "--resume", str(start)) == 0
+    assert "step-00000002: 2 of 3 steps are done" in (out / "log.txt").read_text()
+    assert_same_run(finished, out)
+    assert train(out, "--resume", str(start)) == 0
+    assert "already finished" in last_line(capsys)
 
 
 def test_a_finished_run_that_is_elsewhere_is_finished_again(finished, train, tmp_path):

@@ -173,7 +173,12 @@ def test_a_last_step_that_is_not_evaluated_or_saved_is_exported(
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [("2", "The weights after step 2 are in"), ("9", "The weights are lost; give the same")]
+    ("every", "said"),
+    [
+        ("2", "The weights after step 2 are in"),
+        ("9", "The weights are lost; give the same"),
+        ("start", "start/checkpoints/step-00000002, and later ones are lost"),
+    ],
 )
 def test_what_was_neither_saved_nor_exported_is_said_to_be_lost(every, said, train, tmp_path, monkeypatch, capsys):
     def full(folder, store, state, **given):
@@ -181,13 +186,17 @@ def test_what_was_neither_saved_nor_exported_is_said_to_be_lost(every, said, tra
             raise NotSaved("step 3", "No space left on device")
         save(folder, store, state, **given)
 
+    options = [*OPTIONS, "--save-every", every]
+    if every == "start":
+        assert train(tmp_path / "start", *OPTIONS, "--save-every", "2") == 0
+        options[-2:] = "--resume", str(tmp_path / "start/checkpoints/step-00000002")
     save = lowmem.run.saver.save_checkpoint
     with monkeypatch.context() as patch:
         patch.setattr(lowmem.run.saver, "save_checkpoint", full)
         after_training(patch, export, "_write_shards", fail)
-        assert train(tmp_path / "out", *OPTIONS, "--save-every", every) == 1
+        assert train(tmp_path / "out", *options) == 1
     assert said in last_line(capsys)
-    assert train(tmp_path / "out", *OPTIONS, "--save-every", every) == 0
+    assert train(tmp_path / "out", *options) == 0
 
 
 def test_weights_beyond_the_range_of_fp16_are_exported_in_fp32(train, trained, expected, monkeypatch, capsys):

@@ -161,6 +161,16 @@ def test_what_was_there_before_is_there_again_after_an_error():
     assert found == (handler, signal.SIG_IGN)
 
 
+def test_the_exit_code_is_the_run_s_own_if_the_signals_come_after_its_end():
+    def work():
+        with StopRequest(ends_process=True):
+            pass
+        for number in ALL:
+            os.kill(os.getpid(), number)
+
+    assert in_a_child(work) == 0
+
+
 def test_it_works_in_the_main_thread_only():
     with ThreadPoolExecutor() as threads, pytest.raises(ValueError):
         threads.submit(StopRequest().__enter__).result()
