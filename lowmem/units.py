@@ -48,12 +48,13 @@ def interval_seconds(interval: int | str) -> float | None:
     return float(number) * _SECONDS[unit[0].lower()]
 
 
-def format_size(size_bytes: int) -> str:
+def format_size(size_bytes: int, rounded_up: bool = False) -> str:
     """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor
-            return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
+            digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+            return f"{math.ceil(value * 10**digits) / 10**digits if rounded_up else value:.{digits}f} {unit}"
     return "1 byte" if size_bytes == 1 else f"{size_bytes} bytes"
 
 

@@ -52,6 +52,7 @@ def test_sizes_for_people_have_three_digits(size_bytes, text):
 @given(st.integers(1, 900 * TIB))
 def test_a_printed_size_reads_back_within_half_a_percent(size_bytes):
     assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= 0.005 * size_bytes + 1  # 1: whole bytes
+    assert size_bytes <= parse_size(format_size(size_bytes, rounded_up=True)) + 1 <= 1.01 * size_bytes + 2
 
 
 @pytest.mark.parametrize(

@@ -202,5 +202,6 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if question.ram_limit_bytes is None else f" and {format_size(question.ram_limit_bytes)} of RAM"
     sentence = f"{described(question)} does not fit in the {format_size(card_limit)} of {question.card.name}{ram_cap}."
-    larger = f" A larger GPU needs {format_size(gpu_cap)}, with {format_size(ram)} of RAM."
+    needed = [format_size(size, rounded_up=True) for size in (gpu_cap, ram)]
+    larger = f" A larger GPU needs {needed[0]}, with {needed[1]} of RAM."
     return PlanError(sentence + in_a_sentence(found) + larger, said)

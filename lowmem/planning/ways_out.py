@@ -40,7 +40,7 @@ class WayOut:
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:
-        disk = f" ({format_size(self.disk_bytes)} of a fast disk)" if self.disk_bytes else ""
+        disk = f" (about {format_size(self.disk_bytes)} of a fast disk)" if self.disk_bytes else ""
         inexact = " (approximate moments)" if "8bit" in self.changes else ""
         return f"{self.options}{disk}{inexact}"
 

@@ -662,9 +662,11 @@ def test_batches_that_are_no_power_of_two_are_cut_into_any_parts_of_one_size():
 
 def test_a_card_that_is_too_small_is_said_to_be_and_no_cap_beyond_it_is_named():
     tiny = dataclasses.replace(CARDS["t4"], memory_bytes=CONTEXT_BYTES + 100 * MIB)
-    said = "small at 8 x 256 tokens does not fit in the 100 MiB of t4.* A larger GPU needs .* MiB, with"
-    with pytest.raises(PlanError, match=said):
+    said = "small at 8 x 256 tokens does not fit in the 100 MiB of t4.* A larger GPU needs (.* MiB), with"
+    with pytest.raises(PlanError, match=said) as caught:
         make_plan(Question(dataclasses.replace(SMALL, gpu="t4"), CONFIG, "fp16", tiny))
+    cap = parse_size(re.search(said, str(caught.value))[1])
+    assert plan_for(precision="fp16", card="t4", gpu_limit_bytes=cap).gpu_reserved_peak_bytes <= cap
 
 
 # --- configs and options that cannot be
