@@ -201,7 +201,9 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         return PlanError(refusal(question, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if question.ram_limit_bytes is None else f" and {format_size(question.ram_limit_bytes)} of RAM"
-    sentence = f"{described(question)} does not fit in the {format_size(card_limit)} of {question.card.name}{ram_cap}."
+    capped = f"{format_size(case.gpu_limit)}, nor in " if case.gpu_limit < card_limit else ""
+    card = f"the {format_size(card_limit)} of {question.card.name}"
+    sentence = f"{described(question)} does not fit in {capped}{card}{ram_cap}."
     needed = [format_size(size, rounded_up=True) for size in (gpu_cap, ram)]
     larger = f" A larger GPU needs {needed[0]}, with {needed[1]} of RAM."
     return PlanError(sentence + in_a_sentence(found) + larger, said)
