@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:
         module, function, *first = _PROGRAMS[command]
-        ends = {"ends_process": arguments is None} if command == "train" else {}
+        ends = {"ends_process": arguments is None} if command in ("train", "demo") else {}
         return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options, **ends)
     if command in ("-h", "--help"):
         with output():

@@ -263,8 +263,7 @@ class Watch(_StreamMode):
         return [Call(call.function, call.changed, call.norm) for call in self._seen]
 
     def _join_dropout(self, call: _Seen, sums: Iterable[_Seen], reads: int) -> None:
-        """Moves a dropout into the sum that reads its output, if nothing else does. `reads`: how often operations read
-        it."""
+        """Moves a dropout into the sum that reads its output, if nothing else does. `reads`: how many operations do."""
         readers = [each for each in sums if each.given[1 - each.position] is call.result]
         dropouts = [each for each in self._seen if each.function is F.dropout and each.result is call.result]
         read_once = len(readers) == len(dropouts) == reads == 1

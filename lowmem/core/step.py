@@ -18,6 +18,7 @@ Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -104,8 +105,10 @@ class TrainingStep:
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
         """Makes step number `step` on `batch`, a Batch or a dict as transformers' models take it (Batch.from_hf).
         Dropout masks depend on `step`. Some updates may stay pending until the next step or `flush`."""
-        if not hasattr(step, "__index__"):
-            raise InputError(f"step number {step!r}: give a whole number")
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise InputError(f"step number {step!r}: give a whole number") from None
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         self._updates.refuse_halfway()
         self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended

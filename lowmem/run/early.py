@@ -43,8 +43,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
             for held_out, specs in ((False, settings.data), (True, settings.eval_data)):
                 for spec in filterfalse(is_on_hub, each(specs)):
                     open_source(spec, Reading.of(settings, held_out), out)
-            if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
-                raise no_folder_to_resume(settings.resume)
+            named = None if settings.resume in ("auto", "never") else Path(settings.resume)
+            if named is not None and not named.is_dir() and not (out / "checkpoints").is_dir():
+                raise no_folder_to_resume(named)
         if settings.preview is not None:
             return settings
         if not settings.plan_only or not (out / "settings.json").exists():

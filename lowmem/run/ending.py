@@ -22,7 +22,7 @@ from lowmem.paths import shown
 from lowmem.run.checkpoint import load_checkpoint, newest_state, verify_checkpoint
 from lowmem.run.evaluation import best_kept, take_samples
 from lowmem.run.figures import best_evaluation, build_report, is_report_of, summary
-from lowmem.run.folder import checkpoint_of, find_checkpoints
+from lowmem.run.folder import checkpoint_of
 from lowmem.run.metrics import write_json
 from lowmem.run.page import write_page
 from lowmem.run.plots import draw, draw_loss, draw_memory
@@ -50,7 +50,7 @@ class Ending:
         if (
             not session.resumed or not (session.folder / "model").is_dir() or "failed" in report
             or not is_report_of(report, rows) or session.model.done != rows[-1]["step"]
-            or settings != json.loads(json.dumps(asdict(session.settings)))
+            or settings | {"resume": ""} != json.loads(json.dumps(asdict(session.settings) | {"resume": ""}))
         ):  # fmt: skip
             return False
         longer = "more --steps" if session.settings.schedule == "constant" else "more --steps and --schedule constant"
@@ -223,8 +223,8 @@ class Ending:
         if not self.failed:
             return
         folder, rows = self._session.folder, self._session.log.rows
-        before = [path for path in (self._session.resumed,) if path is not None and path.exists()]
-        saved = newest_state([*find_checkpoints(folder, "auto", lambda sentence: None), *before])
+        own = [checkpoint_of(folder, step) for step in sorted(self._session.saved, reverse=True)]
+        saved = newest_state([path for path in (*own, self._session.resumed) if path is not None and path.exists()])
         if self._exported:
             where = f"The weights are in {folder}/model; give the same command again to repeat the end"
         elif saved is None:

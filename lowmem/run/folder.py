@@ -115,9 +115,9 @@ def sweep(root: Path) -> None:
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
     """Returns the checkpoints to resume from, the preferred one first. An empty list means that training starts at step
     0. `resume`: "never"; "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run
-    folder. Then those in `folder` come first that an earlier run with the same `resume` has saved. Raises InputError if
-    there is no checkpoint at that path. `say` gets a sentence about checkpoints in `folder` that are not used. The
-    caller must hold lock_run(folder)."""
+    folder. With a path, first come checkpoints in `folder` that a run with the same `resume` has saved. Raises
+    InputError if there is none, and no checkpoint at that path. `say` gets a sentence about checkpoints in `folder`
+    that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     if root.is_dir():
         sweep(root)
@@ -125,8 +125,10 @@ def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> l
         return checkpoints_in(root)
     found = []
     if resume != "never":
-        own = [path for path in checkpoints_in(root) if read_run_json(path / "state.json").get("resume") == resume]
-        found = [*own, *_named_checkpoints(Path(resume))]
+        place = str(Path(resume).resolve())
+        found = [path for path in checkpoints_in(root) if read_run_json(path / "state.json").get("resume") == place]
+        if not found or Path(resume).is_dir():
+            found = list(dict.fromkeys([*found, *_named_checkpoints(Path(resume))]))
     used = {path.resolve() for path in found}
     unused = [path.name for path in checkpoints_in(root) if path.resolve() not in used]
     if unused:

@@ -45,7 +45,7 @@ class LoadedModel:
         sums = [self.step.evaluate(batch) for batch in batches]
         tokens = sum(tokens for _, tokens in sums)
         if not tokens:
-            raise InputError("there is no batch to evaluate on, or no label in the batches")
+            raise InputError("there is no token with a label to evaluate on")
         return math.fsum(loss for loss, _ in sums) / tokens
 
     def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:

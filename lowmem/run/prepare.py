@@ -46,7 +46,7 @@ from lowmem.planning.question import Question, precision_and_card
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.run.checkpoint import newest_state
-from lowmem.run.folder import check_disk, find_checkpoints, lock_run
+from lowmem.run.folder import check_disk, find_checkpoints, lock_run, step_of
 from lowmem.run.identity import known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
@@ -54,6 +54,7 @@ from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
 from lowmem.run.report import computed_share, opening_remarks
 from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
+from lowmem.run_folder import read_run_json
 from lowmem.settings import Settings
 from lowmem.units import counted
 
@@ -78,7 +79,7 @@ class Session:
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
     resumed: Path | None = None  # the checkpoint from which the run goes on
-    resume: str | None = None  # --resume of the run; the first one, if --resume auto has continued it since
+    origin: str | None = None  # the DIR of its --resume DIR, also if --resume auto has continued it since
     saved: set[int] = field(default_factory=set)  # steps with a checkpoint of this run in its folder, also removed ones
 
     @property
@@ -101,11 +102,6 @@ class Session:
     @property
     def folder(self) -> Path:
         return Path(self.settings.out)
-
-    @property
-    def resumed_here(self) -> bool:
-        """Returns True if the run goes on from a checkpoint in its own folder."""
-        return self.resumed is not None and self.resumed.resolve().parent == (self.folder / "checkpoints").resolve()
 
 
 def ask(settings: Settings) -> Question:
@@ -326,7 +322,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     checkpoint, state = loaded
     session.recovery.resume(state["recoveries"])
     session.model, session.resumed = replace(model, done=state["step"]), checkpoint
-    session.resume = state.get("resume") if settings.resume == "auto" else settings.resume
+    session.origin = state.get("resume") if settings.resume == "auto" else str(Path(settings.resume).resolve())
+    session.saved = {step_of(path) for path in checkpoints if _is_own(path, session)}
     session.course = course_of(identity, state)
     session.eval_first, session.skipped = state["eval_first"], state["skipped"]
     log.resume(state)
@@ -334,3 +331,12 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     log.say("; ".join([said, *answer(model.plan, done=state["step"])]))
     if longer(state["identity"], identity):
         say_longer(session.course, state, log.say)
+
+
+def _is_own(path: Path, session: Session) -> bool:
+    """Returns True if the checkpoint `path` is in the run folder, and is the one that was loaded or an older one of the
+    same run."""
+    if path.parent.resolve() != (session.folder / "checkpoints").resolve():
+        return False
+    older = step_of(path) < session.model.done and read_run_json(path / "state.json").get("resume") == session.origin
+    return older or path == session.resumed

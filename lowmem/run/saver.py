@@ -8,7 +8,7 @@ from dataclasses import asdict
 from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
 from lowmem.run.evaluation import best_kept
-from lowmem.run.folder import checkpoint_of, checkpoints_in, step_of
+from lowmem.run.folder import checkpoint_of, checkpoints_in
 from lowmem.run.metrics import computed
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
@@ -21,11 +21,7 @@ class Saver:
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
-        self._saved: int | None = None  # the step of the newest checkpoint in the run folder
-        if session.resumed_here:  # else those in the folder may be another run's
-            self._saved = session.model.done
-            steps = map(step_of, checkpoints_in(session.folder / "checkpoints"))
-            session.saved.update(step for step in steps if step <= self._saved)
+        self._saved = max(session.saved, default=None)  # the step of the newest checkpoint in the run folder
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
@@ -56,7 +52,7 @@ class Saver:
         self._saved_at = time.monotonic()
         if self._stop.requested and not ended:
             name = self._stop.name or "a signal to another rank"
-            again = "the same command" + (" with --resume auto" if self._session.settings.resume != "auto" else "")
+            again = "the same command" + (" with --resume auto" if self._session.settings.resume == "never" else "")
             raise Stopped(f"stopped by {name} after step {done}; {again} goes on from there")
 
     @contextmanager
@@ -75,7 +71,7 @@ class Saver:
         session, settings = self._session, self._session.settings
         state = session.model.state(done) | {"skipped": session.skipped, "eval_first": session.eval_first}
         state |= {"recoveries": session.recovery.measures, "identity": session.identity}
-        state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches, "resume": session.resume}
+        state |= {"course": asdict(session.course), "eval_batches": settings.eval_batches, "resume": session.origin}
         with session.budget.phase("save"):
             best = best_kept(session, done).step if settings.keep_best else None
             save_checkpoint(

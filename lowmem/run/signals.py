@@ -7,6 +7,7 @@ away) counts only as the first signal, because a shell and the system may both s
 training begins, as under nohup, stays ignored.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -24,6 +25,13 @@ if TYPE_CHECKING:  # importing PyTorch takes seconds
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _HANG_UP = getattr(signal, "SIGHUP", None)
 _END = b"\0"  # no signal has this number
+_at_the_end: list[int] = []  # signals to ignore while Python frees its modules, because it then forgets their handlers
+
+
+@atexit.register  # before PyTorch is imported, so it runs after PyTorch's functions
+def _ignore_at_the_end() -> None:
+    for number in _at_the_end:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -42,15 +50,16 @@ def interrupt_ends_at_once() -> Iterator[None]:
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
     the process. Before the first call of `now`, the second signal does. Works only in the main thread (ValueError
-    elsewhere). With `ends_process`, ignores these signals after the block, so that the exit code is that of the run.
+    elsewhere).
 
-    `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
+    `ends_process`: whether the process ends after the block. It then goes on to count, so that the exit code is that of
+    the run. `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
     """
 
     def __init__(self, ends_process: bool = False):
         self.requests = 0
-        self._ends_process = ends_process
         self.name: str | None = None
+        self._ends_process = ends_process
         self._nothing_yet = True  # True until there is something to save
         self._agreed: int | None = None  # the largest `requests` of any rank at the last `agree`
         self._finishing, self._second = "the preparation", "ends the run at once: nothing is lost"
@@ -90,9 +99,12 @@ class StopRequest:
         return self
 
     def __exit__(self, *_) -> None:
+        if self._ends_process:
+            self.now("the end of the process", "changes nothing")
+            _at_the_end.extend(self._before)
+            return
         for number, handler in self._before.items():
-            before = signal.SIG_DFL if handler is None else handler  # None: not set from Python
-            signal.signal(number, signal.SIG_IGN if self._ends_process else before)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
         signal.set_wakeup_fd(self._before_pipe)
         os.write(self._writing, _END)
         self._thread.join()

@@ -270,7 +270,7 @@ def simulated_update(name: str, update, size: int) -> tuple[int, float]:
     if name == "adamw8bit":
         optimizer = dataclasses.replace(optimizer, rule=_traffic_of_8_bit)
     layout = state_layout(optimizer, size, torch.bfloat16).items()
-    recorder = Recorder(gpu_target(CARDS["rtx3090"]).machine)
+    recorder = Recorder(gpu_target(CARDS["rtx3090"]).device_model)
     with torch.device("meta"), recorder:
         working, gradient = torch.empty(size, dtype=torch.bfloat16), torch.empty(size)
         state = {key: torch.empty(entries, dtype=dtype) for key, (entries, dtype) in layout}

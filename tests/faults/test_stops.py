@@ -15,6 +15,7 @@ import pytest
 import lowmem.core.operations
 import lowmem.run.prepare
 import lowmem.run.saver
+import lowmem.run.train
 from lowmem.core.step import TrainingStep
 from lowmem.run.signals import StopRequest
 from runs import (
@@ -316,11 +317,32 @@ def test_the_same_command_goes_on_in_the_other_folder_from_what_it_saved(finishe
     assert content(out / "checkpoints/step-00000001").keys() == content(start).keys()
     with stopped_in_step(1):
         assert train(out, "--resume", str(start)) == 75
-    assert train(out, "--resume", str(start)) == 0
+    shutil.rmtree(start.parent)  # it is not needed any more
+    assert train(out, "--resume", f"{start.parent}/./{start.name}/") == 0
     assert "step-00000002: 2 of 3 steps are done" in (out / "log.txt").read_text()
     assert_same_run(finished, out)
-    assert train(out, "--resume", str(start)) == 0
-    assert "already finished" in last_line(capsys)
+    for again in ([], ["--resume", str(start)]):
+        assert train(out, *again) == 0
+        assert "already finished" in last_line(capsys)
+
+
+def test_a_best_checkpoint_is_found_behind_a_link_and_another_runs_is_not_taken(train, tmp_path, monkeypatch):
+    """Seen to fail: checkpoints were compared with the folder that a link leads to; all older ones in --out counted."""
+    options = ["--keep-best", "--eval-every", "1", "--save-every", "1", "--keep-last", "4"]
+    assert train(tmp_path / "first", *options, "--schedule", "constant") == 0
+    assert train(tmp_path / "out", *options, "--steps", "1", "--lr", "1e-5") == 0
+    start = tmp_path / "first/checkpoints/step-00000002"
+    sessions = []
+    monkeypatch.setattr(lowmem.run.train, "train", lambda session, stop: sessions.append(session))
+    for out, resume in (("out", str(start)), ("first", str(start)), ("first", "auto")):
+        assert train(tmp_path / out, *options, "--schedule", "constant", "--resume", resume) == 0
+    assert [session.saved for session in sessions] == [set(), {2}, {1, 2, 3}]
+    (tmp_path / "moved").mkdir()
+    for path in list(start.parent.iterdir()):
+        path.rename(tmp_path / "moved" / path.name)
+        path.symlink_to(tmp_path / "moved" / path.name)
+    assert train(tmp_path / "first", *options, "--schedule", "constant") == 0
+    assert sessions[-1].saved == {1, 2, 3}
 
 
 def test_a_finished_run_that_is_elsewhere_is_finished_again(finished, train, tmp_path):

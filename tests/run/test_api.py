@@ -130,7 +130,9 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
         whole.step(loop_batch(number), number, learning_rate=1e-3)
     lowmem.export(whole, tmp_path / "whole")
     assert whole.evaluate([loop_batch(0)]) < first
-    for place in (tmp_path / "mine", tmp_path / "mine/checkpoints", str(tmp_path / "mine/checkpoints/step-00000002")):
+    newest = tmp_path / "mine/checkpoints/step-00000002"
+    newest.rename(newest.with_name(".old-step-00000002"))  # as a save leaves it that is killed
+    for place in (tmp_path / "mine/checkpoints", tmp_path / "mine", str(tmp_path / "mine/checkpoints/step-00000002")):
         resumed = lowmem.load(replace(TINY, lr=5e-5, out="elsewhere"), resume=place)
         assert resumed.done == 2
         for number in range(resumed.done, 4):
@@ -149,17 +151,17 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
         resumed.save(tmp_path / "mine", 1)
     with pytest.raises(lowmem.InputError, match="keep_last=0: give a whole number, at least 1"):
         resumed.save(tmp_path / "mine", 4, keep_last=0)
-    with pytest.raises(lowmem.InputError, match="no batch to evaluate on"):
+    with pytest.raises(lowmem.InputError, match="no token with a label to evaluate on"):
         resumed.evaluate([])
     without = loop_batch(1) | {"labels": torch.full_like(loop_batch(1)["labels"], -100)}
-    with pytest.raises(lowmem.InputError, match="no label in the batches"):
+    with pytest.raises(lowmem.InputError, match="no token with a label to evaluate on"):
         resumed.evaluate([without])
     assert resumed.evaluate([loop_batch(0), without]) == resumed.evaluate([loop_batch(0)])
     with pytest.raises(lowmem.InputError, match="step number 1.5: give a whole number"):
         resumed.step(loop_batch(1), 1.5, learning_rate=1e-3)
 
 
-def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_write_there(finished):
+def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_write_there(finished, monkeypatch):
     settings = lowmem.Settings(**json.loads((finished / "settings.json").read_text()))
     model = lowmem.load(settings, resume=finished)
     assert model.done == 3
@@ -167,8 +169,10 @@ def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_writ
     assert all(torch.equal(tensor, lowmem_weights[name]) for name, tensor in weights(finished / "model").items())
     with pytest.raises(lowmem.InputError, match="is the folder of a run of the scripts, which save there"):
         model.save(finished, 4)
-    with pytest.raises(lowmem.InputError, match="is in the folder of a run of the scripts, which exports there"):
-        lowmem.export(model, finished / "model")
+    monkeypatch.chdir(finished / "model")
+    for folder in (finished / "model", "."):
+        with pytest.raises(lowmem.InputError, match="is in the folder of a run of the scripts, which writes there"):
+            lowmem.export(model, folder)
 
 
 def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_read(tmp_path, monkeypatch):
