@@ -60,12 +60,15 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
     """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in order,
-    until the fastest layout so far has weights and gradients on the GPU and keeps each block's matrix products. Goes on
-    if a layout that failed (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest
-    so far runs forward and backward twice."""
+    until the fastest layout so far has weights and gradients on the GPU and keeps each block's matrix products. If it
+    does not keep them, then only tries weights in RAM. Goes on if a layout that failed (Search.failed) was much faster.
+    Tries a disk only if nothing else fits, or if the fastest so far runs forward and backward twice."""
     best: Found | None = None
+    on_gpu = False
     for of_home in by_home:
         disk = of_home[0].disk
+        if on_gpu and of_home[0].base.boundaries_in_ram:
+            break
         if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
         for choices in reversed(of_home) if disk else of_home:  # those that need the least RAM first
@@ -78,12 +81,11 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
             leaves = choices.base.weights_on_gpu is not None and best is not None and best.layout.weights_on_gpu is None
             if not leaves or found.seconds < _WORTH_STREAMING * best.seconds:
                 best = found
-        on_gpu = best is not None and best.layout.weights_on_gpu is None
-        as_fast = on_gpu and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed)
-        most = min(search.columns.simulations.blocks, max(choices.kept[-1] for choices in of_home))
-        keeps_products = best is not None and best.layout.kept >= most
-        if as_fast and keeps_products and best.layout.fate in (Fate.HELD, Fate.APPLIED):
-            break
+        here = best is not None and best.layout.weights_on_gpu is None and best.layout.fate in (Fate.HELD, Fate.APPLIED)
+        if here and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed):
+            on_gpu = True
+            if best.layout.kept >= min(search.columns.simulations.blocks, max(each.kept[-1] for each in of_home)):
+                break
     return best
 
 
