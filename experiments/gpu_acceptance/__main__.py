@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from experiments.gpu_acceptance.jobs import JOBS, Job
@@ -33,6 +33,18 @@ OUT_OF_TIME = "skipped: out of time"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Makes SIGNALS raise KeyboardInterrupt in the block."""
+    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_interruptible()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python3 -m experiments.gpu_acceptance", allow_abbrev=False,
@@ -54,8 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0")
     chosen = [job for job in JOBS if not options.only or {job.section, job.full_name} & set(options.only)]
 
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
     deadline = time.monotonic() + options.minutes * 60
     refusal = _refused_on_stand_in(options.dry_run) if rows.on_stand_in() else None
     if refusal:
