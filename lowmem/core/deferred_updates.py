@@ -86,6 +86,11 @@ class Updates:
             self._transfers.wait(Lane.COMPUTE, self._updated)
         self.states.fetch_ahead()
 
+    def flush(self) -> None:
+        """Applies all pending updates. Returns when every optimizer state is back where it is stored."""
+        self.run_until(self.units)
+        self.states.synchronize()
+
     def move_states(self, states_on_gpu: int) -> bool:
         """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units. May be
         called in the middle of a pass. Returns True if the states in RAM are page-locked."""

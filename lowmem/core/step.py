@@ -258,12 +258,10 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Applies all pending updates, and waits until every optimizer state is back where it is stored. Frees the
-        gradients of a failed step. Must be called before code other than a step reads weights or states. Raises
-        UpdateInterrupted if a step failed after it had updated some units."""
+        """Applies all pending updates. Frees the gradients of a failed step. Must be called before code other than a
+        step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some units."""
         self._updates.refuse_halfway()
-        self._retrying(UPDATES, self._updates.run_until, self._updates.units)
-        self.states.synchronize()
+        self._retrying(UPDATES, self._updates.flush)
         if any(part.gradient is not None for part in self.store.parts):
             self._discard_attempt()
 
