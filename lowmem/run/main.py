@@ -39,6 +39,7 @@ def main(defaults: Settings, arguments: list[str] | None = None, ends_process: b
                     from lowmem.run.train import run
                 freeze_objects()  # imported modules live until the end
             ends = arguments is None if ends_process is None else ends_process
+            ends = ends and launched_rank() == 0  # torchrun ends the others with a signal
             with interrupt_ends_at_once() if settings.trains_nothing else StopRequest(ends) as stop:
                 run(settings, stop)
     except Exception as error:
