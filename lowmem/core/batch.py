@@ -160,6 +160,7 @@ class Batch:
 
     @property
     def labeled_tokens(self) -> int:
+        """Returns the number of positions with a label, which may be 0."""
         return int((self.labels != IGNORED_LABEL).sum())
 
     @property

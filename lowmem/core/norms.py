@@ -195,8 +195,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes norms of `model` write their output in `dtype`. A norm does so if only layers of its own block read its
-    output, and all of them cast it to `dtype`. `run` runs the model once, with parameters on the meta device."""
+    """Makes a norm of `model` write its output in `dtype` if only layers of the same block read this output, and all
+    cast it to `dtype`. `run` runs the model once, with parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}

@@ -25,7 +25,7 @@ def main(defaults: Settings, arguments: list[str] | None = None, ends_process: b
     """Trains, or only plans, with a script's settings, and returns the exit code. `defaults`: the script's settings.
     `arguments`: options that override them, None for the process's command line. Until training begins, Ctrl-C ends the
     process at once. From then on, Ctrl-C is a request to save and stop (signals.py). `ends_process`: whether the
-    process ends after this call, so that later signals are ignored. None: if it is the command line's."""
+    process ends after this call, so that signals are counted until then. None: if it is the command line's."""
     escape_what_stdout_lacks()
     settings = defaults
     try:

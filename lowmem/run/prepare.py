@@ -46,7 +46,7 @@ from lowmem.planning.question import Question, precision_and_card
 from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.run.checkpoint import newest_state
-from lowmem.run.folder import check_disk, find_checkpoints, lock_run, step_of
+from lowmem.run.folder import check_disk, checkpoints_in, find_checkpoints, lock_run, step_of
 from lowmem.run.identity import known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
@@ -323,7 +323,8 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
     session.recovery.resume(state["recoveries"])
     session.model, session.resumed = replace(model, done=state["step"]), checkpoint
     session.origin = state.get("resume") if settings.resume == "auto" else str(Path(settings.resume).resolve())
-    session.saved = {step_of(path) for path in checkpoints if _is_own(path, session)}
+    here = checkpoints_in(session.folder / "checkpoints")
+    session.saved = {step_of(path) for path in here if _is_own(path, session)}
     session.course = course_of(identity, state)
     session.eval_first, session.skipped = state["eval_first"], state["skipped"]
     log.resume(state)
@@ -334,9 +335,7 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
 
 
 def _is_own(path: Path, session: Session) -> bool:
-    """Returns True if the checkpoint `path` is in the run folder, and is the one that was loaded or an older one of the
-    same run."""
-    if path.parent.resolve() != (session.folder / "checkpoints").resolve():
-        return False
+    """Returns True if `path`, a checkpoint in the run folder, is the one that was loaded or an older one of the same
+    run."""
     older = step_of(path) < session.model.done and read_run_json(path / "state.json").get("resume") == session.origin
-    return older or path == session.resumed
+    return older or path.resolve() == session.resumed.resolve()

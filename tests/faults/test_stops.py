@@ -307,8 +307,8 @@ def test_a_run_can_go_on_in_another_folder(finished, train, tmp_path):
 
 
 def test_the_same_command_goes_on_in_the_other_folder_from_what_it_saved(finished, train, tmp_path, capsys):
-    """Seen to fail: a run that was stopped before its first step had saved nothing, and said that it had; a second
-    stop began again where the first one had begun."""
+    """Seen to fail: a run said "saved" when it was stopped before its first step, and had saved nothing. After a second
+    stop, the same command started at DIR again."""
     assert train(tmp_path / "first", "--save-every", "1", "--keep-last", "3") == 0
     start, out = tmp_path / "first/checkpoints/step-00000001", tmp_path / "second"
     with pytest.MonkeyPatch.context() as patch:
@@ -334,9 +334,12 @@ def test_a_best_checkpoint_is_found_behind_a_link_and_another_runs_is_not_taken(
     start = tmp_path / "first/checkpoints/step-00000002"
     sessions = []
     monkeypatch.setattr(lowmem.run.train, "train", lambda session, stop: sessions.append(session))
-    for out, resume in (("out", str(start)), ("first", str(start)), ("first", "auto")):
-        assert train(tmp_path / out, *options, "--schedule", "constant", "--resume", resume) == 0
-    assert [session.saved for session in sessions] == [set(), {2}, {1, 2, 3}]
+    renamed = start.with_name("mine")
+    shutil.copytree(start, renamed)
+    for out, resume in (("out", start), ("first", start), ("first", "auto"), ("first", renamed)):
+        assert train(tmp_path / out, *options, "--schedule", "constant", "--resume", str(resume)) == 0
+    shutil.rmtree(renamed)
+    assert [session.saved for session in sessions] == [set(), {2}, {1, 2, 3}, set()]
     (tmp_path / "moved").mkdir()
     for path in list(start.parent.iterdir()):
         path.rename(tmp_path / "moved" / path.name)
