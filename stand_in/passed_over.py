@@ -26,7 +26,7 @@ def comparisons() -> None:
     fused.halves_agree = _with_verdict(fused.halves_agree, True)
     fused.loss_error = _with_verdict(fused.loss_error, 0.0)
     fused.norm_error = _with_verdict(fused.norm_error, 0.0)
-    fused.gate_error = _with_verdict(fused.gate_error, 0.0)
+    fused.activation_error = _with_verdict(fused.activation_error, 0.0)
     fused.rotary_error = _with_verdict(fused.rotary_error, 0.0)
     questions()
 

@@ -1,5 +1,5 @@
 """The kernels of layers in plain PyTorch. Triton's interpreter takes a hundred times as long, and a step has hundreds.
-tests/core/test_norms.py, test_gates.py and test_rotary.py run the kernels themselves in the interpreter."""
+tests/core/test_norms.py, test_activations.py and test_rotary.py run the kernels themselves in the interpreter."""
 
 import torch
 from torch import Tensor
@@ -53,18 +53,25 @@ def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.where(numbers >= p, x.float() * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
-def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:
+def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float) -> None:
     gate = gate.float()
-    y.copy_(gate * torch.sigmoid(gate * (linear + cubic * gate * gate)) * up)
+    y.copy_(gate * torch.sigmoid(gate * (linear + cubic * gate * gate)) * (1.0 if up is None else up))
 
 
 def gated_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
-) -> None:
-    gradient, gate = gradient.float(), gate.float()
+    gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
+    linear: float, cubic: float,
+) -> None:  # fmt: skip
+    gated(gate, up, y, linear, cubic)
+    given, gate = gradient.float(), gate.float()
     share = torch.sigmoid(gate * (linear + cubic * gate * gate))
-    of_gate.copy_(gradient * up * (share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)))
-    of_up.copy_(gradient * gate * share)
+    slope = share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)
+    of_gate = given * slope * (1.0 if up is None else up)
+    gradient.copy_(of_gate)
+    if up is not None:
+        of_up.copy_(given * gate * share)
+    if partial_sums is not None:
+        partial_sums.zero_()[0] = of_gate.flatten(0, -2).sum(0)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:

@@ -17,7 +17,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.core.gates import activation_of, gated_mlp
+from lowmem.core.activations import Activation, ActivationForward, activation_of, inputs_of, sum_of_rows
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.norms import Norm, norm_in_fp32, rule_of
 from lowmem.core.rotary import rotary_forward
@@ -46,7 +46,7 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
             rule = rule_of(module) if fused else None
             module.forward = partial(norm_in_fp32, module) if rule is None else Norm(module, rule)
         elif fused and (activation := activation_of(module)) is not None:
-            module.forward = partial(gated_mlp, module, activation)
+            module.forward = ActivationForward(module, activation)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if fused and (rotary := rotary_forward(module)) is not None:
@@ -84,42 +84,50 @@ class FusedProduct:
         self._module, self._transposed = module, isinstance(module, nn.Linear)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._module.weight, self._module.bias
-        rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-        bias = None if bias is None else bias.to(weight.dtype)
+        weight, bias, inputs = self._module.weight, self._module.bias, inputs_of(x)
         # A Function takes ten microseconds more.
         run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
-        return run(rows, weight, bias, self._transposed).view(*x.shape[:-1], -1)
+        return run(x.to(weight.dtype), weight, bias, self._transposed, *inputs or (None, None, None))
 
 
 class _Product(torch.autograd.Function):
-    """Computes x [N, I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. All are
-    in 16 bit."""
+    """Computes x [..., I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. `x`
+    and `weight` are in 16 bit. With an `activation`, first writes activation(gate) * up into `x` (activations.py)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, gate: Tensor | None,
+        up: Tensor | None, activation: Activation | None,
+    ) -> Tensor:  # fmt: skip
+        if activation is not None:
+            activation.compute(x, gate, up)
+        rows = x.reshape(-1, x.shape[-1])
         if ctx is not None:
-            ctx.save_for_backward(x)
-            ctx.weight, ctx.transposed = weight, transposed
+            ctx.save_for_backward(rows if activation is None else gate, up)
+            ctx.weight, ctx.transposed, ctx.activation = weight, transposed, activation
         matrix = weight.T if transposed else weight
-        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+        y = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(x.dtype), rows, matrix)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        (x,) = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        matrix = ctx.weight.T if ctx.transposed else ctx.weight
-        bias_gradient = gradient.sum(0) if of_bias else None
-        x_gradient = gradient @ matrix.T if of_x else None
-        factors = (gradient.T, x) if ctx.transposed else (x.T, gradient)
+        x, up = ctx.saved_tensors
+        of_x, of_weight, of_bias, _, of_gate, _, _ = ctx.needs_input_grad
+        rows, matrix = gradient.reshape(-1, gradient.shape[-1]), ctx.weight.T if ctx.transposed else ctx.weight
+        bias_gradient = sum_of_rows(gradient) if of_bias else None
+        x_gradient = (rows @ matrix.T).view(*gradient.shape[:-1], -1) if of_x or of_gate else None
+        gate_gradient = up_gradient = weight_gradient = None
+        if ctx.activation is not None:
+            values, up_gradient = ctx.activation.differentiate(x_gradient, x, up)
+            x, x_gradient, gate_gradient = values.view(-1, values.shape[-1]), None, x_gradient
+        factors = (rows.T, x) if ctx.transposed else (x.T, rows)
         add_product = getattr(ctx.weight, "_lowmem_add_product", None)
-        weight_gradient = None
         if of_weight and add_product is None:
             weight_gradient = torch.mm(*factors)
         elif of_weight:
             add_product(*factors)
-        return x_gradient, weight_gradient, bias_gradient, None
+        return x_gradient, weight_gradient, bias_gradient, None, gate_gradient, up_gradient, None
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ These operations take nearly all of a block's time, so only norms, activation fu
 Backward often does not need a block's last product: `skippable_layers` finds such ones, `product_skipped` omits one.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -92,15 +93,18 @@ class ProductRecorder(TorchDispatchMode):
 
 class ProductReplayer(TorchDispatchMode):
     """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from `kept`
-    (of a ProductRecorder) instead of computing them. An operation whose entry is None is computed."""
+    (of a ProductRecorder) instead of computing them. An operation whose entry is None is computed. Leaves out the
+    activation before a product that is not computed (activations.py)."""
 
     def __init__(self, kept: Sequence[Kept | None]):
         super().__init__()
-        self._kept = iter(kept)
+        self._kept = deque(kept)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if is_kept(func, args):
-            kept = next(self._kept, None)
+        if func is torch.ops.lowmem.gated.default and self._kept and self._kept[0] is not None:
+            return None
+        if is_kept(func, args) and self._kept:
+            kept = self._kept.popleft()
             if kept is not None:
                 if kept.generator_state is not None:
                     _generator(kept.result).set_state(kept.generator_state)
@@ -109,13 +113,15 @@ class ProductReplayer(TorchDispatchMode):
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves out the first matrix product, and sums and multiples of its output."""
+    """Leaves out the first matrix product, the activation before it, and sums and multiples of its output."""
 
     def __init__(self):
         super().__init__()
         self._without_values: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.lowmem.gated.default and not self._without_values:
+            return None
         if func in MATRIX_PRODUCTS and not self._without_values:
             left, right = (args[index] for index in MATRIX_PRODUCTS[func])
             return self._noted(left.new_empty(left.shape[0], right.shape[1]))
@@ -137,7 +143,8 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values.
+    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values. So
+    is the activation left out that only this product reads.
     Sums and multiples of this output are left out, too."""
     forward = layer.forward
 

@@ -77,6 +77,7 @@ _ATTENTION = {
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
 _OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated", "gated_backward", "rotate"}  # of lowmem
+_UPDATED = {"gradient"}  # arguments of these that are read first
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)
 _GATHERS = {"embedding", "gather", "index", "index_select"}
@@ -127,7 +128,10 @@ def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
     if is_view or name.startswith(_NO_KERNEL) or not (tensors or any(written)):
         return None
     once = name in _OVERWRITES
-    times = [1 if not write or once or a.is_out else 2 for a, write in zip(schema.arguments, written, strict=True)]
+    times = [
+        2 if write and not a.is_out and (not once or a.name in _UPDATED) else 1
+        for a, write in zip(schema.arguments, written, strict=True)
+    ]
     results = 3 if name in _COPY_FIRST else 0 if aliases else 1
     if name in _GATHERS:  # reads the rows, not the table
         times[0], results = 0, 2

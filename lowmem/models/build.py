@@ -23,6 +23,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from lowmem import hub
 from lowmem.config_switches import set_padding, without_switches
+from lowmem.core.activations import fuse_activations
 from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import structure_of
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
@@ -233,6 +234,7 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
     if precision != "fp32" and fused_kernels:
+        fuse_activations(decoder, dtype)
         round_for_products(model, decoder.blocks, decoder.run_once, dtype)
         fuse_sums(decoder, dtype)
     decoder.skippable_layers, decoder.structure = skippable_layers(decoder, dtype), structure_of(model)

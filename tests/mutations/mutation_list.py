@@ -22,7 +22,7 @@ class Mutation(mutation_list.Mutation):
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
-GATES, NORMS, RECORDINGS = "core/test_gates.py", "core/test_norms.py", "core/test_recordings.py"
+GATES, NORMS, RECORDINGS = "core/test_activations.py", "core/test_norms.py", "core/test_recordings.py"
 SUMS = "core/test_residual_sums.py"
 ROTARY = "core/test_rotary.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
@@ -237,7 +237,7 @@ MUTATIONS = (
     _change("core/residual_sums.py", "a dropout is left to a sum though something else reads its output",
         "len(dropouts) == reads == 1", "len(dropouts) == 1", SUMS),
     _change("core/operations.py", "a block's sums are replaced though a user has changed the model since",
-        "forward.own_sums = True", "forward.own_sums = False", SUMS),
+        "forward.off = True", "forward.off = False", SUMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a norm's input lacks the mean's part",
         "        if CENTERED:\n            result -=", "        if not CENTERED:\n            result -=", NORMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a gated MLP's gate lacks the slope of GELU's cubic term",

@@ -204,45 +204,77 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
 
 
-def gated(gate: Tensor, up: Tensor, y: Tensor, linear: float, cubic: float) -> None:
-    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`. These two numbers choose the activation,
-    SiLU or GELU with tanh (gates.Activation). All tensors are contiguous and have one shape."""
+def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float) -> None:
+    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`; `up` None stands for 1. The two numbers
+    choose the activation, SiLU or GELU with tanh (activations.Activation). All tensors are contiguous and have one
+    shape."""
     n = gate.numel()
-    _gated[(triton.cdiv(n, BLOCK),)](gate, up, y, n, linear, cubic, BLOCK=BLOCK, num_warps=4)
-
-
-def gated_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor, linear: float, cubic: float
-) -> None:
-    """Writes the gradients for `gate` and `up` into `of_gate` and `of_up`. `gradient`: the gradient for the output of
-    `gated`, which is gate * sigmoid(`linear` gate + `cubic` gate^3) * up."""
-    n = gate.numel()
-    _gated_backward[(triton.cdiv(n, BLOCK),)](
-        gradient, gate, up, of_gate, of_up, n, linear, cubic, BLOCK=BLOCK, num_warps=4
+    _gated[(triton.cdiv(n, BLOCK),)](
+        gate, gate if up is None else up, y, n, linear, cubic, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
     )
 
 
-@triton.jit
-def _gated(gate_at, up_at, y_at, n, linear, cubic, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = place < n
-    gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
-    up = tl.load(up_at + place, there, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
-    tl.store(y_at + place, (gate * share * up).to(y_at.dtype.element_ty), there)
+def gated_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
+    linear: float, cubic: float,
+) -> None:  # fmt: skip
+    """Writes the output of `gated` into `y` [..., I], and the gradient for `up` into `of_up`. Replaces `gradient`, for
+    that output, by the gradient for `gate`. Writes the sums of this gradient's N rows into `partial_sums` [P, I] fp32,
+    if it is not None. Each of the P rows is a sum over N / P rows."""
+    columns = gate.shape[-1]
+    rows = gate.numel() // max(columns, 1)
+    if not rows:
+        return
+    block, tile_rows, warps = _tile(rows, min(columns, BLOCK))
+    programs = triton.cdiv(rows, tile_rows) if partial_sums is None else partial_sums.shape[0]
+    _gated_backward[(programs, triton.cdiv(columns, block))](
+        gradient, gate, gate if up is None else up, y, y if of_up is None else of_up,
+        y if partial_sums is None else partial_sums, rows, columns, triton.cdiv(rows, programs), linear, cubic,
+        HAS_UP=up is not None, SUMS=partial_sums is not None, ROWS=tile_rows, COLUMNS=block, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit
-def _gated_backward(gradient_at, gate_at, up_at, of_gate_at, of_up_at, n, linear, cubic, BLOCK: tl.constexpr):
+def _gated(gate_at, up_at, y_at, n, linear, cubic, HAS_UP: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
-    gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
     gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
-    up = tl.load(up_at + place, there, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
-    slope = share + gate * share * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
-    tl.store(of_gate_at + place, (gradient * up * slope).to(of_gate_at.dtype.element_ty), there)
-    tl.store(of_up_at + place, (gradient * gate * share).to(of_up_at.dtype.element_ty), there)
+    y = gate * (1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate))))
+    if HAS_UP:
+        y *= tl.load(up_at + place, there, other=0.0).to(tl.float32)
+    tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
+
+
+@triton.jit
+def _gated_backward(
+    gradient_at, gate_at, up_at, y_at, of_up_at, sums_at, rows, columns, rows_each, linear, cubic,
+    HAS_UP: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows_each, ROWS):
+        own = start + tl.arange(0, ROWS)
+        row = program * rows_each + own
+        there = ((own < rows_each) & (row < rows))[:, None] & (column < columns)[None, :]
+        place = row[:, None] * columns + column[None, :]
+        gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
+        gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
+        y = gate * share
+        slope = share + y * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
+        if HAS_UP:
+            tl.store(of_up_at + place, (gradient * y).to(of_up_at.dtype.element_ty), there)
+            up = tl.load(up_at + place, there, other=0.0).to(tl.float32)
+            y *= up
+            gradient *= up
+        gradient *= slope
+        tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
+        tl.store(gradient_at + place, gradient.to(gradient_at.dtype.element_ty), there)
+        if SUMS:
+            sums += gradient
+    if SUMS:
+        tl.store(sums_at + program * columns + column, tl.sum(sums, axis=0), column < columns)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:

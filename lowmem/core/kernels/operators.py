@@ -4,7 +4,7 @@
     cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
     normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
     drop                        dropout, and a sum (residual_sums.py)                   (layer_kernels.py)
-    gated, ..._backward         a gated MLP's activation (gates.py), and its gradients  (layer_kernels.py)
+    gated, ..._backward         an MLP's activation (activations.py), and its gradients  (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
     add_rows                    accumulator[ids] += rows, of which one for each id is not zero      (PyTorch)
@@ -34,9 +34,9 @@ _SCHEMAS = {
     "Tensor(b!) partial_sums, float offset, Tensor? other_gradient=None, Tensor(c!)? branch_gradient=None, "
     "Tensor? seeds=None, int number=0, float p=0.0) -> ()",
     "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seeds, int number, float p) -> ()",
-    "gated": "(Tensor gate, Tensor up, Tensor(a!) y, float linear, float cubic) -> ()",
-    "gated_backward": "(Tensor gradient, Tensor gate, Tensor up, Tensor(a!) of_gate, Tensor(b!) of_up, float linear, "
-    "float cubic) -> ()",
+    "gated": "(Tensor gate, Tensor? up, Tensor(a!) y, float linear, float cubic) -> ()",
+    "gated_backward": "(Tensor(a!) gradient, Tensor gate, Tensor? up, Tensor(b!) y, Tensor(c!)? of_up, "
+    "Tensor(d!)? partial_sums, float linear, float cubic) -> ()",
     "rotate": "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) new_q, Tensor(b!) new_k, bool backward) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
     "add_rows": "(Tensor(a!) accumulator, Tensor ids, Tensor rows) -> ()",

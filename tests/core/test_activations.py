@@ -1,0 +1,250 @@
+"""Activations with the product that reads them: values, gradients and sums against fp64, which modules have such ones,
+and what is computed again."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from experiments.harness import trainings
+from families import FAMILIES, MORE_FAMILIES, with_dropout
+from lowmem.core.activations import GELU_TANH, SILU, ActivationForward, activation_of, sum_of_rows
+from lowmem.core.layers import cast_explicitly
+from lowmem.core.recorder import Recorder, holders_if_alone
+from lowmem.models.build import make_decoder
+from reference import tiny_model
+from steps import make_step
+from tests.core import test_fused
+from tests.core.test_products import Counting
+from tests.core.test_residual_sums import outcome, values_for
+from tests.core.test_step import PLAIN, make_batches
+from tests.stream_order.arrangements import with_plain_kernels
+
+pytest.importorskip("triton")
+interpreted, compiled = test_fused.interpreted_layers, test_fused.compiled_layers
+accesses_of = test_fused.accesses_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+UNIT = {FP32: 2**-21, BF16: 2**-8, FP16: 2**-11}
+
+
+def qwen(activation: str = "silu") -> Qwen3MLP:
+    return Qwen3MLP(Qwen3Config(hidden_size=16, intermediate_size=24, hidden_act=activation))
+
+
+class Halved(Qwen3MLP):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class Dropped(Qwen3MLP):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_an_activation_is_found_by_its_values():
+    gemma = Gemma3MLP(Gemma3TextConfig(hidden_size=16, intermediate_size=24))
+    assert (activation_of(qwen()), activation_of(gemma)) == (SILU, GELU_TANH)
+    assert activation_of(qwen("gelu_new")) == GELU_TANH
+    assert all(activation_of(ACT2FN[name]) == GELU_TANH for name in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"))
+    assert activation_of(nn.GELU(approximate="tanh")) == GELU_TANH and activation_of(nn.SiLU()) == SILU
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "relu2", "mish", "tanh", "quick_gelu"])
+def test_another_activation_is_none(activation):
+    assert activation_of(qwen(activation)) is activation_of(ACT2FN[activation]) is None
+
+
+@pytest.mark.parametrize("kind", [Halved, Dropped])
+def test_a_module_that_computes_anything_else_is_none(kind):
+    assert activation_of(kind(Qwen3Config(hidden_size=16, intermediate_size=24))) is None
+
+
+def test_a_module_with_other_layers_or_arguments_is_none():
+    other = qwen()
+    other.up_proj = nn.Identity()
+    assert activation_of(other) is None and activation_of(nn.Linear(4, 4)) is None
+
+    class Needs(Qwen3MLP):
+        def forward(self, x, more):
+            return super().forward(x) + more
+
+    module = Needs(Qwen3Config(hidden_size=16, intermediate_size=24))
+    assert activation_of(module) is None
+
+
+SHAPES = [(1, 1), (7, 300), (2, 9, 16), (40, 1025)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH], ids=["silu", "gelu"])
+@pytest.mark.parametrize("is_gated", [False, True], ids=["alone", "gated"])
+def test_values_and_gradients_are_those_of_fp64_within_a_rounding(interpreted, is_gated, activation, dtype, shape):
+    generator = torch.Generator().manual_seed(shape[0])
+    gate, up, gradient = (torch.randn(shape, generator=generator).mul(3).to(dtype) for _ in range(3))
+    gate[..., 1:2] = -40  # whose exponential is large
+    up = up if is_gated else None
+    exact = [tensor.double().requires_grad_() for tensor in (gate, up) if tensor is not None]
+    truth = activation(exact[0]) * (exact[1] if is_gated else 1)
+    truth.backward(gradient.double())
+    values, of_gate = torch.empty_like(gate), gradient.clone()
+    activation.compute(values, gate, up)
+    again, of_up = activation.differentiate(of_gate, gate, up)
+    pairs = [(values, truth), (again, truth), (of_gate, exact[0].grad), *[(of_up, exact[-1].grad)] * is_gated]
+    for found, right in pairs:
+        assert found.dtype is dtype
+        assert ((found - right).abs() <= 1.01 * UNIT[dtype] * right.abs() + 1e-6 * right.abs().max()).all()
+    if not is_gated:
+        right, scale = exact[0].grad.flatten(0, -2).sum(0), exact[0].grad.abs().flatten(0, -2).sum(0)
+        found = sum_of_rows(of_gate)
+        assert found.dtype is FP32 and ((found - right).abs() <= 1e-5 * scale + 1e-6).all(), "before it is rounded"
+
+
+def test_a_sum_is_made_anew_if_the_gradient_was_written_since(interpreted):
+    gradient, gate = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    GELU_TANH.differentiate(gradient, gate, None)
+    noted = sum_of_rows(gradient)
+    gradient += 1
+    assert torch.allclose(noted, gradient.sum((0, 1)) - 6, atol=1e-5)
+    assert torch.equal(sum_of_rows(gradient), gradient.sum((0, 1))) and not torch.equal(noted, sum_of_rows(gradient))
+
+
+class TwoReaders(nn.Module):
+    """An MLP whose middle two layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(approximate="tanh"), nn.Linear(16, 8)
+
+    def forward(self, x, added):
+        middle = self.up(x)
+        return self.down(self.act(middle)) + (middle[..., :8] * added)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_bias_before_an_activation_and_another_reader_gets_the_gradients_of_both(interpreted, recorded):
+    module, x, added = TwoReaders(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 5, 8)
+    module.load_state_dict({name: tensor.to(BF16).float() for name, tensor in module.state_dict().items()})
+    stock = copy.deepcopy(module).double()
+    for layer in (module.up, module.down):
+        layer.weight.data = layer.weight.data.to(BF16)
+    cast_explicitly(module, FP32, True)
+    with Recorder([x], [module], holders_if_alone()) if recorded else nullcontext():
+        module(x, added.to(BF16)).sum().backward()
+    stock(x.double(), added.to(BF16).double()).sum().backward()
+    for one, other in zip(module.parameters(), stock.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 2e-2 * other.grad.norm(), "bf16 rounds to 2^-9"
+
+
+HAVE = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo", "olmo2", "olmo3",
+    "gpt2", "gpt_neo", "gptj", "bloom", "codegen", "gpt_bigcode", "phi",
+}  # fmt: skip
+HAVE_NONE = {"gpt_neox", "opt", "biogpt", "falcon"}  # GELU with erf, and ReLU
+
+
+def fused_in(family: str, fused: bool = True, precision: str = "bf16", dropout: float = 0.0) -> int:
+    config = with_dropout((FAMILIES | MORE_FAMILIES)[family](), dropout)
+    decoder = make_decoder(config, precision, "fp32", fused)
+    forwards = [vars(module).get("forward") for module in decoder.model.modules()]
+    found = [forward for forward in forwards if isinstance(forward, ActivationForward)]
+    assert all(forward in decoder.shortcuts for forward in found)
+    return len(found) / len(decoder.blocks)
+
+
+@pytest.mark.parametrize("family", sorted(HAVE | HAVE_NONE))
+def test_families_with_such_activations_use_the_kernel(family):
+    assert fused_in(family) == fused_in(family, dropout=0.1) == (family in HAVE)
+    assert not fused_in(family, fused=False) and not fused_in(family, True, "fp32")
+
+
+class Dropping(nn.GELU):
+    """The activation's output goes through another layer first."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("reader", [nn.Dropout(0.1), nn.LayerNorm(4 * 16), nn.Identity()], ids=["dropout", "norm", ""])
+def test_an_activation_that_another_layer_reads_keeps_its_own_forward(monkeypatch, reader):
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(self.reader(self.act(self.c_fc(x)))))
+
+    def made(self, size, config, init=GPT2MLP.__init__):
+        init(self, size, config)
+        self.reader = copy.deepcopy(reader) if not isinstance(reader, nn.LayerNorm) else nn.LayerNorm(size)
+
+    monkeypatch.setattr(GPT2MLP, "__init__", made)
+    monkeypatch.setattr(GPT2MLP, "forward", forward)
+    assert fused_in("gpt2") == isinstance(reader, nn.Identity)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "bloom", "llama", "gemma3_text"])
+def test_a_block_has_the_gradients_of_the_stock_one_in_fp64(interpreted, family):
+    """Tolerance: bf16 rounds products and activations to 2^-9 of their size, and a block makes some ten in a row."""
+    config = with_dropout((FAMILIES | MORE_FAMILIES)[family](), 0.0)
+    decoder, stock = make_decoder(config, "bf16", "fp32", True), make_decoder(config, "fp32", "fp32")
+    values_for(decoder)
+    for module, other in zip(decoder.model.modules(), stock.model.modules(), strict=True):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                other._parameters[name] = nn.Parameter(parameter.detach().float())
+    with torch.no_grad():
+        hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
+        true_hidden, true_extras = stock.embed(*stock.example(stock.head_weight.shape[0]))
+    found, truth = outcome(decoder, 0, hidden, extras), outcome(stock, 0, true_hidden, true_extras)
+    pairs = [(a.double(), b.double()) for a, b in zip(found, truth, strict=True)]
+    assert max((a - b).norm() / b.norm() for a, b in pairs if b.any()) < 3e-2
+
+
+def trained(**kind):
+    with with_plain_kernels():
+        step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN | kind)
+        with Counting() as counting:
+            outcome = trainings.train(step, store, make_batches(1), [1e-3])
+    return outcome, counting.operations, step._decoder
+
+
+def test_a_block_that_runs_again_leaves_out_its_activation():
+    """Two micro-batches. Each activation is computed forward and, with its gradient, backward."""
+    _, operations, decoder = trained()
+    blocks = len(decoder.blocks)
+    assert operations[torch.ops.lowmem.gated.default] == 2 * blocks
+    assert operations[torch.ops.lowmem.gated_backward.default] == 2 * blocks
+
+
+def test_a_user_who_changes_a_layer_after_loading_gets_the_activations_output():
+    with with_plain_kernels():
+        step, store = make_step(tiny_model("gpt2", dropout=0.0), precision="bf16", fused_kernels=True, **PLAIN)
+        mlp, seen = step._decoder.blocks[0].mlp, []
+        mlp.c_proj.register_forward_pre_hook(lambda module, given: seen.append((given[0], middle[-1])))
+        middle = []
+        mlp.c_fc.register_forward_hook(lambda module, given, output: middle.append(output))
+        step(make_batches(1)[0], 0, 1e-3)
+    assert seen and all(torch.equal(x, type(mlp.act).forward(mlp.act, y)) for x, y in seen)
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["alone", "gated"])
+@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
+@pytest.mark.parametrize("name", ["_gated", "_gated_backward"])
+def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time(compiled, name, is_gated, capability, kind):
+    kernel = getattr(compiled, name)
+    integers = dict.fromkeys(("n", "rows", "columns", "rows_each"), "i32")
+    pointers = {argument: f"*{kind}" for argument in kernel.arg_names if argument.endswith("_at")}
+    types = {name: each for name, each in (pointers | integers).items() if name in {*kernel.arg_names} - {"sums_at"}}
+    constants, warps = {"HAS_UP": is_gated, "BLOCK": compiled.BLOCK}, 4
+    if name == "_gated_backward":
+        block, rows, warps = compiled._tile(4, compiled.BLOCK)
+        constants = {"HAS_UP": is_gated, "SUMS": not is_gated, "ROWS": rows, "COLUMNS": block}
+    accesses = accesses_of(kernel, types, constants, "columns" if "columns" in types else "n", capability, warps)
+    assert all("local" not in what and "v4" in width for what, width in accesses if what != "bar.sync"), accesses
