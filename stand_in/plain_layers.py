@@ -4,6 +4,8 @@ tests/core/test_norms.py, test_activations.py and test_rotary.py run the kernels
 import torch
 from torch import Tensor
 
+from lowmem.core.activations import Activation
+
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
@@ -53,19 +55,20 @@ def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.where(numbers >= p, x.float() * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
-def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float) -> None:
-    gate = gate.float()
-    y.copy_(gate * torch.sigmoid(gate * (linear + cubic * gate * gate)) * (1.0 if up is None else up))
+def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float, erf: bool) -> None:
+    y.copy_(Activation(linear, cubic, erf)(gate.float()) * (1.0 if up is None else up))
 
 
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
-    linear: float, cubic: float,
+    linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    gated(gate, up, y, linear, cubic)
+    gated(gate, up, y, linear, cubic, erf)
     given, gate = gradient.float(), gate.float()
-    share = torch.sigmoid(gate * (linear + cubic * gate * gate))
+    share = (1 + torch.erf(gate * 0.5**0.5)) / 2 if erf else torch.sigmoid(gate * (linear + cubic * gate * gate))
     slope = share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)
+    if erf:
+        slope = share + gate * torch.exp(-gate * gate / 2) / (2 * torch.pi) ** 0.5
     of_gate = given * slope * (1.0 if up is None else up)
     gradient.copy_(of_gate)
     if up is not None:

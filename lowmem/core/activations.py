@@ -32,23 +32,27 @@ from lowmem.core.products import MATRIX_PRODUCTS
 from lowmem.core.recorder import address_of
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")  # of a gated MLP
-MOST_PROGRAMS, LEAST_ROWS = 512, 16  # Triton programs that share a column's sum, and the fewest rows of each
+MOST_PROGRAMS, LEAST_ROWS = 256, 32  # Triton programs that share a column's sum, and the fewest rows of each
 _NAMES = ("gelu", "silu", "swish")  # in the class's name of an activation
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Describes x * sigmoid(linear * x + cubic * x^3): SiLU, or GELU with tanh (arXiv:1606.08415)."""
+    """Describes x * sigmoid(linear * x + cubic * x^3): SiLU, or GELU with tanh (arXiv:1606.08415). With `erf`,
+    describes GELU itself, x * (1 + erf(x / sqrt(2))) / 2."""
 
     linear: float
     cubic: float
+    erf: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.erf:
+            return x * (1 + torch.erf(x * math.sqrt(0.5))) / 2
         return x * torch.sigmoid(self.linear * x + self.cubic * x**3)
 
     def compute(self, values: Tensor, gate: Tensor, up: Tensor | None) -> None:
         """Writes activation(gate) * up into `values`, rounded once. Without `up`, writes activation(gate)."""
-        torch.ops.lowmem.gated(gate, up, values, self.linear, self.cubic)
+        torch.ops.lowmem.gated(gate, up, values, self.linear, self.cubic, self.erf)
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the values of `compute` and the gradient for `up`. `gradient` [..., I]: for the values. It becomes
@@ -61,7 +65,7 @@ class Activation:
             sums = gate.new_empty(-(-rows // rows_each), gate.shape[-1], dtype=torch.float32)
         else:
             of_up = torch.empty_like(up)
-        torch.ops.lowmem.gated_backward(gradient, gate, up, values, of_up, sums, self.linear, self.cubic)
+        torch.ops.lowmem.gated_backward(gradient, gate, up, values, of_up, sums, self.linear, self.cubic, self.erf)
         if sums is not None:
             gradient._lowmem_sum_of_rows = gradient._version, sums.sum(0)
         return values, of_up
@@ -69,6 +73,8 @@ class Activation:
 
 SILU = Activation(1.0, 0.0)
 GELU_TANH = Activation(2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
+GELU = Activation(0.0, 0.0, erf=True)
+ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ def activation_of(module: nn.Module) -> Activation | None:
             truth = type(module).forward(trial, gate)
     except Exception:  # a module that needs more arguments, or its layers' weights, may raise any error
         return None
-    return next((each for each in (SILU, GELU_TANH) if agrees(truth, each(gate) * up)), None)
+    return next((each for each in ACTIVATIONS if agrees(truth, each(gate) * up)), None)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

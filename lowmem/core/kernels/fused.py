@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem.core import optimizers
-from lowmem.core.activations import GELU_TANH, SILU, Activation, sum_of_rows
+from lowmem.core.activations import ACTIVATIONS, Activation, sum_of_rows
 from lowmem.core.logits import LogitFunction
 from lowmem.core.loss import IGNORED, linear_cross_entropy
 from lowmem.core.norms import Drops, Rule, normalize_sum
@@ -82,7 +82,7 @@ def why_not(device: torch.device) -> str | None:
         )
         norm = _largest(norm_error(device, *kind) for kind in product(in_16_bit, KINDS_OF_NORMS, (0.0, 0.3)))
         activation = _largest(
-            activation_error(device, *kind) for kind in product(in_16_bit, (SILU, GELU_TANH), (False, True))
+            activation_error(device, *kind) for kind in product(in_16_bit, ACTIVATIONS, (False, True))
         )
         rotary = _largest(rotary_error(device, dtype) for dtype in in_16_bit)
         halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)

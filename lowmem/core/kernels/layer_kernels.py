@@ -204,19 +204,18 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
 
 
-def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float) -> None:
-    """Writes gate * sigmoid(`linear` gate + `cubic` gate^3) * up into `y`; `up` None stands for 1. The two numbers
-    choose the activation, SiLU or GELU with tanh (activations.Activation). All tensors are contiguous and have one
-    shape."""
+def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float, erf: bool) -> None:
+    """Writes activation(gate) * up into `y`; `up` None stands for 1. The last three arguments choose the activation
+    (activations.Activation). All tensors are contiguous and have one shape."""
     n = gate.numel()
     _gated[(triton.cdiv(n, BLOCK),)](
-        gate, gate if up is None else up, y, n, linear, cubic, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
-    )
+        gate, gate if up is None else up, y, n, linear, cubic, ERF=erf, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
+    )  # fmt: skip
 
 
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
-    linear: float, cubic: float,
+    linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
     """Writes the output of `gated` into `y` [..., I], and the gradient for `up` into `of_up`. Replaces `gradient`, for
     that output, by the gradient for `gate`. Writes the sums of this gradient's N rows into `partial_sums` [P, I] fp32,
@@ -230,16 +229,24 @@ def gated_backward(
     _gated_backward[(programs, triton.cdiv(columns, block))](
         gradient, gate, gate if up is None else up, y, y if of_up is None else of_up,
         y if partial_sums is None else partial_sums, rows, columns, triton.cdiv(rows, programs), linear, cubic,
-        HAS_UP=up is not None, SUMS=partial_sums is not None, ROWS=tile_rows, COLUMNS=block, num_warps=warps,
+        ERF=erf, HAS_UP=up is not None, SUMS=partial_sums is not None, ROWS=tile_rows, COLUMNS=block, num_warps=warps,
     )  # fmt: skip
 
 
 @triton.jit
-def _gated(gate_at, up_at, y_at, n, linear, cubic, HAS_UP: tl.constexpr, BLOCK: tl.constexpr):
+def _share(x, linear, cubic, ERF: tl.constexpr):
+    """Returns activation(x) / x."""
+    if ERF:
+        return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    return 1.0 / (1.0 + tl.exp(-x * (linear + cubic * x * x)))
+
+
+@triton.jit
+def _gated(gate_at, up_at, y_at, n, linear, cubic, ERF: tl.constexpr, HAS_UP: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
-    y = gate * (1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate))))
+    y = gate * _share(gate, linear, cubic, ERF)
     if HAS_UP:
         y *= tl.load(up_at + place, there, other=0.0).to(tl.float32)
     tl.store(y_at + place, y.to(y_at.dtype.element_ty), there)
@@ -248,7 +255,7 @@ def _gated(gate_at, up_at, y_at, n, linear, cubic, HAS_UP: tl.constexpr, BLOCK: 
 @triton.jit
 def _gated_backward(
     gradient_at, gate_at, up_at, y_at, of_up_at, sums_at, rows, columns, rows_each, linear, cubic,
-    HAS_UP: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ERF: tl.constexpr, HAS_UP: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -260,9 +267,12 @@ def _gated_backward(
         place = row[:, None] * columns + column[None, :]
         gradient = tl.load(gradient_at + place, there, other=0.0).to(tl.float32)
         gate = tl.load(gate_at + place, there, other=0.0).to(tl.float32)
-        share = 1.0 / (1.0 + tl.exp(-gate * (linear + cubic * gate * gate)))
+        share = _share(gate, linear, cubic, ERF)
         y = gate * share
-        slope = share + y * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
+        if ERF:
+            slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        else:
+            slope = share + y * (1.0 - share) * (linear + 3.0 * cubic * gate * gate)
         if HAS_UP:
             tl.store(of_up_at + place, (gradient * y).to(of_up_at.dtype.element_ty), there)
             up = tl.load(up_at + place, there, other=0.0).to(tl.float32)

@@ -34,9 +34,9 @@ _SCHEMAS = {
     "Tensor(b!) partial_sums, float offset, Tensor? other_gradient=None, Tensor(c!)? branch_gradient=None, "
     "Tensor? seeds=None, int number=0, float p=0.0) -> ()",
     "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seeds, int number, float p) -> ()",
-    "gated": "(Tensor gate, Tensor? up, Tensor(a!) y, float linear, float cubic) -> ()",
+    "gated": "(Tensor gate, Tensor? up, Tensor(a!) y, float linear, float cubic, bool erf) -> ()",
     "gated_backward": "(Tensor(a!) gradient, Tensor gate, Tensor? up, Tensor(b!) y, Tensor(c!)? of_up, "
-    "Tensor(d!)? partial_sums, float linear, float cubic) -> ()",
+    "Tensor(d!)? partial_sums, float linear, float cubic, bool erf) -> ()",
     "rotate": "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) new_q, Tensor(b!) new_k, bool backward) -> ()",
     "add_product": "(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()",
     "add_rows": "(Tensor(a!) accumulator, Tensor ids, Tensor rows) -> ()",
