@@ -116,7 +116,8 @@ class Operation:
     @property
     def reads(self) -> list[Tensor]:
         """Returns the tensors among the arguments. A view reads nothing."""
-        return [] if self.function.is_view else tensors_in((self.args, self.kwargs))
+        is_view = self.function.is_view or self.function is torch.ops.aten._unsafe_view.default
+        return [] if is_view else tensors_in((self.args, self.kwargs))
 
 
 class Trace(TorchDispatchMode):

@@ -107,7 +107,7 @@ class _Product(torch.autograd.Function):
             ctx.weight, ctx.transposed, ctx.activation = weight, transposed, activation
         matrix = weight.T if transposed else weight
         y = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(x.dtype), rows, matrix)
-        return y.view(*x.shape[:-1], -1)
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # no view: models may write into it
 
     @staticmethod
     @once_differentiable

@@ -257,6 +257,8 @@ def test_a_fused_product_gives_autograds_gradients_or_adds_the_weights_to_its_ac
     assert (fused[2] - exact_sum).abs().max() < 1e-5, "a bias's gradient is fp32"
     assert (plain[2] - exact_sum).abs().max() > 1e-4, "which autograd's is not"
 
+    fused_too(x).add_(1).sum().backward()  # as some models do
+    fused_too.zero_grad()
     accumulator = torch.ones(module.weight.shape)
     accumulated(fused_too.weight, lambda *factors: torch.ops.lowmem.add_product(accumulator, *factors))
     fused_too(x).backward(gradient)
