@@ -55,15 +55,15 @@ def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.where(numbers >= p, x.float() * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
-def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float, erf: bool) -> None:
-    y.copy_(Activation(linear, cubic, erf)(gate.float()) * (1.0 if up is None else up))
+def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
+    return (Activation(linear, cubic, erf)(gate.float()) * (1.0 if up is None else up)).to(gate.dtype)
 
 
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    gated(gate, up, y, linear, cubic, erf)
+    y.copy_(gated(gate, up, linear, cubic, erf).view(y.shape))
     given, gate = gradient.float(), gate.float()
     share = (1 + torch.erf(gate * 0.5**0.5)) / 2 if erf else torch.sigmoid(gate * (linear + cubic * gate * gate))
     slope = share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)

@@ -12,24 +12,22 @@ So a recomputed block need not compute the values, and a block that keeps its gr
 width, a recomputed GELU moves 12 bytes instead of 20. The kernel also adds up the gradient for the bias of the layer
 before, which otherwise reads 2 more bytes.
 
-The model's own code runs. An `ActivationForward` passes an empty tensor on, and the product (layers.py) fills it.
-`fuse_activations` runs each block once without data, and keeps those whose output one product reads, and nothing else.
+The model's own code runs. In place of its output, an activation hands the next layer its `Inputs`, which only a product
+(layers.py) can read. `fuse_activations` tries each block without data: if another layer reads them, this is an error,
+and the block's activations stay as they are.
 """
 
 import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.dry_run import Trace, agrees, look_at_blocks
+from lowmem.core.dry_run import agrees, look_at_blocks
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.products import MATRIX_PRODUCTS
-from lowmem.core.recorder import address_of
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")  # of a gated MLP
 MOST_PROGRAMS, LEAST_ROWS = 256, 32  # Triton programs that share a column's sum, and the fewest rows of each
@@ -50,22 +48,24 @@ class Activation:
             return x * (1 + torch.erf(x * math.sqrt(0.5))) / 2
         return x * torch.sigmoid(self.linear * x + self.cubic * x**3)
 
-    def compute(self, values: Tensor, gate: Tensor, up: Tensor | None) -> None:
-        """Writes activation(gate) * up into `values`, rounded once. Without `up`, writes activation(gate)."""
-        torch.ops.lowmem.gated(gate, up, values, self.linear, self.cubic, self.erf)
+    def values(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        """Returns activation(gate) * up, rounded once. Without `up`, returns activation(gate)."""
+        return torch.ops.lowmem.gated(gate, up, self.linear, self.cubic, self.erf)
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the values of `compute` and the gradient for `up`. `gradient` [..., I]: for the values. It becomes
-        the gradient for gate, in place. Without `up`, notes the sum of its rows for `sum_of_rows`."""
-        values = torch.empty_like(gate)
+        """Returns the values again, as rows [N, I], and the gradient for `up`. `gradient` [..., I]: for the values. It
+        becomes the gradient for gate, in place. Without `up`, notes the sum of its rows for `sum_of_rows`."""
+        columns = gate.shape[-1]
+        rows = gate.numel() // columns
+        values = gate.new_empty(rows, columns)
         of_up = sums = None
         if up is None:
-            rows = gate.numel() // gate.shape[-1]
             rows_each = max(LEAST_ROWS, -(-rows // MOST_PROGRAMS))
-            sums = gate.new_empty(-(-rows // rows_each), gate.shape[-1], dtype=torch.float32)
+            sums = gate.new_empty(-(-rows // rows_each), columns, dtype=torch.float32)
         else:
             of_up = torch.empty_like(up)
-        torch.ops.lowmem.gated_backward(gradient, gate, up, values, of_up, sums, self.linear, self.cubic, self.erf)
+        numbers = self.linear, self.cubic, self.erf
+        torch.ops.lowmem.gated_backward(gradient, gate, up, values, of_up, sums, *numbers)
         if sums is not None:
             gradient._lowmem_sum_of_rows = gradient._version, sums.sum(0)
         return values, of_up
@@ -77,47 +77,36 @@ GELU = Activation(0.0, 0.0, erf=True)
 ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
-def sum_of_rows(gradient: Tensor) -> Tensor:
-    """Returns the sum of all rows of `gradient` [..., I], in fp32: a bias's gradient [I]. Takes the sum that
-    `differentiate` has noted, unless something was written into `gradient` since."""
+def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
+    """Returns the sum of the rows of `gradient` in fp32: a bias's gradient [I]. Takes the sum that `differentiate` has
+    noted, unless something was written into `gradient` since. `rows` [N, I]: a view of `gradient`."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
-    return noted if version == gradient._version else gradient.flatten(0, -2).sum(0, dtype=torch.float32)
+    return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)
 
 
-class Inputs(NamedTuple):
-    """Holds the inputs of a tensor's values, which are not computed yet: activation(gate) * up."""
+@dataclass(frozen=True)
+class Inputs:
+    """Stands for activation(gate) * up, which is not computed yet. Only a product of layers.py can read it."""
 
     gate: Tensor
     up: Tensor | None
     activation: Activation
 
 
-def inputs_of(x: Tensor) -> Inputs | None:
-    """Returns the inputs of `x` if its values are not computed yet, otherwise None."""
-    return getattr(x, "_lowmem_inputs", None)
-
-
 class ActivationForward:
-    """Takes the place of `module.forward` in an activation or a gated MLP. Instead of the activation's output, passes
-    on an empty tensor, which the next product fills. If `off`, and for a call with more arguments, the module's own
-    forward runs."""
+    """Takes the place of `module.forward` in an activation or a gated MLP. Hands the next product Inputs instead of the
+    activation's output. If `off`, and for a call with more arguments, the module's own forward runs."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self.off = module, activation, False
 
-    def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
+    def __call__(self, x: Tensor, *others, **keywords) -> Tensor | Inputs:
         module = self._module
         if self.off or others or keywords:
             return type(module).forward(module, x, *others, **keywords)
         if not _is_gated_mlp(module):
-            return self._empty(x, None)
-        return module.down_proj(self._empty(module.gate_proj(x), module.up_proj(x)))
-
-    def _empty(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        gate, up = gate.contiguous(), None if up is None else up.contiguous()
-        values = torch.empty_like(gate)
-        values._lowmem_inputs = Inputs(gate, up, self.kind)
-        return values
+            return Inputs(x.contiguous(), None, self.kind)
+        return module.down_proj(Inputs(module.gate_proj(x), module.up_proj(x), self.kind))
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -145,33 +134,25 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Gives an activation of `decoder` its own forward back, unless one product, and nothing else, reads its output.
-    `dtype`: the matrices' dtype."""
-    found = look_at_blocks(decoder, dtype, _names_of_fused)
-    fused = {
-        block.get_submodule(name) for block, names in zip(decoder.blocks, found, strict=True) for name in names or ()
-    }
-    for module in decoder.model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, ActivationForward):
-            if module in fused or _is_gated_mlp(module):
-                decoder.shortcuts.append(forward)
-            else:
-                del module.forward
+    """Replaces the forward of the activations and gated MLPs in the blocks of `decoder`, whose products are those of
+    layers.py already. Leaves out blocks in which anything but such a product reads an activation's output. `dtype`: the
+    matrices' dtype."""
+    for block in decoder.blocks:
+        of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
+        for module in block.modules():
+            activation = None if module in of_gated_mlps else activation_of(module)
+            if activation is not None:
+                module.forward = ActivationForward(module, activation)
+    for block, runs in zip(decoder.blocks, look_at_blocks(decoder, dtype, _runs), strict=True):
+        for module in block.modules():
+            if isinstance(forward := vars(module).get("forward"), ActivationForward):
+                if runs or _is_gated_mlp(module):
+                    decoder.shortcuts.append(forward)
+                else:
+                    del module.forward
 
 
-def _names_of_fused(block: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Returns the names of the activations of `block` whose output one product reads, and nothing else."""
-    with torch.no_grad(), Trace() as trace:
-        run()
-    readers: dict[int, list] = {}  # {storage: the operations that read or write it}
-    for each in trace.operations:
-        for address in set(map(address_of, each.reads)):
-            readers.setdefault(address, []).append(each.function)
-    fused = set()
-    for each in trace.operations:
-        if each.function is torch.ops.aten.empty_like.default:
-            first, *others = readers.get(address_of(each.result), [None])
-            if first is torch.ops.lowmem.gated.default and len(others) == 1 and others[0] in MATRIX_PRODUCTS:
-                fused.add(each.module)
-    return [name for name, module in block.named_modules() if module in fused]
+def _runs(block: nn.Module, run: Callable[[], object]) -> bool:
+    """Returns True unless `run` raises an error, as any other reader of Inputs does."""
+    run()
+    return True

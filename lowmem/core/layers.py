@@ -17,10 +17,12 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from lowmem.core.activations import Activation, ActivationForward, activation_of, inputs_of, sum_of_rows
+from lowmem.core.activations import Activation, Inputs, sum_of_rows
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.norms import Norm, norm_in_fp32, rule_of
 from lowmem.core.rotary import rotary_forward
+
+_aten = torch.ops.aten
 
 
 def fuse_gelu(model: nn.Module) -> None:
@@ -45,8 +47,6 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False
         elif "Norm" in type(module).__name__ and module._parameters:
             rule = rule_of(module) if fused else None
             module.forward = partial(norm_in_fp32, module) if rule is None else Norm(module, rule)
-        elif fused and (activation := activation_of(module)) is not None:
-            module.forward = ActivationForward(module, activation)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if fused and (rotary := rotary_forward(module)) is not None:
@@ -83,51 +83,51 @@ class FusedProduct:
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias, inputs = self._module.weight, self._module.bias, inputs_of(x)
+    def __call__(self, x: Tensor | Inputs) -> Tensor:
+        weight, bias = self._module.weight, self._module.bias
         # A Function takes ten microseconds more.
         run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
-        return run(x.to(weight.dtype), weight, bias, self._transposed, *inputs or (None, None, None))
+        if isinstance(x, Inputs):
+            return run(x.gate, weight, bias, self._transposed, x.up, x.activation)
+        return run(x.to(weight.dtype), weight, bias, self._transposed, None, None)
 
 
 class _Product(torch.autograd.Function):
     """Computes x [..., I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. `x`
-    and `weight` are in 16 bit. With an `activation`, first writes activation(gate) * up into `x` (activations.py)."""
+    and `weight` are in 16 bit. With an `activation`, computes it for activation(x) * up (activations.py)."""
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, gate: Tensor | None,
-        up: Tensor | None, activation: Activation | None,
+        ctx, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, up: Tensor | None,
+        activation: Activation | None,
     ) -> Tensor:  # fmt: skip
-        if activation is not None:
-            activation.compute(x, gate, up)
-        rows = x.reshape(-1, x.shape[-1])
+        values = x if activation is None else activation.values(x, up)
+        rows = values.reshape(-1, x.shape[-1])
         if ctx is not None:
-            ctx.save_for_backward(rows if activation is None else gate, up)
+            ctx.save_for_backward(rows if activation is None else x, up)
             ctx.weight, ctx.transposed, ctx.activation = weight, transposed, activation
         matrix = weight.T if transposed else weight
         y = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(x.dtype), rows, matrix)
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # no view: models may write into it
+        return _aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))  # no view: models may write into it
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         x, up = ctx.saved_tensors
-        of_x, of_weight, of_bias, _, of_gate, _, _ = ctx.needs_input_grad
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]), ctx.weight.T if ctx.transposed else ctx.weight
-        bias_gradient = sum_of_rows(gradient) if of_bias else None
-        x_gradient = (rows @ matrix.T).view(*gradient.shape[:-1], -1) if of_x or of_gate else None
-        gate_gradient = up_gradient = weight_gradient = None
+        bias_gradient = sum_of_rows(gradient, rows) if of_bias else None
+        x_gradient = (rows @ matrix.T).view(*gradient.shape[:-1], -1) if of_x else None
+        up_gradient = weight_gradient = None
         if ctx.activation is not None:
-            values, up_gradient = ctx.activation.differentiate(x_gradient, x, up)
-            x, x_gradient, gate_gradient = values.view(-1, values.shape[-1]), None, x_gradient
+            x, up_gradient = ctx.activation.differentiate(x_gradient, x, up)
         factors = (rows.T, x) if ctx.transposed else (x.T, rows)
         add_product = getattr(ctx.weight, "_lowmem_add_product", None)
         if of_weight and add_product is None:
             weight_gradient = torch.mm(*factors)
         elif of_weight:
             add_product(*factors)
-        return x_gradient, weight_gradient, bias_gradient, None, gate_gradient, up_gradient, None
+        return x_gradient, weight_gradient, bias_gradient, None, up_gradient, None
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:

@@ -102,7 +102,7 @@ class ProductReplayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.lowmem.gated.default and self._kept and self._kept[0] is not None:
-            return None
+            return args[0]  # for the next product, which does not read it
         if is_kept(func, args) and self._kept:
             kept = self._kept.popleft()
             if kept is not None:
@@ -121,7 +121,7 @@ class _Skipper(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.lowmem.gated.default and not self._without_values:
-            return None
+            return args[0]
         if func in MATRIX_PRODUCTS and not self._without_values:
             left, right = (args[index] for index in MATRIX_PRODUCTS[func])
             return self._noted(left.new_empty(left.shape[0], right.shape[1]))

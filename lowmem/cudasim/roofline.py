@@ -76,7 +76,7 @@ _ATTENTION = {
 }  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-_OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated", "gated_backward", "rotate"}  # of lowmem
+_OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated_backward", "rotate"}  # of lowmem
 _UPDATED = {"gradient"}  # arguments of these that are read first
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)

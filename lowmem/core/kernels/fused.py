@@ -167,12 +167,11 @@ def activation_error(device: torch.device, dtype: torch.dtype, activation: Activ
     gradient, *inputs = (torch.randn(40, 300, generator=generator).to(dtype) for _ in range(2 + is_gated))
     there = [*(tensor.to(device) for tensor in inputs), *[None] * (not is_gated)]
     leaves = [tensor.double().requires_grad_() for tensor in inputs]
-    values, of_gate = torch.empty_like(there[0]), gradient.to(device, copy=True)
-    activation.compute(values, *there)
+    values, of_gate = activation.values(*there), gradient.to(device, copy=True)
     again, of_up = activation.differentiate(of_gate, *there)
     truth = activation(leaves[0]) * (leaves[1] if is_gated else 1.0)
     truth.backward(gradient.double())
-    sums = [(sum_of_rows(of_gate), leaves[0].grad.sum(0))] * (not is_gated)
+    sums = [(sum_of_rows(of_gate, of_gate), leaves[0].grad.sum(0))] * (not is_gated)
     of_inputs = zip((of_gate, of_up), (leaf.grad for leaf in leaves), strict=is_gated)
     return _relative_error([(values, truth.detach()), (again, truth.detach()), *of_inputs, *sums])
 

@@ -12,6 +12,7 @@ Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and com
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -204,13 +205,14 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
 
 
-def gated(gate: Tensor, up: Tensor | None, y: Tensor, linear: float, cubic: float, erf: bool) -> None:
-    """Writes activation(gate) * up into `y`; `up` None stands for 1. The last three arguments choose the activation
-    (activations.Activation). All tensors are contiguous and have one shape."""
-    n = gate.numel()
+def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
+    """Returns activation(gate) * up; `up` None stands for 1. The last three arguments choose the activation
+    (activations.Activation). Both tensors are contiguous and have one shape."""
+    n, y = gate.numel(), torch.empty_like(gate)
     _gated[(triton.cdiv(n, BLOCK),)](
         gate, gate if up is None else up, y, n, linear, cubic, ERF=erf, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
     )  # fmt: skip
+    return y
 
 
 def gated_backward(

@@ -34,7 +34,7 @@ _SCHEMAS = {
     "Tensor(b!) partial_sums, float offset, Tensor? other_gradient=None, Tensor(c!)? branch_gradient=None, "
     "Tensor? seeds=None, int number=0, float p=0.0) -> ()",
     "drop": "(Tensor x, Tensor? added, Tensor(a!) y, Tensor seeds, int number, float p) -> ()",
-    "gated": "(Tensor gate, Tensor? up, Tensor(a!) y, float linear, float cubic, bool erf) -> ()",
+    "gated": "(Tensor gate, Tensor? up, float linear, float cubic, bool erf) -> Tensor",
     "gated_backward": "(Tensor(a!) gradient, Tensor gate, Tensor? up, Tensor(b!) y, Tensor(c!)? of_up, "
     "Tensor(d!)? partial_sums, float linear, float cubic, bool erf) -> ()",
     "rotate": "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) new_q, Tensor(b!) new_k, bool backward) -> ()",
@@ -70,10 +70,13 @@ def row_stride(entries: int) -> int:
 
 
 def _kernel(name: str):
-    def launch(*arguments) -> None:
+    def launch(*arguments) -> Tensor | None:
         from lowmem.core.kernels import layer_kernels, triton_kernels  # need Triton
 
-        getattr(layer_kernels if hasattr(layer_kernels, name) else triton_kernels, name)(*arguments)
+        result = getattr(layer_kernels if hasattr(layer_kernels, name) else triton_kernels, name)(*arguments)
+        return result if returns else None
+
+    returns = _SCHEMAS[name].endswith("Tensor")
 
     return launch
 
@@ -81,7 +84,7 @@ def _kernel(name: str):
 _library = torch.library.Library("lowmem", "DEF")
 for name, schema in _SCHEMAS.items():
     _library.define(name + schema)
-    _library.impl(name, lambda *_: None, "Meta")
+    _library.impl(name, (lambda x, *_: torch.empty_like(x)) if schema.endswith("Tensor") else (lambda *_: None), "Meta")
     run = {"add_product": add_product, "add_rows": add_rows}.get(name) or _kernel(name)
     _library.impl(name, run, "CUDA")
     _library.impl(name, run, "CPU")
