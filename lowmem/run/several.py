@@ -96,18 +96,14 @@ def plan_of_ranks(
 
     Raises PlanError if no mesh fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a
     machine. Raises it at the first mesh if a plan fits under the caps and the machine has less RAM free than that."""
-    for mesh in possible[:-1]:
+    for mesh in possible:
+        mesh = replace(mesh, network=question.settings.network_rate_bytes)
         try:
-            return _plan_of(question, mesh, on_this_machine, make, micro_batch)
+            plan = make(of_one_rank(question, mesh, on_this_machine, micro_batch))
+            break
         except PlanError as error:
-            if not error.ways_out:  # the caps are large enough
+            if mesh.sharing == possible[-1].sharing or not error.ways_out:  # no way out: the caps are enough
                 raise
-    return _plan_of(question, possible[-1], on_this_machine, make, micro_batch)
-
-
-def _plan_of(question: Question, mesh: Mesh, on_this_machine: int, make: Callable, micro_batch: int | None) -> Plan:
-    mesh = replace(mesh, network=question.settings.network_rate_bytes)
-    plan = make(of_one_rank(question, mesh, on_this_machine, micro_batch))
     if mesh.count == 1:
         return plan
     whole = {name: getattr(question.settings, name) for name in ("batch", "micro_batch", "weights", "ram_limit_bytes")}
