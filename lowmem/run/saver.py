@@ -21,7 +21,6 @@ class Saver:
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
-        self._saved = max(session.saved, default=None)  # the step of the newest checkpoint in the run folder
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
@@ -38,10 +37,9 @@ class Saver:
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
-            if self._saved != done:
+            if done not in self._session.saved:
                 self._write(done)
                 self._session.log.say(f"step {done}: saved in {checkpoint_of(self._session.folder, done)}")
-            self._saved = done
         except NotSaved as error:
             if must or (self._stop.requested and not ended):
                 raise
