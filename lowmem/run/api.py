@@ -5,7 +5,6 @@ schedules, pictures, the report, signals, and recovery when GPU memory runs out.
 import json
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from lowmem.planning.process import process_aside
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.early import check_folders, with_recognized_model
 from lowmem.run.environment import warnings_end_nothing
-from lowmem.run.folder import checkpoints_in, find_checkpoints, lock_run
+from lowmem.run.folder import checkpoints_in, lock_run, sweep
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
 from lowmem.run.prepare import ask, build, page_locked, plan_here, write_weights
@@ -97,9 +96,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
         checkpoints = []
         if resume is not None:
             path = Path(resume).expanduser()
-            checkpoints = ranks.on_first(
-                lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path, said.append)
-            )
+            checkpoints = ranks.on_first(lambda: [path] if (path / MANIFEST).exists() else _checkpoints_of(path))
             if not checkpoints:
                 said.append(f"resume={str(resume)!r}: no checkpoint is there, so this begins with the first weights")
         saved = ranks.on_first(lambda: newest_state(checkpoints))
@@ -125,7 +122,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     return model
 
 
-def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
+def _checkpoints_of(folder: Path) -> list[Path]:
     """Returns the checkpoints in `folder`, a run folder or a folder of checkpoints, newest first. First tidies up after
     a save that was killed in a run folder, unless another training run is writing to it."""
     if folder.name == "checkpoints":
@@ -133,7 +130,7 @@ def _checkpoints_of(folder: Path, say: Callable[[str], None]) -> list[Path]:
     if found := checkpoints_in(folder):
         return found
     with suppress(InputError), lock_run(folder):
-        return find_checkpoints(folder, "auto", say)
+        sweep(folder / "checkpoints")
     return checkpoints_in(folder / "checkpoints")
 
 

@@ -119,8 +119,7 @@ def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> l
     InputError if there is none, and no checkpoint at that path. `say` gets a sentence about checkpoints in `folder`
     that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
-    if root.is_dir():
-        sweep(root)
+    sweep(root)
     if resume == "auto":
         return checkpoints_in(root)
     found = []
