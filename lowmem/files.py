@@ -206,13 +206,17 @@ class Manifest:
         if digest.hexdigest() != entry["hash"]:
             raise Damaged(f"{path} is damaged: its bytes have changed since they were written")
 
+    @staticmethod
+    def skip(fill: Fill, size_bytes: int) -> None:
+        """Reads the next bytes of a file, which its hash covers, and drops them. `fill`: what `checked` yields."""
+        buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
+        for start in range(0, size_bytes, CHUNK_BYTES):
+            fill(buffer[: size_bytes - start])
+
     def verify(self, name: str) -> None:
         """Reads the whole file `name`. Raises Damaged if its bytes are not those that were written."""
-        size_bytes = self.entries[name]["bytes"]
         with self.checked(name) as fill:
-            buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
-            for start in range(0, size_bytes, CHUNK_BYTES):
-                fill(buffer[: size_bytes - start])
+            self.skip(fill, self.entries[name]["bytes"])
 
     def read(self, name: str) -> bytes:
         """Returns all bytes of a small file. Raises Damaged if they are not those that were written."""

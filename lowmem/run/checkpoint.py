@@ -19,6 +19,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -170,7 +171,8 @@ def load_newest(
             say(f"warning: skipped the checkpoint {checkpoint.name}: {problem}")
     if checkpoints:
         store.clear()
-        store.ranks.on_first(lambda: _put_aside(checkpoints))  # else the next save would remove them
+        for path in checkpoints:  # else the next save would remove them
+            store.ranks.on_first(partial(os.rename, path, path.with_name(f"{_UNREADABLE}{path.name}")))
         kept = f"{_UNREADABLE}step-... in {checkpoint.parent}"
         say(f"warning: training starts from step 0; those checkpoints are kept as {kept}")
     return None
@@ -196,33 +198,20 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
         _compare_headers(manifest, name, part)
     for name, part in parts.items():
         with manifest.checked(name) as fill:
-            fill(memoryview(bytearray(len(_header(part)))))
+            manifest.skip(fill, len(_header(part)))
             for tensor, entries in _tensors(part).values():
                 before = min(part.ranks.place * tensor.numel(), entries)
                 here = min(tensor.numel(), entries - before)
-                _skip(fill, before * tensor.itemsize)
+                manifest.skip(fill, before * tensor.itemsize)  # other ranks store these numbers
                 for chunk in tensor[:here].view(torch.uint8).split(CHUNK_BYTES):
                     host = chunk if chunk.device.type == "cpu" else torch.empty_like(chunk, device="cpu")
                     fill(memoryview(host.numpy()))
                     if host is not chunk:
                         chunk.copy_(host)
                     drop_pages(chunk)
-                _skip(fill, (entries - before - here) * tensor.itemsize)
+                manifest.skip(fill, (entries - before - here) * tensor.itemsize)
         part.version += 1  # so that no window uses weights that it copied before
     return state | {"metrics": metrics}
-
-
-def _skip(fill: Callable[[memoryview], None], size_bytes: int) -> None:
-    """Reads the next `size_bytes` bytes of a file and drops them: other ranks store these numbers. They must be read
-    because the file's hash covers them. `fill`: the function that Manifest.checked yields."""
-    while size_bytes > 0:
-        fill(memoryview(bytearray(min(size_bytes, CHUNK_BYTES))))
-        size_bytes -= CHUNK_BYTES
-
-
-def _put_aside(checkpoints: list[Path]) -> None:
-    for checkpoint in checkpoints:
-        os.rename(checkpoint, checkpoint.with_name(f"{_UNREADABLE}{checkpoint.name}"))
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
