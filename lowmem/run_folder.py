@@ -45,8 +45,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
         if path in (root, path.parent):
             return None
         if path not in known:
-            above = path.parent
-            known[path] = source(above) or (path if _is_of_a_run(path, above, out) else None)
+            known[path] = source(path.parent) or (path if _is_of_a_run(path, out) else None)
         return known[path]
 
     kept, left_out = [], {}
@@ -60,10 +59,10 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
     return kept, list(left_out)
 
 
-def _is_of_a_run(path: Path, above: Path, out: Path | None) -> bool:
-    """Returns True if a training run or an export wrote the file or folder `path`. `above`: the folder that contains
-    it. `out`: the run folder of the present training run, None if it has none."""
-    if path.name in (*FILES, *FOLDERS) and (is_run(above) or above.resolve() == out):
+def _is_of_a_run(path: Path, out: Path | None) -> bool:
+    """Returns True if a training run or an export wrote the file or folder `path`. `out`: the run folder of the present
+    training run, None if it has none."""
+    if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():
         return path.name == "plan.json" and _is_plan(path)
@@ -83,8 +82,7 @@ def is_of_a_run(folder: Path, out: Path | None) -> bool:
     """Returns True if a training run wrote `folder`, or if it is a model's folder with weights and config.json. A run
     writes its run folder and folders inside it, such as `checkpoints` and each checkpoint. Also returns True if
     `folder` is `out`, the run folder of the present training run."""
-    folder = folder.resolve()
-    return _is_of_a_run(folder, folder.parent, None if out is None else out.resolve())
+    return _is_of_a_run(folder.resolve(), None if out is None else out.resolve())
 
 
 def _has(folder: Path, *patterns: str) -> bool:

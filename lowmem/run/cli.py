@@ -165,10 +165,14 @@ def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.Argum
 
 def _read_config(path: str) -> dict[str, tuple[str, object]]:
     """Reads a settings file into {field of Settings: (key, value)}: YAML if its name ends in .yaml or .yml, else JSON.
-    Keys are names of fields or options, and sizes may be text. Raises one InputError for all keys and values that
-    cannot be used."""
+    Keys are names of fields or options, and sizes may be text. Unquoted values of YAML, except null, stay text. Raises
+    one InputError for all keys and values that cannot be used."""
+    yaml = path.lower().endswith((".yaml", ".yml"))
     try:
-        content = _read_object(read_text(Path(path)), path)
+        content = (parse_yaml if yaml else parse_json)(read_text(Path(path)), path)
+        if not isinstance(content, dict):
+            shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
+            raise InputError(f"{path}: settings are one {shape}")
     except InputError as error:
         raise InputError(f"{error}.") from None
     except (OSError, ValueError) as error:  # ValueError: an impossible path
@@ -177,7 +181,7 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
     problems = []
     for key, value in content.items():
         try:
-            field, value = _read_item(key, value)
+            field, value = _read_item(str(key), value)
         except InputError as error:
             problems.append(str(error))
             continue
@@ -218,17 +222,6 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
     if value is NOTHING:
         return field, value
     return field, checked(field, _HINTS.get(field, int), value)
-
-
-def _read_object(text: str, path: str) -> dict[str, object]:
-    """Returns the JSON object or YAML mapping in `text`. `path`: the file's name, which decides between JSON and YAML.
-    Unquoted values of YAML, except null, stay text."""
-    yaml = path.lower().endswith((".yaml", ".yml"))
-    values = (parse_yaml if yaml else parse_json)(text, path)
-    if not isinstance(values, dict):
-        shape = "YAML mapping, with lines such as `steps: 100`" if yaml else 'JSON object, such as {"steps": 100}'
-        raise InputError(f"{path}: settings are one {shape}")
-    return {str(key): value for key, value in values.items()}
 
 
 def _explain_unknown(name: str) -> str:

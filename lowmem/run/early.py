@@ -49,7 +49,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
         if settings.preview is not None:
             return settings
         if not settings.plan_only or not (out / "settings.json").exists():
-            _check_writable(out)
+            there = next(path for path in (out, *out.absolute().parents) if path.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise not_writable(out, os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR))
         check_folders(settings)
     for remark in remarks:
         say(remark)
@@ -94,15 +96,6 @@ def check_folders(settings: Settings) -> None:
         raise not_writable(settings.out, reason)
     if settings.states_folder is not None:  # under --states auto too: free RAM decides later whether it is needed
         check_states_folder(Path(settings.states_folder))
-
-
-def _check_writable(out: Path) -> None:
-    """Raises InputError if the folder `out` is a file, cannot be created, or is read-only."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise not_writable(out, os.strerror(errno.ENOTDIR))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise not_writable(out, os.strerror(errno.EACCES))
 
 
 @contextmanager
