@@ -48,7 +48,10 @@ def variables_blamed() -> Iterator[None]:
     """Turns an error of a package's import in the block into an InputError. The message names the environment variables
     whose values the error quotes. Does not change ImportError and InputError. Raises InputError for
     PYTHONOPTIMIZE=2."""
-    _name_the_user()
+    try:  # in a container, a user may have a number and no name; PyTorch before 2.13 asks for the name on import
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid-{os.getuid()}"
     if sys.flags.optimize > 1:
         raise InputError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which transformers reads; use 1 or 0")
     try:
@@ -96,12 +99,3 @@ def _other_running_threads() -> int:
             return next(int(line.split()[1]) for line in file if line.startswith("procs_running")) - 1
     except (OSError, StopIteration):
         return 0
-
-
-def _name_the_user() -> None:
-    """Sets the variable USER if the user has only a number and no name, as in a container. PyTorch before 2.13 asks for
-    the name on import."""
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = f"uid-{os.getuid()}"
