@@ -113,7 +113,7 @@ class _Watched:
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
-            kept["plan"].to_dict(), rows, peaks, device_name(kept["device"]), versions(),
+            kept["plan"].to_dict(), rows, peaks, device_name(kept["budget"].device), versions(),
             kept["question"].settings.batch, None,
         )  # fmt: skip
         return self._row(report, complete=False)

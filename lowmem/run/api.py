@@ -108,8 +108,7 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
             set_chat_template(tokenizer, settings.chat_template)
         plan = plan_here(question, device, ranks, aside, said.append, saved)
     budget = Budget(device, settings.gpu_limit_bytes, None)
-    ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
-    model, weights = build(question, plan, tokenizer, device, ranks, said.append, weights=not checkpoints)
+    model, weights = build(question, plan, tokenizer, budget, ranks, said.append, weights=not checkpoints)
     if checkpoints:
         _, state = model.read(checkpoints, model.identity(), said.append, required=True)
         model = replace(model, done=state["step"])

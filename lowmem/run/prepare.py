@@ -164,17 +164,18 @@ def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: 
 
 
 def build(
-    question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, device: torch.device, ranks: Ranks,
-    say: Say, weights: bool = True,
+    question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, budget: Budget, ranks: Ranks,
+    say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Returns the model with the layout of `plan`, and an iterator over its initial weights for `write_weights`. Until
-    `write_weights`, the model has no values. If `weights` is False, returns None instead of the iterator. Raises
-    InputError, before anything is allocated, if the weights' files do not fit the model."""
+    """Applies the caps in `budget`. Returns the model with the layout of `plan`, and an iterator over its initial
+    weights for `write_weights`; until then, the model has no values. If `weights` is False, returns None instead of the
+    iterator. Raises InputError, before anything is allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
-    devices.make_deterministic(device)
+    ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
+    devices.make_deterministic(budget.device)
     decoder = make_decoder(config, question.precision, settings.residual, plan.fused_kernels)
     found = initial_weights(settings, config, decoder, say) if weights else None
-    step = make_step(settings, decoder, device, plan, ranks)
+    step = make_step(settings, decoder, budget.device, plan, ranks)
     return LoadedModel(settings, config, tokenizer, plan, decoder, step), found
 
 
@@ -227,8 +228,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
             question = ask(settings)
             settings, config, folder = question.settings, question.config, Path(question.settings.out)
             share = of_one_rank(question, Mesh(ranks.count), ranks.on_machine)
-            lock = until_the_end.enter_context(ExitStack())
-            ranks.on_first(lambda: lock.enter_context(lock_run(folder)))
+            ranks.on_first(partial(until_the_end.enter_context, lock_run(folder)))
             log = RunLog(folder, settings) if ranks.rank == 0 else QuietLog(folder)
             until_the_end.enter_context(closing(log))
             checkpoints = ranks.on_first(lambda: find_checkpoints(folder, settings.resume, log.say))
@@ -266,12 +266,9 @@ def prepare(settings: Settings) -> Iterator[Session]:
             refuse_another_run(*saved, identity)
 
         budget = Budget(device, settings.gpu_limit_bytes, share.settings.ram_limit_bytes)
-        ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
         budget.enter("load")
-        model, weights = build(question, plan, tokenizer, device, ranks, log.say, weights=not checkpoints)
+        model, weights = build(question, plan, tokenizer, budget, ranks, log.say, weights=not checkpoints)
         recovery = recovery_of(model.step, plan, log.say)
-        if ranks.count > 1:  # one rank cannot repeat a step without the others
-            model.step.make_room = None
         session = Session(model, data, rehearsal, log, budget, recovery, identity, course_of(identity))
         _fill(session, weights, checkpoints, resuming=saved is not None)
         yield session

@@ -58,7 +58,8 @@ class Recovery:
         self._smaller = [*smaller, replace(last, kept=0, states_on_gpu=0)]
         self._freed: set[Layout] = set()  # layouts that were tried again after freeing the cache
         self._at = (0, "", 0)  # (step, `where`, number of earlier measures) of the last failure
-        step.make_room = self
+        if step.store.ranks.count == 1:  # one rank cannot repeat a step without the others
+            step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
         """Makes room after an OutOfMemoryError with the message `reason`. `where`: the work that failed, STEP, HALFWAY,

@@ -312,7 +312,8 @@ def test_a_run_announces_its_planned_seconds_before_its_steps_and_before_its_end
     )  # fmt: skip
     watched = training._Watched(setting, {}, {"gpu": None, "ram": None})
     question = SimpleNamespace(settings=settings)
-    watched.kept |= {"plan": plan, "question": question, "log": log, "device": torch.device("cpu")}
+    budget = SimpleNamespace(device=torch.device("cpu"))
+    watched.kept |= {"plan": plan, "question": question, "log": log, "budget": budget}
     watched.planned()
     write = watched.step(lambda log, row: log.rows.append(row))
     for number in range(1, 5):
