@@ -1,7 +1,9 @@
 """Computes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
 
-All are computed from the files in a run folder: rows of metrics.jsonl, and the content of plan.json, settings.json and
-report.json. Imports no packages, so that `python -m lowmem report` starts at once.
+All are computed from the files in a run folder. `rows` are the rows of metrics.jsonl; `plan`, `settings` and `report`
+are the content of plan.json, settings.json and report.json. `eval_first` is the held-out loss before the first step, or
+None. `exported_step` is the step whose weights are in model/; None stands for the last step. Imports no packages, so
+that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -29,26 +31,22 @@ class Best:
 
 
 def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
-    """Returns (step, held-out loss) of each evaluation. `rows`: rows of metrics.jsonl. `eval_first`: the held-out loss
-    before the first step, which becomes step 0; None if there is none."""
+    """Returns (step, held-out loss) of each evaluation. `eval_first` is that of step 0."""
     before = [] if eval_first is None else [(0, eval_first)]
     return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the earliest if several are equal. `rows`: rows of
-    metrics.jsonl. `eval_first`: held-out loss before the first step, None if it is unknown. Without any evaluation,
+    """Returns the evaluation with the lowest held-out loss, the earliest if several are equal. Without any evaluation,
     returns step 0 with the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
 
 
-def losses(rows: list[dict], eval_first: float | None, exported_step: int | None = None) -> dict:
-    """Returns the value of the key `loss` in report.json: training and held-out losses by name. `rows`: rows of
-    metrics.jsonl. `eval_first`: held-out loss before training. `exported_step`: the step whose weights are in model/,
-    None for the last step. `diverged` is True if the exported weights' held-out loss is NaN or higher than
-    `eval_first`."""
+def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
+    """Returns the value of the key `loss` in report.json: training and held-out losses by name. `diverged` is True if
+    the exported weights' held-out loss is NaN or higher than `eval_first`."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -71,8 +69,7 @@ def build_report(
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
     """Returns the content of report.json, without the summary. Its seconds per step are the median over all steps
-    except the first, whose time includes the warm-up. `peaks`: Budget.peaks(). `sequences_per_step`: --batch.
-    `exported_step`: the step whose weights are in model/, None for the last step."""
+    except the first, which warms up. `peaks`: Budget.peaks(). `sequences_per_step`: --batch."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
     # An earlier process of this run may have had the higher peak.
@@ -89,15 +86,14 @@ def build_report(
 
 
 def is_report_of(report: dict, rows: list[dict]) -> bool:
-    """Returns True if `report`, the content of a report.json, was made from `rows` and not from an earlier run."""
+    """Returns True if `report` was made from `rows` and not from an earlier run."""
     loss = report.get("loss")
     last = loss.get("last") if isinstance(loss, dict) else None
     return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
 
 
 def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
-    """Returns ten lines that say what a training run did, {name: text}. `report`: content of report.json. `settings`:
-    content of settings.json."""
+    """Returns ten lines that say what a training run did, {name: text}."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
     tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
     seconds = sum(row["step_ms"] for row in timed) / 1000
@@ -125,8 +121,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole training run. `settings`: content of settings.json. If it has no
-    `steps`, estimates the number from its epochs and the newest of `rows` (metrics.jsonl)."""
+    """Returns the number of steps of the whole training run. If `settings` have no `steps`, estimates the number from
+    the epochs and the newest of `rows`."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -151,8 +147,7 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
     """Returns a tuple ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap) for each kind of memory. Without a
-    GPU, there is only the tuple for RAM. `plan`: content of plan.json. `measured`: {name in report.json: peak in
-    bytes}, None before training."""
+    GPU, there is only the tuple for RAM. `measured`: {name in report.json: peak in bytes}, None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:
