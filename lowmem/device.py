@@ -31,9 +31,8 @@ def set_environment() -> None:
 
 def return_freed_memory() -> None:
     """Makes glibc return the memory of large freed tensors to the system, unless the user has set glibc's allocator. By
-    default, glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB more RAM. With this setting,
-    getting new pages takes a fifth of the time of a step of 128 tokens. With 1,024 tokens, it takes no measurable
-    time."""
+    default, glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB more RAM. Getting new pages takes
+    a fifth of the time of a step of 128 tokens, and no measurable time with 1,024 tokens."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with suppress(OSError, AttributeError, TypeError):  # a C library without mallopt
@@ -44,8 +43,7 @@ def return_freed_memory() -> None:
 
 def release_freed_memory() -> None:
     """Collects garbage and returns the heap's free memory to the system. Reference cycles keep memory that only loading
-    needed, and glibc keeps small freed tensors. Without this call, RAM differed by 0.3 GiB between two executions of
-    one GPT-Neo command."""
+    needed, and glibc keeps small freed tensors. Without this call, the RAM of one GPT-Neo command varied by 0.3 GiB."""
     collect_garbage()
     with suppress(OSError, AttributeError):  # no C library that knows it
         ctypes.CDLL(None).malloc_trim(0)

@@ -20,8 +20,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 class LowmemError(Exception):
-    """Is the base class of errors that a user or a machine can cause. The message explains the error in one or two
-    sentences."""
+    """Is the base class of errors that a user or a machine can cause. The message has one or two sentences."""
 
     exit_code = 1
 

@@ -51,15 +51,13 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def may_be_several(hint: Any) -> bool:
-    """Returns True if a field takes one text or several, as the type Specs does. `hint`: the field's type
-    annotation."""
+    """Returns True if a field with the type annotation `hint` takes one text or several, as the type Specs does."""
     return tuple[str, ...] in get_args(hint)
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type annotation. Sizes may be
-    texts, such as "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad
-    path."""
+    """Returns `value` as the field `name` of Settings stores it. `hint`: its type annotation. Sizes may be texts, such
+    as "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad path."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)

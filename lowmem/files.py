@@ -84,8 +84,7 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
 
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
-    """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if it does not exist. Does not
-    fsync."""
+    """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if needed. Does not fsync."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset_bytes)
         _write_all(file, content)

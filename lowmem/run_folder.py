@@ -95,8 +95,7 @@ def is_run(folder: Path) -> bool:
 
 
 def why_not_writable(out: Path) -> str | None:
-    """Returns the reason why training cannot write its files into the folder `out`. Returns None if no reason is
-    known."""
+    """Returns the reason why training cannot write its files into the folder `out`; None if no reason is known."""
     for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
         name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():

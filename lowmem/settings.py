@@ -277,9 +277,8 @@ class Settings:
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the number of optimizer steps of the whole training run. This is `steps` if given, else `epochs`
-        (default 1) times `steps_per_epoch`, rounded up. In the second case, raises InputError if the warm-up is
-        longer."""
+        """Returns the number of optimizer steps of the whole training run: `steps` if given, else `epochs` (default 1)
+        times `steps_per_epoch`, rounded up. In the second case, raises InputError if the warm-up is longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs

@@ -15,8 +15,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 def parse_size(text: str) -> int:
     """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``. Raises ValueError for anything
-    else. ``GB`` and ``MB`` are powers of ten. Half of the users mean powers of two, but for a cap the smaller value is
-    safe."""
+    else. ``GB`` and ``MB`` are powers of ten; half of the users mean powers of two, but a smaller cap is safe."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 11GiB, 16G or 800MiB")

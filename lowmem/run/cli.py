@@ -85,8 +85,7 @@ class _Record(argparse.Action):
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
     """Returns a script's `defaults`, overridden by the command line `argv` (without the program's name) and by the file
-    of its --config. Raises InputError for unknown options, and for values that are not allowed. ``--help`` exits with
-    0."""
+    of its --config. Raises InputError for unknown options and bad values. ``--help`` exits with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)
@@ -243,8 +242,7 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """Returns the keyword arguments of add_argument for the option `name`. An option that is on or off may be typed
-    without a value."""
+    """Returns the keyword arguments of add_argument for the option `name`. One that is on or off needs no value."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

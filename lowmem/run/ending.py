@@ -64,10 +64,9 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Catches an error in the block, logs it and adds it to `failed`. Then later parts of the end are still done.
-        `name`: the block's name in the message. Does not catch CapExceeded, Stopped and NO_ERRORS, such as
-        KeyboardInterrupt. If all ranks execute the block, does not catch an error of a single rank: the other ranks
-        would wait for it."""
+        """Catches an error in the block, logs it as a failure of `name` and adds it to `failed`. Later parts of the end
+        are then still done. Does not catch CapExceeded, Stopped and NO_ERRORS, such as KeyboardInterrupt. If all ranks
+        execute the block, does not catch an error of a single rank: the other ranks would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):

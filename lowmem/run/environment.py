@@ -46,8 +46,7 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 @contextmanager
 def variables_blamed() -> Iterator[None]:
     """Turns an error of a package's import in the block into an InputError. The message names the environment variables
-    whose values the error quotes. Does not change ImportError and InputError. Raises InputError for
-    PYTHONOPTIMIZE=2."""
+    whose values the error quotes. ImportError and InputError pass unchanged. Refuses PYTHONOPTIMIZE=2."""
     try:  # in a container, a user may have a number and no name; PyTorch before 2.13 asks for the name on import
         getpass.getuser()
     except (KeyError, OSError):
@@ -75,12 +74,9 @@ def variables_blamed() -> Iterator[None]:
 
 
 def limit_waiting_of_threads() -> None:
-    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. On a busy machine,
-    waiting threads then sleep at once.
-
-    Does nothing if the user has set that variable or OMP_WAIT_POLICY, or if PyTorch is already imported, because OpenMP
-    reads it only once. The values come from `python -m experiments.bench.threads`.
-    """
+    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. Does nothing if the
+    user has set that variable or OMP_WAIT_POLICY, or if PyTorch is already imported, because OpenMP reads it only once.
+    The values come from `python -m experiments.bench.threads`."""
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return
     samples = []

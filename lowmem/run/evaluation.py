@@ -160,7 +160,6 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the sum of the losses in nats, and the number of tokens with a label, over the first `limit` of
-    `batches`."""
+    """Returns the summed losses in nats, and the number of tokens with a label, of the first `limit` of `batches`."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

@@ -31,9 +31,7 @@ def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
 
 
 def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the identity of a training run of `steps` steps, {name: value}: everything that its weights depend on,
-    bit for bit. A checkpoint can be resumed only with the same identity. `data_fingerprint`: Data.fingerprint, a hash
-    of the tokens."""
+    """Returns the identity of a training run of `steps` steps, {name: value}. `data_fingerprint`: Data.fingerprint."""
     return marked(settings, RUN) | {
         "steps": steps,
         "device": plan.device,
@@ -54,8 +52,7 @@ def config_identity(config: PretrainedConfig) -> dict:
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
-    `state`: content of the checkpoint's state.json. `identity`: a result of run_identity or known_identity; only its
-    keys are compared."""
+    `state`: its state.json. `identity`: from run_identity or known_identity; only its keys are compared."""
     saved = state.get("identity", {})
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:

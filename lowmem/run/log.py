@@ -204,9 +204,8 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Formats a speed for a line of the log. `trained`: number of tokens with a label per second. `computed`: number of
-    all tokens per second, including prompts and padding. The text has `computed` only if more than 1% of these tokens
-    have no label."""
+    """Formats a speed for a line of the log. `trained`: tokens with a label per second. `computed`: all tokens per
+    second, including prompts and padding; it is in the text only if more than 1% of these tokens have no label."""
     of_computed = f" trained of {_number(computed)}" if computed - trained > 0.01 * computed else ""
     return f"{_number(trained)}{of_computed} tokens/s"
 
@@ -221,8 +220,7 @@ def _flat(name: str, content: dict) -> dict:
 
 
 class _Lines:
-    """Appends lines to a file without a buffer. Lines that could not be written are written together with the next
-    ones."""
+    """Appends lines to a file without a buffer. Lines that could not be written are written with the next ones."""
 
     def __init__(self, path: Path):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115

@@ -26,8 +26,7 @@ def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. Its `tokens` are those with a label. Computed tokens
-    are all that go through the model, prompts and padding included. `seconds`: duration of the step. `peaks`:
-    Budget.peaks()."""
+    are all that go through the model, prompts and padding included. `peaks`: Budget.peaks()."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -80,8 +79,7 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 def _step_made(row: dict) -> tuple[str, ...]:
     """Returns step, loss, learning rate and gradient norm of `row`, as texts. Two rows come from the same run if these
-    are equal. Held-out losses are not compared: a stop can skip an evaluation, whose loss is then added to the row
-    later."""
+    are equal. Held-out losses are not compared: after a stop, a skipped one is added to the row later."""
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 
@@ -111,8 +109,7 @@ def as_lines(rows: Iterable[dict]) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces the content of the file `path` by `text`. If the process is killed, the file has either the old content
-    or the new one."""
+    """Replaces the content of the file `path` by `text`. After a kill, the file has the old content or the new one."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

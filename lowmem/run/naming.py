@@ -110,6 +110,5 @@ def _text_name(spec: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Returns `name` with "-" in place of all characters except letters, digits, "_", "." and "-". Shortens it to
-    _MOST_CHARACTERS."""
+    """Returns at most _MOST_CHARACTERS of `name`, with "-" for all except letters, digits, "_", "." and "-"."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:_MOST_CHARACTERS] or "unnamed"

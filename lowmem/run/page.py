@@ -137,8 +137,7 @@ def _phases(plan: dict, report: dict) -> list[list]:
 
 
 def _samples(rows: list[dict]) -> list[dict]:
-    """Returns a dict {"prompt": prompt, "texts": list of [step, text]} for each prompt. `rows`: rows of
-    samples.jsonl."""
+    """Returns {"prompt": prompt, "texts": list of [step, text]} for each prompt. `rows`: rows of samples.jsonl."""
     prompts: dict[str, list] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         prompts.setdefault(row.get("prompt", ""), []).append([row["step"], continuation(row)])
@@ -146,8 +145,7 @@ def _samples(rows: list[dict]) -> list[dict]:
 
 
 def _settings(settings: dict) -> list[list]:
-    """Returns a list [option, value as text, True if it is not the default] for each of the `settings`, content of
-    settings.json."""
+    """Returns [option, value as text, True if it is not the default] for each of the `settings` in settings.json."""
     defaults = json.loads(json.dumps({name: getattr(Settings, name) for name in FIELD_NAMES}))
     known = [name for name in FIELD_NAMES if name in settings]
     return [[option_name(name), in_words(name, settings[name]), settings[name] != defaults[name]] for name in known]

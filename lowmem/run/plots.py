@@ -144,8 +144,7 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
-    """Draws the RAM peak in each phase of the training run, in the order of the phases. `predicted` and `measured`:
-    {phase: bytes}."""
+    """Draws the RAM peak in each phase of the training run, in order. `predicted`, `measured`: {phase: bytes}."""
     names = list(dict.fromkeys([*predicted, *measured]))
     side = 0.2 if measured else 0.0
     for phases, label, colour, place in ((predicted, "predicted", "C0", -side), (measured, "measured", "0.35", side)):

@@ -332,7 +332,6 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
 
 
 def _is_own(path: Path, session: Session) -> bool:
-    """Returns True if `path`, a checkpoint in the run folder, is the one that was loaded or an older one of the same
-    run."""
+    """Returns True if `path`, a checkpoint in the run folder, is the loaded one or an older one of the same run."""
     older = step_of(path) < session.model.done and read_run_json(path / "state.json").get("resume") == session.origin
     return older or path.resolve() == session.resumed.resolve()

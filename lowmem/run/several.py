@@ -41,8 +41,7 @@ class QuietLog:
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
     """Returns `question`, the input of planning, changed for one rank: with its share of the batch and of the RAM cap.
     `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the
-    checkpoint's, used if the settings give none. Raises InputError for settings that several ranks do not support
-    yet."""
+    checkpoint's, used if the settings give none. Raises InputError for settings that several ranks do not support."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
@@ -78,8 +77,7 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
     """Returns the ways (meshes) in which `count` ranks may store a model, in the order to try. First, each machine
     stores the whole model. This needs several ranks on each machine, and machines that are `alike`: with the same
     number of ranks. Second, all machines store the model together, which sends more over the network. `sharing`: number
-    of ranks that shared a model before the run was resumed, None for a new run. It must stay the same for the same
-    bits."""
+    of ranks that shared a model before the run was resumed, on which the bits depend; None for a new run."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))

@@ -130,8 +130,7 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values, those that
-    are not finite, and most steps of a long run, but no evaluation. `rows`: rows of metrics.jsonl. `constants`: {name:
-    value} of every step."""
+    are not finite, and most steps of a long run, but no evaluation. `rows`, `constants`: see Trackers.together."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -320,8 +319,7 @@ def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
 
 
 def _kill_wandbs_process() -> None:
-    """Kills wandb's service process. Otherwise it would outlive training and keep its output open: `train ... | tee`
-    would not end."""
+    """Kills wandb's service process, which would keep training's output open: `train ... | tee` would not end."""
     import psutil
 
     for child in psutil.Process().children():

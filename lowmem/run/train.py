@@ -143,9 +143,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. Does
-    not raise it if --keep-best exports an earlier checkpoint. If training ended before its last step, says why. `done`:
-    number of steps done."""
+    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported, unless
+    --keep-best exports an earlier checkpoint. If training ended before its last step, says why."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
