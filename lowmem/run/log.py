@@ -114,7 +114,7 @@ class RunLog:
             self.say(f"step {row['step']}: {_held_out(row)}")
         self._trackers.show("row", charts(row, self._tokens) | self._planned, row["step"])
         if "eval_loss" in row or row["step"] == self._last_step:
-            self._trackers.together(self.rows, self._planned)
+            self._trackers.show("together", self.rows, self._planned)
 
     def sample(self, step: int, text: str, last: bool, prompt: str = "") -> None:
         """Shows and records `text`, the model's continuation of `prompt` after `step` steps. If `last`, also shows the

@@ -69,13 +69,8 @@ class Trackers:
             self._say(f"{tracker.name}: {tracker.where}")
 
     def show(self, what: str, *values) -> None:
-        """Calls the method `what` of each tracker ("row", "sample" or "pictures") with `values`."""
+        """Calls the method `what` of each tracker ("row", "together", "sample" or "pictures") with `values`."""
         self._each("failed", lambda tracker: getattr(tracker, what)(*values))
-
-    def together(self, rows: list[dict], constants: dict[str, float]) -> None:
-        """Shows the charts with several values (_TOGETHER). `rows`: rows of metrics.jsonl, the newest last.
-        `constants`: {name: value} to draw at each step."""
-        self._each("failed", lambda tracker: tracker.together(lines_together(rows, constants), rows[-1]["step"]))
 
     def close(self) -> None:
         self._each("did not finish", lambda tracker: tracker.finish())
@@ -130,7 +125,7 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values, those that
-    are not finite, and most steps of a long run, but no evaluation. `rows`, `constants`: see Trackers.together."""
+    are not finite, and most steps of a long run, but no evaluation. `constants`: {name: value} of each step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -198,7 +193,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
-    def together(self, charts: dict, step: int) -> None:
+    def together(self, rows: list[dict], constants: dict[str, float]) -> None:
         """Does nothing: the layout makes these charts from the values of `row`."""
 
     def sample(self, samples: list[dict]) -> None:  # rows of samples.jsonl, the new one last
@@ -268,15 +263,15 @@ class _Wandb:
     def row(self, values: dict[str, float], step: int) -> None:
         self._run.log({"train/global_step": step} | values)
 
-    def together(self, charts: dict, step: int) -> None:
+    def together(self, rows: list[dict], constants: dict[str, float]) -> None:
         drawn = {}
-        for title, lines in charts.items():
+        for title, lines in lines_together(rows, constants).items():
             columns = [list(zip(*points, strict=True)) for points in lines.values()]
             steps, values = [column[0] for column in columns], [column[1] for column in columns]
             drawn[f"charts/{title}"] = self._wandb.plot.line_series(
                 steps, values, list(lines), title, "optimizer step", split_table=True
             )
-        self.row(drawn, step)
+        self.row(drawn, rows[-1]["step"])
 
     def sample(self, samples: list[dict]) -> None:
         table = self._wandb.Table(columns=["step", "text"], data=[[row["step"], row["text"]] for row in samples])
