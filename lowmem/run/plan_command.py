@@ -63,8 +63,8 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
                 print(json.dumps(refused(question.settings, error), indent=2), flush=True)
         raise
     with output(needed=True):
-        text = json.dumps(plan.to_dict(), indent=2) if as_json else for_terminal(in_words(plan), sys.stdout)
-        print(text, flush=True)
+        said = json.dumps(plan.to_dict(), indent=2) if as_json else in_words(plan, settings.verbose)
+        print(said if as_json else for_terminal(said, sys.stdout), flush=True)
     if not write:
         return
     folder = Path(settings.out)

@@ -127,25 +127,24 @@ def plan_here(
     if no_kernels is not None:
         say(f"without fused kernels, which takes more memory and time: {no_kernels}")
     ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
-    here = {"ram_free_bytes": ram_free, "process": Process.here()}
-
-    def make(share: Question) -> Plan:
-        share = replace(share, **here, fused_kernels=no_kernels is None)
-        return ranks.on_first(partial(aside, make_plan, share))
-
+    question = replace(question, ram_free_bytes=ram_free, process=Process.here(), fused_kernels=no_kernels is None)
     sharing, micro_batch = None, None
     if saved is not None:
         sharing, micro_batch = saved[1].get("sharing"), saved[1]["identity"]["micro_batch"]
     possible = meshes(ranks.count, ranks.machines, ranks.alike, sharing)
+
+    def make(share: Question) -> Plan:
+        return ranks.on_first(partial(aside, make_plan, share))
+
     plan = plan_of_ranks(question, possible, ranks.on_machine, make, micro_batch)
     if plan.sharing < ranks.count:
         ranks.share_among(plan.sharing)
     return plan
 
 
-def in_words(plan: Plan) -> str:
-    """Returns the plan as text for people: some lines and, with --verbose, a table."""
-    return "\n".join([*answer(plan), *(["", plan.describe(), ""] if plan.settings.verbose else [])])
+def in_words(plan: Plan, table: bool) -> str:
+    """Returns the plan as text for people: some lines and, if `table`, a table."""
+    return "\n".join([*answer(plan), *(["", plan.describe(), ""] if table else [])])
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
@@ -293,7 +292,7 @@ def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:
 
 def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log: RunLog) -> None:
     """Prints the plan, and then sentences on the data and the export. log.txt always gets the plan's table."""
-    log.say(in_words(plan), in_words(replace(plan, settings=replace(plan.settings, verbose=True))))
+    log.say(in_words(plan, plan.settings.verbose), in_words(plan, table=True))
     for line in [*data.description.splitlines(), *computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
     if plan.settings.steps is None and plan.steps < _FEW_STEPS and (plan.settings.epochs or 1) >= 1:
