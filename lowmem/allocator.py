@@ -17,9 +17,8 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Performs the operations in `tape` on `allocator`. Each line is a JSON list: ["a", id, bytes, stream] allocates,
-    ["f", id] frees, ["e"] calls empty_cache. Skips blank lines. Raises InputError for any other line; the message has
-    `tape_name` and the line's number."""
+    """Performs the operations of `tape` (see above), one a line, on `allocator`. Skips blank lines. Raises InputError
+    for any other line; the message has `tape_name` and the line's number."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

@@ -50,9 +50,8 @@ def release_freed_memory() -> None:
 
 
 def expandable_segments() -> bool:
-    """Returns True if PyTorch's CUDA allocator uses expandable segments, according to the environment variables. If
-    none is set, returns True, because `set_environment` switches them on. Raises InputError for a setting that
-    cudasim/allocator.py does not model."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments, as the environment variables say. Without any,
+    returns True, as `set_environment` sets them. Raises InputError for what cudasim/allocator.py does not model."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}

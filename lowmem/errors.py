@@ -33,8 +33,7 @@ class InputError(LowmemError):
 
 class PlanError(LowmemError):
     """Says that no plan fits under the caps, or that a disk has no room. If caps are too small, the message names the
-    smallest caps that suffice, and other solutions. `ways_out`: the same solutions as dicts, as in plan.json; empty if
-    there are none."""
+    smallest caps that suffice, and other solutions. `ways_out`: these as dicts, as in plan.json; may be empty."""
 
     exit_code = 3
 

@@ -182,8 +182,7 @@ class Manifest:
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
         """Yields a function that fills a buffer with the next bytes of the file `name`. The caller must read the whole
-        file in the block. Raises Damaged if the file has another size or, at the end of the block, if its bytes are not
-        those that were written."""
+        file in the block. Raises Damaged if the file has another size or, at the end, other bytes than were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb", buffering=0) as file:

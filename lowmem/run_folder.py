@@ -118,8 +118,7 @@ def why_not_writable(out: Path) -> str | None:
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """Returns the error for a folder `out` that cannot be written. `reason`: the operating system's error text, or the
-    result of `why_not_writable`."""
+    """Returns the error for a folder `out` that cannot be written. `reason`: the system's, or why_not_writable's."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 

@@ -289,8 +289,7 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have `mark`. `settings` may be any object with the attributes of
-    Settings."""
+    """Returns {name: value} of the settings that have `mark`. `settings`: any object with the fields of Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 

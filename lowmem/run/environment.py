@@ -27,8 +27,7 @@ _FALSE_ALARMS = {  # {logger: the beginning of a message that is not true here}
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
     """Makes sure that no warning in the block is raised as an error. If a filter turns warnings into errors, Python's
-    default filters apply in the block instead. Also drops some misleading log messages of other packages
-    (_FALSE_ALARMS), even after the block."""
+    default filters apply there instead. Also drops misleading log messages (_FALSE_ALARMS), even after the block."""
     for name in _FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
@@ -88,8 +87,7 @@ def limit_waiting_of_threads() -> None:
 
 
 def _other_running_threads() -> int:
-    """Returns the number of other threads on the machine that run or could run now. Returns 0 if the system does not
-    report it."""
+    """Returns the number of other threads on the machine that run or could run now; 0 if the system does not say it."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("procs_running")) - 1

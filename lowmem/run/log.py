@@ -36,8 +36,7 @@ def _when(step: int) -> str:
 
 class RunLog:
     """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
-    even after an error. `rows`, `samples`: the rows of metrics.jsonl and samples.jsonl so far. They include those from
-    before training was resumed."""
+    even after an error. `rows`, `samples`: all rows of metrics.jsonl and samples.jsonl, also from before a resume."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
@@ -48,8 +47,7 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: what load_checkpoint
-        returned."""
+        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: load_checkpoint's."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]

@@ -21,8 +21,7 @@ _MARKED_UP_TO = 20  # rows; fewer are also drawn as dots, because a single row m
 
 
 def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
-    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence that says why it could not be
-    drawn."""
+    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence why it could not be drawn."""
     try:
         _import_matplotlib()
         from matplotlib import style

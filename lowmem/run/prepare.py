@@ -65,8 +65,7 @@ Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of each param
 
 @dataclass
 class Session:
-    """Holds everything that the training loop needs for the next step. `model.done`: number of steps that were done
-    before the loop began."""
+    """Holds everything that the training loop needs. `model.done`: number of steps that were done before it began."""
 
     model: LoadedModel
     data: Data

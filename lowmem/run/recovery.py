@@ -97,8 +97,7 @@ class Recovery:
     def resume(self, measures: list[dict]) -> None:
         """Changes the layout to the one that the training run had when it was saved. `measures`: its earlier measures,
         of which the last has that layout. If the plan has changed since, for example because of other caps, keeps the
-        new plan's layout. Its micro-batch is then made as small as that of the last measure, because only equal
-        micro-batches give equal bits."""
+        new plan's layout, with micro-batches as small as those of the last measure: only equal ones give equal bits."""
         self.measures += measures
         if not measures:
             return

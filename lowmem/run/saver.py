@@ -16,8 +16,7 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
-    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for a checkpoint after `done`
-    steps."""
+    """Saves checkpoints of a training run. `due(done)` says whether --save-every asks for one after `done` steps."""
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop

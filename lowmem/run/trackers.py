@@ -295,8 +295,7 @@ class _Wandb:
 
 
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
-    """Calls `action` and raises what it raises. Raises TimeoutError after `limit_seconds`; the action then goes on in a
-    daemon thread."""
+    """Calls `action` and raises what it raises. Raises TimeoutError after `limit_seconds`; its thread then goes on."""
     outcome: Future = Future()
 
     def work() -> None:
