@@ -30,10 +30,10 @@ def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
-def run_identity(settings: Settings, config: PretrainedConfig, plan: Plan, steps: int, data_fingerprint: str) -> dict:
-    """Returns the identity of a training run of `steps` steps, {name: value}. `data_fingerprint`: Data.fingerprint."""
-    return marked(settings, RUN) | {
-        "steps": steps,
+def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) -> dict:
+    """Returns the identity of the training run that has this `plan`. `data_fingerprint`: Data.fingerprint."""
+    return marked(plan.settings, RUN) | {
+        "steps": plan.steps,
         "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.layout.micro_batch,

@@ -95,5 +95,5 @@ class LoadedModel:
     def identity(self) -> dict:
         """Returns what a checkpoint and the run that resumes it must have in common, such as the model (identity.py).
         Leaves out the settings that a loop of your own chooses, such as data, batch and learning rate."""
-        identity = run_identity(self.settings, self.config, self.plan, 0, "")
+        identity = run_identity(self.config, self.plan, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

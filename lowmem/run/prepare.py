@@ -254,7 +254,7 @@ def prepare(settings: Settings) -> Iterator[Session]:
         if saved is None:
             _say_before_the_first_step(plan, data, rehearsal, log)
         _say_where_states_are(plan, ranks, log)
-        identity = run_identity(settings, config, plan, plan.steps, data.fingerprint)
+        identity = run_identity(config, plan, data.fingerprint)
         if not ranks.agree_on(identity):
             raise InputError(
                 "the processes of torchrun have read different data, models or settings: each machine needs the same "

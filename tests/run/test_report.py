@@ -88,8 +88,8 @@ SHARED = {
 
 
 def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
-    plan = Plan(settings, 3_000, 3, 1, precision, Layout(micro_batch, states_on_gpu=3), {})
-    return run_identity(settings, GPT2Config(), plan, steps, data)
+    plan = Plan(settings, 3_000, 3, 1, precision, Layout(micro_batch, states_on_gpu=3), {}, steps=steps)
+    return run_identity(GPT2Config(), plan, data)
 
 
 def test_the_table_above_has_every_setting():
