@@ -17,6 +17,7 @@ from experiments.harness import trainings
 from families import FAMILIES, MORE_FAMILIES, with_dropout
 from lowmem.core.activations import ACTIVATIONS, GELU, GELU_TANH, SILU, ActivationForward, activation_of, sum_of_rows
 from lowmem.core.layers import cast_explicitly
+from lowmem.core.products import ProductRecorder, ProductReplayer
 from lowmem.core.recorder import Recorder, holders_if_alone
 from lowmem.models.build import make_decoder
 from reference import tiny_model
@@ -214,12 +215,28 @@ def trained(**kind):
     return outcome, counting.operations, step._decoder
 
 
-def test_a_block_that_runs_again_leaves_out_its_activation():
+@pytest.mark.parametrize("kept", [0, 1, 3], ids=["inputs", "products of one", "products of three"])
+def test_a_block_that_runs_again_leaves_out_its_activation(kept):
     """Two micro-batches. Each activation is computed forward and, with its gradient, backward."""
-    _, operations, decoder = trained()
+    _, operations, decoder = trained(kept=kept)
     blocks = len(decoder.blocks)
     assert operations[torch.ops.lowmem.gated.default] == 2 * blocks
     assert operations[torch.ops.lowmem.gated_backward.default] == 2 * blocks
+
+
+def test_a_product_that_is_made_again_makes_its_activation_again(interpreted):
+    """The recorder forgets a product whose output is written later."""
+    module = TwoReaders()
+    for layer in (module.up, module.down):
+        layer.weight.data = layer.weight.data.to(BF16)
+    cast_explicitly(module, FP32, True)
+    module.act.forward = ActivationForward(module.act, GELU_TANH)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad(), ProductRecorder() as recorder:
+        y = module.down(module.act(module.up(x))).add_(1)
+    with torch.no_grad(), ProductReplayer(recorder.kept):
+        again = module.down(module.act(module.up(x))).add_(1)
+    assert [kept is None for kept in recorder.kept] == [False, True] and torch.equal(y, again)
 
 
 def test_a_user_who_changes_a_layer_after_loading_gets_the_activations_output():

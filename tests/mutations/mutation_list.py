@@ -22,7 +22,7 @@ class Mutation(mutation_list.Mutation):
 
 ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.py", "core/test_precision.py"
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
-GATES, NORMS, RECORDINGS = "core/test_activations.py", "core/test_norms.py", "core/test_recordings.py"
+ACTIVATIONS, NORMS, RECORDINGS = "core/test_activations.py", "core/test_norms.py", "core/test_recordings.py"
 SUMS = "core/test_residual_sums.py"
 ROTARY = "core/test_rotary.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
@@ -240,10 +240,16 @@ MUTATIONS = (
         "forward.off = True", "forward.off = False", SUMS),
     _change("core/kernels/layer_kernels.py", "the gradient of a norm's input lacks the mean's part",
         "        if CENTERED:\n            result -=", "        if not CENTERED:\n            result -=", NORMS),
-    _change("core/kernels/layer_kernels.py", "the gradient of a gated MLP's gate lacks the slope of GELU's cubic term",
-        "(linear + 3.0 * cubic * gate * gate)", "(linear + cubic * gate * gate)", GATES),
+    _change("core/kernels/layer_kernels.py", "the gradient for an activation lacks the slope of GELU's cubic term",
+        "(linear + 3.0 * cubic * gate * gate)", "(linear + cubic * gate * gate)", ACTIVATIONS),
     _change("core/dry_run.py", "an MLP that computes anything else is taken to be a gated one",
-        "<= _MOST_ERROR * formula", "<= formula", GATES),
+        "<= _MOST_ERROR * formula", "<= formula", ACTIVATIONS),
+    _change("core/activations.py", "a bias's gradient is that of one reader, though the tensor has two",
+        "noted if version == gradient._version else", "noted if version is not None else", ACTIVATIONS),
+    _change("core/activations.py", "an activation is left to a product though a user has changed the model since",
+        "if self.off or others", "if others", ACTIVATIONS),
+    _change("core/products.py", "a recomputation takes an activation's input for its output",
+        "and self._kept and self._kept[0] is not None", "and self._kept", ACTIVATIONS),
     _change("core/kernels/layer_kernels.py", "gradients of queries and keys are rotated forwards",
         "sin, other_sin = -other_sin, -sin", "sin, other_sin = sin, other_sin", ROTARY),
     _change("core/rotary.py", "a model that rotates other pairs is taken to rotate halves",
