@@ -2,6 +2,7 @@
 
     norms             one kernel each way, and an output in 16 bit (core/norms.py)
     sums              of the residual stream: one kernel each way with dropout and norm (core/residual_sums.py)
+    activations       computed in the product that reads them, again in backward, by one kernel (core/activations.py)
     skipped product   a block that runs again leaves out its last product (core/products.py)
     head              its products take a multiple of 8 words, and the rest apart (core/loss.py)
     recordings        a segment's operations are repeated without the model's Python (core/recordings.py)
@@ -30,17 +31,19 @@ from experiments.harness.child import Result, Setting
 from experiments.harness.measured import capped_device, random_step, runs_kernels, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import layers, loss
+from lowmem.core.activations import ActivationForward
 from lowmem.core.batch import Batch
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recordings import Recordings
+from lowmem.core.residual_sums import BlockForward
 from lowmem.core.step import TrainingStep
-from lowmem.models import build
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
-LEVERS = ("norms", "sums", "skipped product", "head", "recordings")
+SHORTCUTS = {"sums": BlockForward, "activations": ActivationForward}
+LEVERS = ("norms", *SHORTCUTS, "skipped product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
 LEARNING_RATE = 1e-5
@@ -119,8 +122,11 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
     tokens = torch.randint(0, words, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     batch, numbers = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count()
     recordings = None if "recordings" in left_out else Recordings()
+    off = tuple(kind for lever, kind in SHORTCUTS.items() if lever in left_out)
 
     def run() -> None:
+        for forward in decoder.shortcuts:
+            forward.off = isinstance(forward, off)
         decoder.skippable_layers = [None] * len(skippable) if "skipped product" in left_out else skippable
         step.operations.recordings = recordings
         with _left_out(left_out):
@@ -131,17 +137,15 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
 
 def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the levers that change how a model is made. A step without one of them needs a model of its own."""
-    return tuple(lever for lever in levers if lever in ("norms", "sums"))
+    return tuple(lever for lever in levers if lever == "norms")
 
 
 @contextmanager
 def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out. Norms and sums: of decoders that are made inside."""
+    """Leaves these changes out. Norms: of decoders that are made inside."""
     with ExitStack() as stack:
         if "norms" in levers:
             stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
-        if "sums" in levers:
-            stack.enter_context(patch.object(build, "fuse_sums", lambda decoder, dtype: None))
         if "head" in levers:
             stack.enter_context(patch.object(loss, "_aligned", lambda words: [slice(0, words)]))
         yield
