@@ -260,7 +260,7 @@ MUTATIONS = (
     _change("core/loss.py", "the gradient of the words that 8 does not divide is left out", "beta=len(others))",
         "beta=0)", "core/test_fused.py"),
     _change("core/products.py", "products that are kept are handed out one place too early",
-        "self._kept = iter(kept)", "self._kept = iter([*kept[-4:], *kept])", PRODUCTS, RECOMPUTE),
+        "self._kept = deque(kept)", "self._kept = deque([*kept[-4:], *kept])", PRODUCTS, RECOMPUTE),
     _change("core/norms.py", "norms compute in 16 bit", CAST_NORM,
         CAST_NORM.replace("x.float(), *gate, **keywords).to(x.dtype)", "x, *gate, **keywords)"), PRECISION),
     # going on
