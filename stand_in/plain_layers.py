@@ -74,7 +74,7 @@ def gated_backward(
     if up is not None:
         of_up.copy_(given * gate * share)
     if partial_sums is not None:
-        partial_sums.zero_()[0] = of_gate.flatten(0, -2).sum(0)
+        partial_sums.zero_()[:1] = of_gate.flatten(0, -2).sum(0)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:

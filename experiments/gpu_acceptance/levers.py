@@ -37,13 +37,12 @@ from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.core.recordings import Recordings
-from lowmem.core.residual_sums import BlockForward
 from lowmem.core.step import TrainingStep
+from lowmem.models import build
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
-SHORTCUTS = {"sums": BlockForward, "activations": ActivationForward}
-LEVERS = ("norms", *SHORTCUTS, "skipped product", "head", "recordings")
+LEVERS = ("norms", "sums", "activations", "skipped product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
 LEARNING_RATE = 1e-5
@@ -122,11 +121,8 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
     tokens = torch.randint(0, words, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     batch, numbers = Batch(tokens[:, :-1], tokens[:, 1:]), itertools.count()
     recordings = None if "recordings" in left_out else Recordings()
-    off = tuple(kind for lever, kind in SHORTCUTS.items() if lever in left_out)
 
     def run() -> None:
-        for forward in decoder.shortcuts:
-            forward.off = isinstance(forward, off)
         decoder.skippable_layers = [None] * len(skippable) if "skipped product" in left_out else skippable
         step.operations.recordings = recordings
         with _left_out(left_out):
@@ -137,15 +133,19 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
 
 def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the levers that change how a model is made. A step without one of them needs a model of its own."""
-    return tuple(lever for lever in levers if lever == "norms")
+    return tuple(lever for lever in levers if lever in ("norms", "sums"))
 
 
 @contextmanager
 def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out. Norms: of decoders that are made inside."""
+    """Leaves these changes out. Norms and sums: of decoders that are made inside."""
     with ExitStack() as stack:
         if "norms" in levers:
             stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
+        if "sums" in levers:
+            stack.enter_context(patch.object(build, "fuse_sums", lambda decoder, dtype: None))
+        if "activations" in levers:
+            stack.enter_context(patch.object(ActivationForward, "_is_read", lambda forward: False))
         if "head" in levers:
             stack.enter_context(patch.object(loss, "_aligned", lambda words: [slice(0, words)]))
         yield

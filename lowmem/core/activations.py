@@ -14,7 +14,8 @@ of the bias before it, which the kernel adds up, too. A gated activation moves 1
 
 The model's own code runs. In place of its output, an activation hands the next layer its `Inputs`, which only a product
 (layers.py) can read. `fuse_activations` tries each block without data: if another layer reads them, this is an error,
-and the block's activations stay as they are.
+and the block's activations stay as they are. An activation computes its output, too, if a user has replaced the product
+since, or hooked it.
 """
 
 import copy
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
 
 from lowmem.core.decoder import Decoder
-from lowmem.core.dry_run import agrees, look_at_blocks
+from lowmem.core.dry_run import agrees, is_ours, look_at_blocks
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")  # of a gated MLP
@@ -90,35 +92,53 @@ class Inputs:
 
     gate: Tensor
     up: Tensor | None
-    activation: Activation
+    source: "ActivationForward"
 
 
 class ActivationForward:
     """Takes the place of `module.forward` in an activation or a gated MLP. Hands the next product Inputs instead of the
-    activation's output. If `off`, and for a call with more arguments, the module's own forward runs."""
+    activation's output. The module's own forward runs for a call with more arguments, and if that product is no longer
+    one of layers.py. `place`: (module, name) of the product, None if it is not known yet; `reader`: the product that
+    has read the Inputs."""
 
     def __init__(self, module: nn.Module, activation: Activation):
-        self._module, self.kind, self.off = module, activation, False
+        self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
+        self.place = (module, LAYERS[-1]) if self._gated else None
+        self.reader: nn.Module | None = None
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor | Inputs:
         module = self._module
-        if self.off or others or keywords:
+        if others or keywords or not self._is_read():
             return type(module).forward(module, x, *others, **keywords)
-        if not _is_gated_mlp(module):
-            return Inputs(x.contiguous(), None, self.kind)
-        return module.down_proj(Inputs(module.gate_proj(x), module.up_proj(x), self.kind))
+        if not self._gated:
+            return Inputs(x.contiguous(), None, self)
+        inputs = Inputs(module.gate_proj(x).contiguous(), module.up_proj(x).contiguous(), self)
+        return module.down_proj(inputs)
+
+    def _is_read(self) -> bool:
+        """Returns True if the next product can read Inputs, and no hook of a user sees them."""
+        if self.place is None:
+            return True
+        layer = getattr(*self.place)
+        hooks = layer._forward_pre_hooks, layer._forward_hooks, *_hooks_of_all()
+        can = getattr(vars(layer).get("forward"), "reads_inputs", False)
+        return can and all(is_ours(hook) for of_kind in hooks for hook in of_kind.values())
+
+
+def _hooks_of_all() -> tuple[dict, dict]:
+    return of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks
 
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Returns the activation of `module` if it is an activation that the kernel computes, or a gated MLP with one.
     Otherwise returns None."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (3 * torch.randn(4, 8, generator=generator) for _ in range(2))
+    generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
+    gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
         trial = copy.copy(module)  # with other layers: a module's own may be large
         trial._modules = module._modules | dict(zip(LAYERS, (lambda _: gate, lambda _: up, nn.Identity()), strict=True))
     elif any(name in type(module).__name__.lower() for name in _NAMES) and not list(module.parameters()):
-        trial, up = module, torch.ones(())
+        trial, up = module, torch.ones(gate.shape)
     else:
         return None
     try:
@@ -126,7 +146,9 @@ def activation_of(module: nn.Module) -> Activation | None:
             truth = type(module).forward(trial, gate)
     except Exception:  # a module that needs more arguments, or its layers' weights, may raise any error
         return None
-    return next((each for each in ACTIVATIONS if agrees(truth, each(gate) * up)), None)
+    if not isinstance(truth, Tensor) or truth.shape != gate.shape:
+        return None
+    return next((each for each in ACTIVATIONS if all(map(agrees, truth, each(gate) * up))), None)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -143,16 +165,22 @@ def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
             activation = None if module in of_gated_mlps else activation_of(module)
             if activation is not None:
                 module.forward = ActivationForward(module, activation)
-    for block, runs in zip(decoder.blocks, look_at_blocks(decoder, dtype, _runs), strict=True):
-        for module in block.modules():
-            if isinstance(forward := vars(module).get("forward"), ActivationForward):
-                if runs or _is_gated_mlp(module):
-                    decoder.shortcuts.append(forward)
-                else:
-                    del module.forward
+    for block, readers in zip(decoder.blocks, look_at_blocks(decoder, dtype, _readers), strict=True):
+        for name, module in block.named_modules():
+            forward = vars(module).get("forward")
+            if not isinstance(forward, ActivationForward) or forward.place is not None:
+                continue
+            if readers and name in readers:
+                owner, _, last = readers[name].rpartition(".")
+                forward.place = block.get_submodule(owner), last
+            else:
+                del module.forward
 
 
-def _runs(block: nn.Module, run: Callable[[], object]) -> bool:
-    """Returns True unless `run` raises an error, as any other reader of Inputs does."""
+def _readers(block: nn.Module, run: Callable[[], object]) -> dict[str, str]:
+    """Returns {name of an activation of `block`: name of the product that reads its output}. Raises an error if
+    anything else reads an activation's output."""
     run()
-    return True
+    names = {module: name for name, module in block.named_modules()}
+    forwards = {name: vars(module).get("forward") for module, name in names.items()}
+    return {name: names[each.reader] for name, each in forwards.items() if getattr(each, "reader", None) in names}

@@ -72,7 +72,7 @@ class Decoder:
         self.blocks = self._find_blocks()
         # Each block's layer whose matrix product need not be computed again for backward, or None (products.py).
         self.skippable_layers: list[nn.Module | None] = [None] * len(self.blocks)
-        self.shortcuts: list = []  # forwards that fit only the model as it was loaded; `off` makes its own code run
+        self.block_forwards: list = []  # BlockForward of each block whose sums are fused (residual_sums.py)
         self.structure: list = []  # structure_of the model when these two were found (dry_run.py)
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:

@@ -82,13 +82,17 @@ class FusedProduct:
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
+        self.reads_inputs = True  # of activations.py
 
     def __call__(self, x: Tensor | Inputs) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
         # A Function takes ten microseconds more.
         run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
         if isinstance(x, Inputs):
-            return run(x.gate, weight, bias, self._transposed, x.up, x.activation)
+            if x.gate.dtype is not weight.dtype:
+                raise TypeError("the activation before this product has another dtype")
+            x.source.reader = self._module
+            return run(x.gate, weight, bias, self._transposed, x.up, x.source.kind)
         return run(x.to(weight.dtype), weight, bias, self._transposed, None, None)
 
 
@@ -117,9 +121,11 @@ class _Product(torch.autograd.Function):
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]), ctx.weight.T if ctx.transposed else ctx.weight
         bias_gradient = sum_of_rows(gradient, rows) if of_bias else None
-        x_gradient = (rows @ matrix.T).view(*gradient.shape[:-1], -1) if of_x else None
+        x_gradient = (rows @ matrix.T).view(*gradient.shape[:-1], matrix.shape[0]) if of_x else None
         up_gradient = weight_gradient = None
-        if ctx.activation is not None:
+        if ctx.activation is not None and not of_x:
+            x = ctx.activation.values(x, up).view(-1, x.shape[-1])
+        elif ctx.activation is not None:
             x, up_gradient = ctx.activation.differentiate(x_gradient, x, up)
         factors = (rows.T, x) if ctx.transposed else (x.T, rows)
         add_product = getattr(ctx.weight, "_lowmem_add_product", None)

@@ -54,8 +54,8 @@ class Operations:
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
-                for forward in decoder.shortcuts:
-                    forward.off = True
+                for forward in decoder.block_forwards:
+                    forward.own_sums = True
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from unittest.mock import patch
 
 import torch
@@ -84,6 +85,7 @@ class ProductRecorder(TorchDispatchMode):
         """Leaves the products of `layer` out of `kept`, inside `with`."""
         forward = layer.forward
 
+        @wraps(forward)
         def unrecorded(*arguments, **keywords):
             with patch.object(self, "_paused", True):
                 return forward(*arguments, **keywords)
@@ -143,11 +145,11 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values. So
-    is the activation left out that only this product reads.
-    Sums and multiples of this output are left out, too."""
+    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values.
+    Sums and multiples of this output are left out, too, and so is an activation that this product would compute."""
     forward = layer.forward
 
+    @wraps(forward)
     def skipping(*arguments, **keywords):
         until_the_end.enter_context(_Skipper())
         return forward(*arguments, **keywords)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -157,6 +158,7 @@ class Recorder(TorchDispatchMode):
             self.holders = _holders(args)
             if self.holders == self._alone and _is_dense(args[0]):
                 function = _aten.add_.Tensor
+                increment_version(args[0])  # PyTorch does it only without a dispatch mode
         result = function(*args, **kwargs)
         if not (self._paused or self.refusal):
             self._note_operation(function, args, kwargs, result)

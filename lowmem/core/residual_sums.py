@@ -175,14 +175,14 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Takes the place of the forward of `block`. Computes its sums with ResidualSums, unless it is `off`."""
+    """Takes the place of the forward of `block`. Computes its sums with ResidualSums, unless `own_sums` is set."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
-        self.off = False
+        self.own_sums = False
 
     def __call__(self, hidden: Tensor, *arguments, **keywords):
-        if self.off:
+        if self.own_sums:
             return self._forward(hidden, *arguments, **keywords)
         with ResidualSums(self._block, hidden, self.calls):
             return self._forward(hidden, *arguments, **keywords)
@@ -194,7 +194,7 @@ def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
     for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
         if any(call.changed for call in calls or ()):
             block.forward = BlockForward(block, calls)
-            decoder.shortcuts.append(block.forward)
+            decoder.block_forwards.append(block.forward)
 
 
 def _calls_of(block: nn.Module, run: Callable[[], object]) -> list[Call]:

@@ -11,7 +11,7 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import Drops, Rule, normalize_sum, normalized
 from lowmem.core.recompute import Dropout
-from lowmem.core.residual_sums import BlockForward, ResidualSums, Watch, add_dropped
+from lowmem.core.residual_sums import ResidualSums, Watch, add_dropped
 from lowmem.models.build import make_decoder
 from reference import tiny_model
 from steps import make_step
@@ -88,8 +88,8 @@ def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpre
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
     for index in (0, len(decoder.blocks) - 1):
         joined = outcome(decoder, index, hidden, extras)
-        for forward in decoder.shortcuts:
-            forward.off |= isinstance(forward, BlockForward)
+        for forward in decoder.block_forwards:
+            forward.own_sums = True
         apart = outcome(decoder, index, hidden, extras)
         for one, other in zip(joined, apart, strict=True):
             if family in TWO_NORMS and one is not None:
@@ -242,8 +242,8 @@ def test_a_dropout_that_anything_else_reads_or_that_changes_its_input_is_not_mov
 
 def fused_step(own_sums: bool):
     step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
-    for forward in step._decoder.shortcuts:
-        forward.off = own_sums and isinstance(forward, BlockForward)
+    for forward in step._decoder.block_forwards:
+        forward.own_sums = own_sums
     return step, store
 
 

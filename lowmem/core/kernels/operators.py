@@ -73,10 +73,7 @@ def _kernel(name: str):
     def launch(*arguments) -> Tensor | None:
         from lowmem.core.kernels import layer_kernels, triton_kernels  # need Triton
 
-        result = getattr(layer_kernels if hasattr(layer_kernels, name) else triton_kernels, name)(*arguments)
-        return result if returns else None
-
-    returns = _SCHEMAS[name].endswith("Tensor")
+        return getattr(layer_kernels if hasattr(layer_kernels, name) else triton_kernels, name)(*arguments)
 
     return launch
 
