@@ -124,7 +124,7 @@ def _rows(spec: str, split: str, rows: Any, reading: Reading) -> Iterator[Record
         rows = rows.select_columns(columns)
     try:
         for number, row in enumerate(rows, 1):
-            yield Record(f"{place} {number}", dict.fromkeys(names) | without_nulls(row), may_be_blank=True)
+            yield Record(f"{place} {number}", dict.fromkeys(names or row) | without_nulls(row), may_be_blank=True)
     except (ValueError, OverflowError) as error:  # a date of the year 10000
         raise InputError(f"{place} {number + 1}: cannot be read ({first_line(error).rstrip('.')})") from error
     except Exception as error:  # a stream meets the network here

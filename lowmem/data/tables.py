@@ -18,9 +18,8 @@ SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instructi
 LABEL_COLUMNS = ("label", "kto_tag")  # true for a preferred answer, false for one to avoid
 _KNOWN_COLUMNS = {*STRUCTURED_COLUMNS, *SYSTEM_COLUMNS, *LABEL_COLUMNS, "functions", "history"}
 PIECE_CHARACTERS = 2**20  # of a text file that are in memory at once
-DOCUMENT_SUFFIXES = (".txt", ".md", ".py")
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-KNOWN_SUFFIXES = (*DOCUMENT_SUFFIXES, *TABLE_SUFFIXES)
+KNOWN_SUFFIXES = (".txt", ".md", ".py", *TABLE_SUFFIXES)
 _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be one list of them"
 
 
@@ -122,16 +121,12 @@ def _refuse_twice(names: Iterable[str], where: str) -> None:
             raise InputError(f"{where}: the column {name} is given twice; remove or rename one of them")
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns an Arrow row without null entries in the objects of its columns. Arrow gives all objects of a column the
-    same keys. If an object lacks a key, Arrow writes null for it."""
-    return {name: _without_nulls(value) for name, value in row.items()}
-
-
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Returns an Arrow row, or a value in it, without the null entries of objects. Arrow gives all objects of a column
+    the same keys. If an object lacks a key, Arrow writes null for it."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
 def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
@@ -146,11 +141,7 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             _refuse_twice(names, str(path))
-            columns = used_columns(names, reading)
-            if not columns and file.metadata.num_rows:
-                yield Record(f"{path}: row 1", dict.fromkeys(names))
-                return
-            for rows in file.iter_batches(batch_size=256, columns=columns):
+            for rows in file.iter_batches(batch_size=256, columns=used_columns(names, reading)):
                 for row in rows.to_pylist():
                     number += 1
                     yield Record(f"{path}: row {number}", dict.fromkeys(names) | without_nulls(row))

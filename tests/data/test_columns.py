@@ -66,9 +66,13 @@ def test_instructions_may_be_read_as_plain_prompts(tmp_path):
 
 
 def test_a_named_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [ASKED])
-    with pytest.raises(InputError, match=r"columns \(question, answer\); give --completion-field answer"):
-        load(path, prompt_field="question")
+    for path in (write_rows(tmp_path / "a.jsonl", [ASKED]), write_table(tmp_path / "a.parquet", [ASKED])):
+        with pytest.raises(InputError, match=r"columns \(question, answer\); give --completion-field answer"):
+            load(path, prompt_field="question")
+        with pytest.raises(
+            InputError, match=r"1: nothing to train on in the columns \(question, answer\); give --prom"
+        ):
+            load(path)
 
 
 def splits(tmp_path: Path) -> Path:
