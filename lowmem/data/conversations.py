@@ -89,13 +89,20 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 def system_text(record: Record) -> str:
     """Returns the text of the row's system column, such as `system_prompt`; "" if there is none."""
-    filled = {name: record.columns[name] for name in SYSTEM_COLUMNS if record.columns.get(name)}
-    for name, text in filled.items():
-        if not isinstance(text, str):
-            raise InputError(f"{record.where}: {name} must be text, not {type(text).__name__}")
+    filled = {name: string(record, name) for name in SYSTEM_COLUMNS if record.columns.get(name)}
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
-    return next((encodable(text, record.where, name) for name, text in filled.items()), "")
+    return next(iter(filled.values()), "")
+
+
+def string(record: Record, column: str) -> str:
+    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for what is no text."""
+    value = record.columns[column]
+    if value is None:
+        raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
+    if not isinstance(value, str):
+        raise InputError(f"{record.where}: {column} must be text, not {type(value).__name__}")
+    return encodable(value, record.where, column)
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from transformers import PreTrainedTokenizerBase
 
 from lowmem.data.answers import Answers
-from lowmem.data.conversations import UntrainableRow, encodable, parse_within, read_conversation, system_text
+from lowmem.data.conversations import UntrainableRow, encodable, parse_within, read_conversation, string, system_text
 from lowmem.data.records import Reading, Record
 from lowmem.data.seams import Segments
 from lowmem.data.tables import LABEL_COLUMNS, SYSTEM_COLUMNS, used_columns
@@ -101,7 +101,7 @@ class _Prompts(Format):
 
     def write(self, row: Record) -> Segments:
         asked, answered = self._needed
-        prompt = "\n\n".join(filter(None, [system_text(row), _string(row, asked)]))
+        prompt = "\n\n".join(filter(None, [system_text(row), string(row, asked)]))
         return [(prompt, self._everything), (_filled(row, answered), True)]
 
 
@@ -117,7 +117,7 @@ class _Alpaca(Format):
         self.summary = f"instruction + {self._answer} in Alpaca's wording, {self._trained('completions')}"
 
     def write(self, row: Record) -> Segments:
-        given = _string(row, self._given) if row.columns.get(self._given) is not None else ""
+        given = string(row, self._given) if row.columns.get(self._given) is not None else ""
         opening = _ALPACA.format(_ALPACA_WITH_INPUT if given else "")
         if system := system_text(row):
             opening = f"{system}\n\n"
@@ -126,7 +126,7 @@ class _Alpaca(Format):
             segments += [(f"{opening}### Instruction:\n{question}\n\n### Response:\n", self._everything)]
             segments += [(reply + self._tokenizer.eos_token, True)]
             opening = "\n\n"
-        prompt = f"{opening}### Instruction:\n{_string(row, 'instruction')}\n\n"
+        prompt = f"{opening}### Instruction:\n{string(row, 'instruction')}\n\n"
         prompt += f"### Input:\n{given}\n\n" if given else ""
         return [*segments, (f"{prompt}### Response:\n", self._everything), (_filled(row, self._answer), True)]
 
@@ -279,17 +279,8 @@ def _refuse_labels(record: Record) -> None:
             )
 
 
-def _string(record: Record, column: str) -> str:
-    value = record.columns[column]
-    if value is None:
-        raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
-    if not isinstance(value, str):
-        raise InputError(f"{record.where}: {column} must be text, not {type(value).__name__}")
-    return encodable(value, record.where, column)
-
-
 def _filled(record: Record, column: str) -> str:
-    text = _string(record, column)
+    text = string(record, column)
     if not text:
         raise UntrainableRow(f"{record.where}: {column} is empty, so there is no token to train on; remove the row")
     return text
