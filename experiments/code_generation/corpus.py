@@ -30,7 +30,7 @@ MOST_PER_DOCUMENT = 8
 def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], list[str]]:
     """Splits a --data spec into documents to train on and held-out ones, each at most about so many bytes. InputError
     if either would be empty."""
-    source = open_source(spec, Reading(text=TEXT, steps=1))  # a number of steps: what is large is streamed
+    source = open_source(spec, Reading(text=TEXT, in_part=True))  # what is large is streamed
     if source.evaluation is not None:
         train = _until(_documents(source.train), train_bytes)
         held_out = _until(_documents(source.evaluation), held_out_bytes)

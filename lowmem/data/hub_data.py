@@ -51,15 +51,14 @@ def hub_source(path: str, config: str | None, reading: Reading, streamed: bool =
     Raises InputError if `streamed` and the whole data set is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
-    in_part = reading.steps is not None or reading.most_rows is not None
-    if streamed and not in_part:
+    if streamed and not reading.in_part:
         raise InputError(
             f"{spec} is too large to be read to its end; give --steps or --max-samples, not --epochs alone"
         )
     try:
         if hub.why_unreachable():
             datasets.config.HF_HUB_OFFLINE = True  # saves 25 seconds of retries
-        if not streamed and in_part:
+        if not streamed and reading.in_part:
             streamed = (datasets.load_dataset_builder(path, config).info.dataset_size or 0) > STREAM_ABOVE_BYTES
         splits = datasets.load_dataset(path, config, streaming=streamed)
     except Exception as error:  # datasets, the hub's client and its transport each have their own errors

@@ -11,7 +11,7 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a source is read: the names of its columns (--text-field, ...), its split, and how many rows are
+    """Says how a source is read: the names of its columns (--text-field, ...), its split, and whether all rows are
     needed."""
 
     text: str = "text"
@@ -19,14 +19,14 @@ class Reading:
     completion: str = "completion"
     messages: str = "messages"
     split: str | None = None  # the split to train on; None: "train" or a name like it, else the first
-    most_rows: int | None = None  # reads only so many rows; None: all
-    steps: int | None = None  # number of training steps; None if all rows will be read
+    in_part: bool = False  # --steps or --max-samples: not all rows need be read
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
         """Returns the Reading for texts of --data or, if `held_out`, for those of --eval-data."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
-        return cls(*names, *((None, None) if held_out else (settings.split, settings.max_samples)), settings.steps)
+        split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
+        return cls(*names, split, settings.steps is not None or most_rows is not None)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def project(finished, tmp_path, monkeypatch) -> Path:
 
 
 def read(spec: str, out: str | None = None) -> list[str]:
-    return [str(path) for path in open_source(spec, Reading(steps=1), out and Path(out)).content]
+    return [str(path) for path in open_source(spec, Reading(), out and Path(out)).content]
 
 
 def test_all_that_a_run_writes_has_a_name_here(finished):
@@ -40,7 +40,7 @@ def test_a_folder_around_runs_is_read_without_them(project, out):
     assert read("**/*.txt", out) == ["book.txt", "texts/more.txt"]
     assert read(f"{project}/**/*.json*", out) == [str(project / "rows.json")]
     named = "runs" if out == "runs" else "runs/x"
-    assert open_source(".", Reading(steps=1), out and Path(out)).remark == f" (runs and models left out: {named})"
+    assert open_source(".", Reading(), out and Path(out)).remark == f" (runs and models left out: {named})"
 
 
 def test_a_run_folder_is_out_before_it_has_anything_in_it(project):
@@ -70,7 +70,7 @@ def test_a_part_of_a_run_that_lies_elsewhere_is_no_data_either(project, finished
     shutil.rmtree("runs")
     shutil.copytree(finished / part, "texts/part")
     assert read(".") == ["book.txt", "rows.json", "texts/more.txt"]
-    assert "texts/part" in open_source(".", Reading(steps=1)).remark
+    assert "texts/part" in open_source(".", Reading()).remark
 
 
 def test_a_plan_alone_takes_no_other_file_with_it(project, finished):
@@ -117,15 +117,15 @@ def test_a_folder_that_is_called_like_a_data_set_of_the_hub_is_said_to_hide_it(t
     monkeypatch.chdir(tmp_path)
     Path(name).mkdir(parents=True)
     with pytest.raises(InputError, match=f"holds no file .*; this folder hides the hub's {name}: rename it"):
-        open_source(name, Reading(steps=1))
+        open_source(name, Reading())
     Path(name, "a.txt").write_text("a text")
     said = "" if "/" in name else " (the folder here)"
-    assert open_source(name, Reading(steps=1)).remark == open_source(f"{name}=2", Reading(steps=1)).remark == said
-    assert open_source(f"./{name}", Reading(steps=1)).remark == ""
+    assert open_source(name, Reading()).remark == open_source(f"{name}=2", Reading()).remark == said
+    assert open_source(f"./{name}", Reading()).remark == ""
 
 
 def test_the_standard_library_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert open_source("python-stdlib", Reading(steps=1)).remark == ""
+    assert open_source("python-stdlib", Reading()).remark == ""
     Path("python-stdlib").mkdir()
-    assert open_source("python-stdlib", Reading(steps=1)).remark == " (not the folder here, which is ./python-stdlib)"
+    assert open_source("python-stdlib", Reading()).remark == " (not the folder here, which is ./python-stdlib)"
