@@ -170,7 +170,7 @@ def _batches(
     make = functools.partial(Batches, end_of_text=end_of_text, document_mask=settings.document_mask, pack=settings.pack)
     if decoder_start is not None:
         make = functools.partial(
-            PairBatches, *make.args, **make.keywords, target_tokens=settings.target_tokens, decoder_start=decoder_start
+            PairBatches, **make.keywords, target_tokens=settings.target_tokens, decoder_start=decoder_start
         )
     train = make(trained, settings.batch, settings.seed, fixed=settings.fixed_batch)
     return train, [make([rows], settings.batch, None) for rows in held_out]

@@ -24,7 +24,7 @@ from lowmem.data.formats import Format, UntrainableRow, find_format, with_first_
 from lowmem.data.long_text import LongText
 from lowmem.data.records import Reading, Record, Source
 from lowmem.data.seams import Example, Seams, Segments
-from lowmem.data.stored import ArrayFolder, StoredArray
+from lowmem.data.stored import ArrayFolder, ArrayWriter, StoredArray
 from lowmem.errors import InputError
 from lowmem.settings import Settings
 from lowmem.units import MIB
@@ -177,10 +177,9 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
     """Yields `records`. If reading takes long, shows on a terminal how many tokens the `writer` has written. `name`:
     the source's name."""
-    hidden = sys.stderr is None or not sys.stderr.isatty()
     with tqdm(
-        desc=f"tokenizing {name[-40:]}", file=sys.stderr, unit=" tokens", unit_scale=True,
-        delay=_PROGRESS_AFTER_SECONDS, disable=hidden,
+        desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS,
+        disable=None if sys.stderr else True,  # None: unless stderr is a terminal
         dynamic_ncols=True, leave=False, bar_format="{desc}: {n_fmt} tokens, {rate_fmt}, {elapsed}",
     ) as bar:  # fmt: skip
         for record in records:
@@ -203,8 +202,8 @@ class _Writer:
         self.end, self.end_text = [tokenizer.eos_token_id], tokenizer.eos_token
         self.pending: list[tuple[Record, Segments]] = []
         self.pending_characters = 0
-        self.tokens = folder.writer(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
-        self.trained = None if format.packed else folder.writer(np.bool_)
+        self.tokens = ArrayWriter(folder, np.uint16 if vocabulary_size <= 2**16 else np.uint32)
+        self.trained = None if format.packed else ArrayWriter(folder, np.bool_)
         self.lengths, self.keys, self.places = array("q"), array("Q"), array("i")
         self.files: dict[str, int] = {}
         self.token_count = self.truncated = self.dropped = 0

@@ -91,30 +91,26 @@ class ArrayFolder:
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
         """Writes `chunks`, one-dimensional arrays of type `dtype`, into one new file."""
-        writer = self.writer(dtype)
+        writer = ArrayWriter(self, dtype)
         for chunk in chunks:
             writer.append(chunk)
         return writer.finish()
 
-    def writer(self, dtype: np.dtype) -> "ArrayWriter":
-        """Opens a new file in this folder for numbers of type `dtype`."""
-        name = f"{len(self.entries)}.{np.dtype(dtype).name}"
-        self.entries[name] = {}
-        return ArrayWriter(self, name, dtype)
-
 
 class ArrayWriter:
-    """Writes one array piece by piece into a file of `folder`, so that it is never whole in RAM."""
+    """Writes one array piece by piece into a new file of `folder`, so that it is never whole in RAM."""
 
-    def __init__(self, folder: ArrayFolder, name: str, dtype: np.dtype):
-        self._folder, self._name, self.dtype = folder, name, np.dtype(dtype)
-        self._file = HashedFile(folder.path / name, forget=False)  # it is read again soon
+    def __init__(self, folder: ArrayFolder, dtype: np.dtype):
+        self._folder, self._dtype = folder, np.dtype(dtype)
+        self._name = f"{len(folder.entries)}.{self._dtype.name}"
+        folder.entries[self._name] = {}
+        self._file = HashedFile(folder.path / self._name, forget=False)  # it is read again soon
         self._waiting: list[np.ndarray] = []
         self._waiting_bytes = 0
 
     def append(self, values: np.ndarray) -> None:
         """Appends numbers, converted to this file's dtype. Short arrays are collected before they are written."""
-        self._waiting.append(np.asarray(values).astype(self.dtype))
+        self._waiting.append(np.asarray(values).astype(self._dtype))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= MIB:
             self._flush()
@@ -122,7 +118,7 @@ class ArrayWriter:
     def finish(self) -> StoredArray:
         self._flush()
         self._folder.entries[self._name] = self._file.finish()
-        return StoredArray(self._folder.path / self._name, self.dtype)
+        return StoredArray(self._folder.path / self._name, self._dtype)
 
     def _flush(self) -> None:
         if self._waiting:
