@@ -143,7 +143,6 @@ QUICK_CASES = {
     "data/test_chat_templates.py::test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refused": 8,
     "data/test_packing.py::test_loss_and_gradients_are_those_of_each_example_by_itself": 8,
     "data/test_prepared.py::test_tokenizing_takes_no_more_ram_than_is_stated": 0,
-    "data/test_dataset.py::test_batch_order_is_the_same_in_another_process": 0,
     "data/test_prepared.py::test_a_disk_that_is_too_small_for_the_tokens_is_refused_before_it_is_full": 4,
     "data/test_seams.py::test_any_text_cut_into_segments_keeps_its_tokens": 4,
     "data/test_seams.py::test_prompt_and_completion_are_the_tokens_of_their_text": 8,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from loading import in_order, load, trained_text, write_rows, write_table, write_texts
+from loading import in_order, load, trained_text, write_rows, write_table
 
 from lowmem.data.records import Reading
 from lowmem.data.sources import open_source
@@ -117,13 +117,3 @@ def test_a_long_text_counts_once(tmp_path, monkeypatch):
         (tmp_path / f"{name}.txt").write_text(f"{name * 9}\n" * 40)
     documents = load(tmp_path, max_samples=2).train.parts[0].documents
     assert documents.lengths.tolist() == [401, 401]
-
-
-def test_nothing_is_held_out_where_that_is_asked_for(tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for split in ("train", "test"):
-        write_texts(folder / f"{split}.jsonl", f"{split} " * 40)
-    for spec in (folder, folder / "train.jsonl"):
-        assert load(spec, eval_fraction=0).evaluations == ()
-    assert load(folder, eval_fraction=0.01).evaluations

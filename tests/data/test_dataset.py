@@ -14,7 +14,6 @@ from lowmem.data.records import Reading
 from lowmem.data.sources import open_source
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
-from runs import python
 from tests.data.loading import (
     CONVERSATION,
     END,
@@ -107,16 +106,6 @@ def test_batch_order_does_not_touch_the_global_generators(tmp_path):
     states = np.random.get_state()[1].copy(), torch.get_rng_state()
     load(tmp_path / "a.txt").train.batch(5)
     assert np.array_equal(np.random.get_state()[1], states[0]) and torch.equal(torch.get_rng_state(), states[1])
-
-
-def test_batch_order_is_the_same_in_another_process(tmp_path):
-    numbered(tmp_path / "a.txt", 40)
-    program = (
-        "from tests.data.loading import load; import sys\nprint(load(sys.argv[1]).train.batch(5).input_ids.tolist())"
-    )
-    here = load(tmp_path / "a.txt").train.batch(5).input_ids.tolist()
-    there = python("-c", program, tmp_path / "a.txt")
-    assert json.loads(there.stdout) == here
 
 
 def test_fixed_batch_is_the_same_batch_every_step(tmp_path):

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from lowmem.data import hub_data
-from lowmem.data.downloaded import find_split_files
 from lowmem.data.hub_data import choose_splits
 from lowmem.data.records import Reading
 from lowmem.data.sources import is_on_hub, open_source
@@ -274,7 +273,3 @@ def test_columns_that_are_not_used_are_named_for_every_kind_of_file(tmp_path, mo
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: loaded)
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: loaded["train"])
     assert "; columns not used: id, source" in load("org/name", steps=None).description
-
-
-def test_a_folder_without_files_is_no_layout(tmp_path):
-    assert find_split_files(tmp_path, [], None, None) is None
