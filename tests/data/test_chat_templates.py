@@ -77,13 +77,24 @@ NO_TOOLS = {
 }
 
 
-def tokenizer_of(template):
-    """Bytes, and every special token that the template writes."""
+def bytes_with(template):
     tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<bos>"})
-    tokenizer.add_tokens(sorted(set(re.findall(r"</?[|｜]?[A-Za-z][\w▁]*[|｜]?>", template))), special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def tokenizer_of(template):
+    """Bytes, and every special token that the template writes."""
+    tokenizer = bytes_with(template)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.add_tokens(sorted(set(re.findall(r"</?[|｜]?[A-Za-z][\w▁]*[|｜]?>", template))), special_tokens=True)
+    return tokenizer
+
+
+def loaded(tmp_path, tokenizer, *conversations, **options):
+    """The data of CHAT, or of these conversations."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in conversations or (CHAT,)])
+    return load(path, tokenizer, len(tokenizer), **{"seq": 128, "batch": 1} | options)
 
 
 def trained_pieces(name, messages, tools=None):
@@ -116,9 +127,7 @@ def test_the_whole_text_is_what_transformers_writes(name):
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "gemma"])
 def test_a_template_whose_special_tokens_are_plain_text_to_the_tokenizer_trains_the_same(name):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATES[name]
-    answers = Answers(tokenizer)
+    answers = Answers(bytes_with(TEMPLATES[name]))
     segments = answers.segments(Conversation("a.jsonl:1", CHAT), everything=False)
     assert [text for text, trained in segments if trained] == TRAINED[name] and not answers.notes
 
@@ -138,24 +147,42 @@ def test_tool_calls_are_trained_and_what_tools_return_is_not_or_the_row_is_refus
 def test_generation_marks_in_a_template_are_the_labels(tmp_path, name):
     tokenizer = tokenizer_of(TEMPLATES[name])
     encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    labels = load(path, tokenizer, len(tokenizer), seq=4096, batch=1).train.batch(0).labels[0].tolist()
+    labels = loaded(tmp_path, tokenizer, seq=4096).train.batch(0).labels[0].tolist()
     marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     expected = [token if generated else -100 for token, generated in marked]
     assert labels[: len(expected) - 1] == expected[1:]
 
 
+def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
+    tokenizer = bytes_with(
+        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    data = loaded(tmp_path, tokenizer, CHAT[:2], CHAT[:3], batch=2)
+    batch = data.train.batch(0)
+    assert trained_text(batch, 0) == "Two.$\n"
+    assert trained_text(batch, 1) == "Two.$\n"  # the open question after it is not trained, nor its end
+    assert "through the chat template" in data.description
+
+
 def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
+    tokenizer = bytes_with(
         "{% for m in messages %}[{{ m.role[0] }}]{{ m.content if loop.last or m.role == 'user' else m.content[:2] }};"
         "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
     )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
-    data = load(path, tokenizer, seq=128, eval_data=str(path))
-    batch = data.evaluations[0].batch(0)
-    assert [bytes(row[row >= 0].tolist()[:-1]) for row in batch.labels] == [b"Three.;", b"Two.;"]
+    data = loaded(tmp_path, tokenizer, CHAT, CHAT[:2], batch=2)
+    trained = [trained_text(data.train.batch(0), row) for row in (0, 1)]
+    assert sorted(trained) == ["Three.;$", "Two.;$"]
     assert "only the last answer of 1 of them, since the chat template rewrites earlier ones" in data.description
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_everything_is_trained(tmp_path):
+    tokenizer = bytes_with("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(InputError, match=r"a\.jsonl:1: .*--train-on all"):
+        loaded(tmp_path, tokenizer)
+    train = loaded(tmp_path, tokenizer, train_on="all").train
+    assert trained_text(train.batch(0)) == "What is 2?Two.And 3?Three.$"
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")
@@ -165,18 +192,14 @@ def test_a_template_that_rewrites_old_turns_trains_the_last_one_and_says_so(tmp_
 def test_reasoning_that_a_template_leaves_out_of_the_last_answer_is_counted(tmp_path, name, left_out):
     tokenizer = tokenizer_of(TEMPLATES[name])
     thoughtful = [CHAT[0], {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nTwo."}]
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": thoughtful}, {"messages": CHAT}])
-    data = load(path, tokenizer, len(tokenizer), seq=1024)
     said = "leaves out the reasoning of the last answer in 1 of them; --chat-template FILE"
-    assert (said in data.description) == left_out
+    assert (said in loaded(tmp_path, tokenizer, thoughtful, CHAT, seq=1024).description) == left_out
     apart = [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": apart}, {"messages": CHAT}])
-    assert (said in load(path, tokenizer, len(tokenizer), seq=1024).description) == (name != "qwen3")
+    assert (said in loaded(tmp_path, tokenizer, apart, CHAT, seq=1024).description) == (name != "qwen3")
 
 
 def test_a_system_message_and_tools_that_a_template_leaves_out_are_counted(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
+    tokenizer = bytes_with(
         "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
@@ -194,49 +217,40 @@ def test_a_system_message_and_tools_that_a_template_leaves_out_are_counted(tmp_p
 ])  # fmt: skip
 @pytest.mark.parametrize("train_on", ["completion", "all"])
 def test_a_template_without_the_answers_is_refused(tmp_path, template, train_on):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = template
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(InputError, match=r"a\.jsonl:1: the chat template does not write the assistant's answers"):
-        load(path, tokenizer, seq=128, train_on=train_on)
+        loaded(tmp_path, bytes_with(template), train_on=train_on)
 
 
 @pytest.mark.parametrize(("end", "trained"), [
     ("{{ eos_token }}", "Two.$Three.$"), ("<end>", "Two.<end>Three.<end>\n$"), ("", "Two.Three.\n$"),
 ])  # fmt: skip
 def test_behind_generation_marks_a_text_ends_once_and_that_end_is_trained(tmp_path, end, trained):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
+    tokenizer = bytes_with(
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         + end
         + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    train = load(path, tokenizer, seq=128, batch=1).train
+    train = loaded(tmp_path, tokenizer).train
     assert trained_text(train.batch(0)) == trained
     assert tokens_of(train)[-2:] == ([END, ord("\n")] if "eos" in end else [ord("\n"), END])
 
 
 def test_generation_marks_around_nothing_are_none(tmp_path):
     """Seen to fail: no example had a token to train on, whatever its length."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
+    tokenizer = bytes_with(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    assert trained_text(load(path, tokenizer, seq=128, batch=1).train.batch(0)) == "Two.Three.$"
+    assert trained_text(loaded(tmp_path, tokenizer).train.batch(0)) == "Two.Three.$"
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_always(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
+    tokenizer = bytes_with(
         "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT[:2]}])
-    data = load(path, tokenizer, seq=128, batch=1)
+    data = loaded(tmp_path, tokenizer, CHAT[:2])
     assert bytes(data.train.batch(0).input_ids[0].tolist()).startswith(b"26 Jul 2024[user]")
     assert "told that today is 2024-07-26" in data.description and "strftime_now" in tokenizer.chat_template
 
@@ -247,10 +261,8 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
         "{% for m in messages %}{% if m.role == 'assistant' %}A{% generation %}{{ m.content }}.{% endgeneration %}"
         "{% else %}U{{ m.content }}{% endif %}{% endfor %}"
     )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    data = load(path, tokenizer, seq=128, batch=1, chat_template=str(file))
-    labels = data.train.batch(0).labels[0]
-    assert bytes(labels[labels >= 0].tolist()[:-1]) == b"Two..Three.." and tokenizer.chat_template == file.read_text()
+    batch = loaded(tmp_path, tokenizer, chat_template=str(file)).train.batch(0)
+    assert trained_text(batch) == "Two..Three..$" and tokenizer.chat_template == file.read_text()
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -260,19 +272,17 @@ def test_chat_template_file_is_used_and_left_on_the_tokenizer(tmp_path):
 def test_a_missing_or_broken_chat_template_file_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "chat.jinja").write_bytes(content)
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(InputError, match=message) as caught:
-        load(path, chat_template=str(tmp_path / "chat.jinja"))
+        loaded(tmp_path, byte_level_tokenizer(), chat_template=str(tmp_path / "chat.jinja"))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
 def test_what_a_template_raises_is_said_with_the_row(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('Roles must alternate.') }}"
+    tokenizer = bytes_with("{{ raise_exception('Roles must alternate.') }}")
     with pytest.raises(
         InputError, match=r"a\.jsonl:1: the chat template refuses the conversation \(Roles must alternate\)"
     ):
-        load(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)
+        loaded(tmp_path, tokenizer)
 
 
 # The beginning-of-text token

@@ -164,30 +164,6 @@ def test_messages_without_a_template_use_the_default_one_say_so_and_leave_it_on_
     assert trained_text(load(path, seq=128, batch=1, train_on="all").train.batch(0)).startswith("ser: Hi")
 
 
-def test_a_tokenizers_own_template_is_used_and_its_end_is_not_doubled(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION[:2]}, {"messages": CONVERSATION[:3]}])
-    data = load(path, tokenizer, seq=128, eval_data=str(path))
-    batch = data.evaluations[0].batch(0)
-    assert trained_text(batch, 0) == "Hello$\n"
-    assert trained_text(batch, 1) == "Hello$\n"  # the open question after it is not trained, nor its end
-    assert "through the chat template" in data.description
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_everything_is_trained(tmp_path):
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
-    with pytest.raises(InputError, match=r"a\.jsonl:1: .*--train-on all"):
-        load(path, tokenizer, seq=128)
-    assert trained_text(load(path, tokenizer, seq=128, train_on="all").train.batch(0)) == "HiHelloByeSee you$"
-
-
 def test_long_examples_are_cut_and_counted_and_dropped_when_no_trained_token_is_left(tmp_path):
     sizes = [(1, 30), (17, 1), (1, 1), (14, 2)]
     rows = [{"prompt": "p" * prompt, "completion": "c" * completion} for prompt, completion in sizes]
