@@ -1,7 +1,5 @@
 """Which columns, which split and how many rows are trained on: --prompt-field and the like, --split, --max-samples."""
 
-from pathlib import Path
-
 import pytest
 from loading import in_order, load, trained_text, write_rows, write_table
 
@@ -16,11 +14,8 @@ def test_prompt_and_completion_are_the_columns_that_are_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [ASKED | {"text": "both", "prompt": "p", "completion": "c"}])
     batches = in_order(path, prompt_field="question", completion_field="answer", seq=32)
     assert trained_text(batches.batch(0)) == "two$"
-    assert "question + answer, trained on the completions; columns not used: text, prompt" in describe(batches)
-
-
-def describe(batches) -> str:
-    return batches.parts[0].documents.description
+    said = batches.parts[0].documents.description
+    assert "question + answer, trained on the completions; columns not used: text, prompt" in said
 
 
 def test_a_table_s_named_columns_are_read(tmp_path):
@@ -38,12 +33,6 @@ def test_columns_of_a_csv_file_may_be_separated_as_spreadsheets_of_some_language
     assert trained_text(in_order(tmp_path / "a.csv", seq=32).batch(0)) == "two$"
     (tmp_path / "a.csv").write_text(f"prompt{mark}completion\na{mark}b{mark}c\n")
     with pytest.raises(InputError, match="does not have the 2 fields .* quote fields that contain"):
-        in_order(tmp_path / "a.csv", seq=32)
-
-
-def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"prompt,completion\ra,b\r")
-    with pytest.raises(InputError, match="bad CSV: a carriage return alone; quote that field"):
         in_order(tmp_path / "a.csv", seq=32)
 
 
@@ -69,33 +58,24 @@ def test_a_named_column_that_is_not_there_is_refused_with_those_that_are(tmp_pat
     for path in (write_rows(tmp_path / "a.jsonl", [ASKED]), write_table(tmp_path / "a.parquet", [ASKED])):
         with pytest.raises(InputError, match=r"columns \(question, answer\); give --completion-field answer"):
             load(path, prompt_field="question")
-        with pytest.raises(
-            InputError, match=r"1: nothing to train on in the columns \(question, answer\); give --prom"
-        ):
+        with pytest.raises(InputError, match=r"1: nothing to train on in the columns \(question, answer\); give"):
             load(path)
 
 
-def splits(tmp_path: Path) -> Path:
-    for split in ("train_sft", "test_sft", "train_gen"):
-        write_rows(tmp_path / f"{split}.jsonl", [{"prompt": "a", "completion": f"{split}{n}"} for n in range(3)])
-    return tmp_path
-
-
 def test_a_split_is_taken_by_its_name(tmp_path):
-    folder = splits(tmp_path)
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n"
-        + "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train_sft", "train_gen", "test_sft"))
-        + "---\n"
-    )
-    source = open_source(str(folder), Reading(split="train_gen"))
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    for name in ("train_sft", "train_gen", "test_sft"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": "a", "completion": f"{name}{n}"} for n in range(3)])
+        card += f"  - split: {name}\n    path: {name}.jsonl\n"
+    (tmp_path / "README.md").write_text(f"{card}---\n")
+    source = open_source(str(tmp_path), Reading(split="train_gen"))
     assert [row.columns["completion"] for row in source.train] == ["train_gen0", "train_gen1", "train_gen2"]
     assert source.splits == ("train_sft", "train_gen", "test_sft") and "split train_gen" in source.remark
     with pytest.raises(InputError, match="--split train: there is no such split; there are train_sft, train_gen"):
-        open_source(str(folder), Reading(split="train"))
+        open_source(str(tmp_path), Reading(split="train"))
     with pytest.raises(InputError, match=r"--split train_sft\[:10%\]: .* give --max-samples"):
-        open_source(str(folder), Reading(split="train_sft[:10%]"))
-    assert "evaluated on" in load(folder, split="train_sft", eval_fraction=0.1, seq=32).description
+        open_source(str(tmp_path), Reading(split="train_sft[:10%]"))
+    assert "evaluated on" in load(tmp_path, split="train_sft", eval_fraction=0.1, seq=32).description
 
 
 def test_a_split_of_data_without_splits_is_refused(tmp_path):

@@ -97,13 +97,6 @@ def test_parts_of_text_are_joined_and_a_weight_of_0_is_not_trained(tmp_path, unt
     )
 
 
-@pytest.mark.parametrize("unclear", [{"weight": 0.5}, {"loss": "maybe"}, {"train": [1]}])
-def test_a_weight_that_is_neither_0_nor_1_is_named(tmp_path, unclear):
-    answer = {"role": "assistant", "content": "Hello", **unclear}
-    with pytest.raises(InputError, match=rf"message 2: {next(iter(unclear))} is .*0 or false"):
-        read(tmp_path, {"messages": [CONVERSATION[0], answer]})
-
-
 def test_of_prompt_and_completion_as_messages_only_the_completion_is_trained(tmp_path):
     marked = byte_level_tokenizer()
     marked.chat_template = (
@@ -135,6 +128,9 @@ BAD_ROWS = {
     "an image": (of(IMAGE), "messages, message 1: a part of kind image_url is not text"),
     "no role": ({"messages": [{"content": "Hi"}]}, "messages, message 1: there is no role"),
     "two roles": (of("a", **{"from": "gpt"}), "message 1: role and from differ"),
+    "a weight of a half": (of("a", weight=0.5), "message 1: weight is 0.5; .*0 or false"),
+    "a loss in words": (of("a", loss="maybe"), "message 1: loss is 'maybe'; .*0 or false"),
+    "a list as training": (of("a", train=[1]), r"message 1: train is \[1\]; .*0 or false"),
     "two contents": (of("a", value="b"), "message 1: content and value differ"),
     "no content": (of(), "message 1: there is no content"),
     "a number as content": (of(5), "message 1: content must be text or a list of parts"),
@@ -239,12 +235,10 @@ def test_a_json_object_with_one_list_of_rows_is_that_list(tmp_path, content, ind
 
 def test_a_json_file_may_be_one_row_or_json_lines(tmp_path):
     row = {"messages": CONVERSATION}
-    (tmp_path / "a.json").write_text(json.dumps(row, indent=1))
-    assert load(tmp_path / "a.json", seq=128, batch=1).train.rows == 1
-    (tmp_path / "a.json").write_text(json.dumps(row))
-    assert load(tmp_path / "a.json", seq=128, batch=1).train.rows == 1
-    (tmp_path / "a.json").write_text("\n" + json.dumps(row) + "\n" + json.dumps(row))
-    assert load(tmp_path / "a.json", seq=128, batch=1).train.rows == 2
+    line = json.dumps(row)
+    for content, rows in ((json.dumps(row, indent=1), 1), (line, 1), (f"\n{line}\n{line}", 2)):
+        (tmp_path / "a.json").write_text(content)
+        assert load(tmp_path / "a.json", seq=128, batch=1).train.rows == rows
     (tmp_path / "a.json").write_text(json.dumps({"a": [row], "b": [row]}))
     with pytest.raises(InputError, match=r"a\.json:1: nothing to train on in the columns \(a, b\)"):
         load(tmp_path / "a.json")

@@ -320,6 +320,7 @@ BAD_FILES = {
     "unknown columns": ("a.jsonl", b'{"question": "a", "reply": "b"}\n', r"columns \(question, reply\).*--text-field"),
     "two readings": ("a.jsonl", b'{"text": "a", "messages": []}\n', r"more than one way \(messages or text\)"),
     "short CSV row": ("a.csv", b"text,n\na,1\nb\n", r"a\.csv:3: the row does not have the 2 fields"),
+    "carriage returns": ("a.csv", b"prompt,completion\ra,b\r", "bad CSV: a carriage return alone; quote that field"),
     "open quote": ("a.csv", b'text\n"a\n', r"a\.csv:2: bad CSV"),
     "not Parquet": ("a.parquet", b"PAR1 no", r"a\.parquet: not a Parquet file"),
     "unknown kind": ("a.rst", b"# a", r"a\.rst: files of kind \.rst are not read"),
