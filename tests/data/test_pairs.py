@@ -88,14 +88,6 @@ def test_turns_between_answers_are_in_the_target_and_not_trained(load, tmp_path)
     assert [token for token in batch.labels[0].tolist() if token != -100] == [*b"abc", END]
 
 
-def test_micro_batches_are_rows_in_their_order(load):
-    batch = load("".join(f"line {number:04d}\n" for number in range(100)), "a.txt").train.batch(0)
-    pieces = batch.micro_batches(3)
-    assert [len(piece.source_mask) for piece in pieces] == [3, 1]
-    for name in ("input_ids", "labels", "source_mask"):
-        assert torch.equal(torch.cat([getattr(piece, name) for piece in pieces]), getattr(batch, name))
-
-
 def test_to_train_on_everything_is_refused_since_the_source_would_be_empty(load):
     with pytest.raises(InputError, match="--train-on all: an encoder-decoder trains on its targets"):
         load(json.dumps({"prompt": "abc", "completion": "xyz"}) + "\n", "a.jsonl", train_on="all")
