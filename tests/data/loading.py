@@ -37,10 +37,10 @@ def write_rows(path: Path, rows) -> Path:
     return path
 
 
-def write_table(path: Path, rows: list[dict]) -> Path:
-    """Writes a Parquet file, if pyarrow is installed."""
+def write_table(path: Path, rows) -> Path:
+    """Writes a Parquet file of rows or of Arrow's table, if pyarrow is installed."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows) if isinstance(rows, list) else rows, path)
     return path
 
 

@@ -336,11 +336,10 @@ def test_bad_input_is_refused_with_its_place(tmp_path, case):
 
 def test_a_parquet_file_whose_texts_are_not_utf_8_is_refused(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
     texts = pyarrow.array([b"fine", b"\xb4 is no UTF-8"]).cast(pyarrow.string(), safe=False)
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "texts.parquet")
+    path = write_table(tmp_path / "texts.parquet", pyarrow.table({"text": texts}))
     with pytest.raises(InputError, match="texts.parquet: not UTF-8 within 256 rows of row 1"):
-        load(tmp_path / "texts.parquet")
+        load(path)
 
 
 def test_unknown_names_and_empty_folders_are_refused(tmp_path):

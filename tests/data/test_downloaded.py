@@ -230,9 +230,9 @@ def test_values_that_python_cannot_hold_are_refused_with_their_row(tmp_path):
         [("role", pyarrow.string()), ("content", pyarrow.string()), ("time", pyarrow.timestamp("ms"))]
     ))  # fmt: skip
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1], late)})
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "late.parquet")
+    path = write_table(tmp_path / "late.parquet", table)
     with pytest.raises(InputError, match=r"late\.parquet: Python cannot hold a value within 256 rows of row 1"):
-        load(tmp_path / "late.parquet")
+        load(path)
 
 
 def test_a_data_set_of_which_every_row_is_skipped_says_why(tmp_path):
@@ -246,7 +246,7 @@ def test_a_data_set_of_which_every_row_is_skipped_says_why(tmp_path):
 def test_a_column_that_is_given_twice_is_refused(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
-    pytest.importorskip("pyarrow.parquet").write_table(twice, tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", twice)
     (tmp_path / "a.csv").write_text("text,id,text\na,1,b\n")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "a", "text": "b"}\n')
     (tmp_path / "a.json").write_text('[{"text": "a"},\n{"text": "a",\n"text": "b"}]')

@@ -47,11 +47,6 @@ def examples(of, rows: list[dict], tmp_path, **more) -> list[tuple[list[int], li
     return [(found.tokens[start:end].tolist(), trained[start:end]) for start, end in spans]
 
 
-def example(of, columns: dict, tmp_path, **more) -> tuple[list[int], list[bool]]:
-    [found] = examples(of, [columns], tmp_path, **more)
-    return found
-
-
 def whole(of, text: str) -> tuple[int, list[int]]:
     """Returns the number of tokens before the text, and all tokens: the tokenizer's, and one end of text."""
     begun, body = of(text)["input_ids"], of(text, add_special_tokens=False)["input_ids"]
@@ -100,7 +95,8 @@ def test_any_text_cut_into_segments_keeps_its_tokens(kind, text, cuts):
 def test_sources_and_targets_are_texts_of_their_own(tmp_path):
     """An encoder-decoder is given the one and writes the other, which begins as every text of its tokenizer does."""
     of = of_kind("t5", ends=True)
-    ids, trained = example(of, {"prompt": "the cat", "completion": "yes, the dog"}, tmp_path, target_tokens=50)
+    row = {"prompt": "the cat", "completion": "yes, the dog"}
+    [(ids, trained)] = examples(of, [row], tmp_path, target_tokens=50)
     source, target = (of(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "yes, the dog"))
     assert ids == [*source, *target, of.eos_token_id]
     assert trained == [False] * len(source) + [True] * (len(target) + 1)
@@ -114,7 +110,7 @@ def test_what_is_put_before_a_text_may_be_several_tokens(tmp_path):
     special = [(token, of.convert_tokens_to_ids(token)) for token in ("<|user|>", "<s>")]
     of.backend_tokenizer.post_processor = processors.TemplateProcessing("<|user|> <s> $A", None, special)
     for text, begun in (("the cat", True), ("<|user|><s>the cat", False)):
-        ids, _ = example(of, {"text": text}, tmp_path)
+        [(ids, _)] = examples(of, [{"text": text}], tmp_path)
         assert ids == [*(number for _, number in special * begun), *of(text, add_special_tokens=False)["input_ids"], 2]
     assert json.loads(of.backend_tokenizer.to_str())["post_processor"], "it is there as before"
     assert find_format(Record("a:1", {"messages": CONVERSATION}), Reading(), "completions", of).begin == ()
@@ -140,5 +136,5 @@ def test_a_sample_goes_on_from_the_tokens_that_examples_begin_with(begins, ends,
         config=LlamaConfig(), eval=lambda: None, generate=lambda input_ids, **_: given.append(input_ids) or input_ids
     )
     sample(SimpleNamespace(model=model, head_weight=torch.zeros(1), needs_sources=False), of, "the cat")
-    ids, _ = example(of, {"prompt": "the cat", "completion": "\n"}, tmp_path)
+    [(ids, _)] = examples(of, [{"prompt": "the cat", "completion": "\n"}], tmp_path)
     assert given[0][0].tolist() == ids[:-2]
