@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import sys
@@ -27,14 +28,6 @@ from tests.data.loading import (
     write_texts,
 )
 
-
-def all_tokens(rows) -> list[int]:
-    """Returns the packed tokens, read back through the batches: every row's inputs in order, then the last label."""
-    batches = [rows.batch(index) for index in range(len(rows))]
-    inputs = torch.cat([batch.input_ids for batch in batches])
-    return [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]
-
-
 # Packing
 
 
@@ -42,9 +35,11 @@ def test_packed_rows_are_the_documents_end_to_end_with_nothing_lost_but_the_tail
     texts = [f"document {index} " * (index + 1) for index in range(9)]
     evaluation = in_order(write_texts(tmp_path / "a.jsonl", *texts))
     expected = [token for text in texts for token in [*text.encode(), END]]
-    tokens = all_tokens(evaluation)
+    batches = [evaluation.batch(index) for index in range(len(evaluation))]
+    inputs = torch.cat([batch.input_ids for batch in batches])
+    tokens = [*inputs.flatten().tolist(), int(batches[-1].labels[-1, -1])]
     assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
-    batch = evaluation.batch(0)
+    batch = batches[0]
     assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:]) and batch.labels[0, -1] == batch.input_ids[1, 0]
     assert batch.position_ids is None and batch.document_ids is None
 
@@ -319,6 +314,7 @@ BAD_FILES = {
     "short CSV row": ("a.csv", b"text,n\na,1\nb\n", r"a\.csv:3: the row does not have the 2 fields"),
     "carriage returns": ("a.csv", b"prompt,completion\ra,b\r", "bad CSV: a carriage return alone; quote that field"),
     "open quote": ("a.csv", b'text\n"a\n', r"a\.csv:2: bad CSV"),
+    "compressed Parquet": ("a.parquet", gzip.compress(b"rows"), r"a\.parquet is compressed with gzip"),
     "not Parquet": ("a.parquet", b"PAR1 no", r"a\.parquet: not a Parquet file"),
     "unknown kind": ("a.rst", b"# a", r"a\.rst: files of kind \.rst are not read"),
     "too short": ("a.txt", b"a", r"do not fill one row of 16"),

@@ -1,6 +1,5 @@
 """Data sets in folders: downloaded from the hub, saved by `datasets`, or fetched without Git LFS."""
 
-import gzip
 import json
 
 import pytest
@@ -209,12 +208,6 @@ def test_git_lfs_pointers_are_named(tmp_path, name):
     for spec in (tmp_path / "set", tmp_path / "set" / name):
         with pytest.raises(InputError, match="git lfs pull"):
             load(spec)
-
-
-def test_a_compressed_parquet_file_is_named(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(gzip.compress(b"rows"))
-    with pytest.raises(InputError, match="a.parquet is compressed with gzip"):
-        load(tmp_path / "a.parquet")
 
 
 def test_the_folder_of_the_hub_s_client_is_what_its_main_branch_is(tmp_path):
