@@ -1,6 +1,4 @@
-"""Defines the Triton kernels of layers: norms, sums with dropout, gated MLPs, rotary embeddings.
-
-Each makes one pass over memory per direction.
+"""Defines the Triton kernels of layers: norms, sums with dropout, activations, rotary embeddings.
 
 Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
 PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
@@ -163,18 +161,9 @@ def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int,
     [..., D], for a D that 4 divides, and are contiguous."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
-        x,
-        x if added is None else added,
-        y,
-        seeds,
-        number,
-        n,
-        p,
-        _factor(p),
-        ADDS=added is not None,
-        BLOCK=BLOCK,
+        x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def _factor(p: float) -> float:
@@ -206,8 +195,8 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
-    """Returns activation(gate) * up; `up` None stands for 1. The last three arguments choose the activation
-    (activations.Activation). Both tensors are contiguous and have one shape."""
+    """Returns activation(gate) * up; `up` None stands for 1. The last three arguments are those of
+    activations.Activation. Both tensors are contiguous and have one shape."""
     n, y = gate.numel(), torch.empty_like(gate)
     _gated[(triton.cdiv(n, BLOCK),)](
         gate, gate if up is None else up, y, n, linear, cubic, ERF=erf, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
@@ -297,9 +286,10 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:
         return
+    steps = [step for table in (cos, sin) for step in (table.stride(0) if len(table) > 1 else 0, table.stride(1))]
     q_block, k_block, block, passed = (_power_of_2(n) for n in (q_heads, k_heads, half, width - 2 * half))
     _rotate[(tokens * batch,)](
-        q, k, cos, sin, new_q, new_k, *q.stride()[:3], *k.stride()[:3], *_strides(cos), *_strides(sin), tokens, width,
+        q, k, cos, sin, new_q, new_k, *q.stride()[:3], *k.stride()[:3], *steps, tokens, width,
         half, q_heads, k_heads, BACKWARD=backward, COLUMNS=block, Q_HEADS=q_block, K_HEADS=k_block, PASSED=passed,
         num_warps=min(16, max(4, q_block * block // 256)),
     )  # fmt: skip
@@ -309,11 +299,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
 def _power_of_2(number: int) -> int:
     """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return triton.next_power_of_2(number) if number else 0
-
-
-def _strides(table: Tensor) -> tuple[int, int]:
-    """Returns the steps from sequence to sequence and from token to token of `table` [B or 1, T, R]."""
-    return table.stride(0) if len(table) > 1 else 0, table.stride(1)
 
 
 @triton.jit
