@@ -21,6 +21,7 @@ from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
+from lowmem.core.recorder import address_of
 from lowmem.core.recordings import Recordings
 from lowmem.errors import InputError
 
@@ -51,11 +52,22 @@ class Operations:
                 "a parameter of the model was added, or its requires_grad was changed, after the model was loaded; a "
                 "step trains the parameters that were loaded, all of them"
             )
+        if not all(map(self._is_of_store, decoder.model.parameters())):
+            raise InputError(
+                "a parameter of the model has other memory than when it was loaded, as after model.to(dtype); a step "
+                "would update only the memory that was loaded"
+            )
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
                 for forward in decoder.block_forwards:
                     forward.own_sums = True
+
+    def _is_of_store(self, parameter: Tensor) -> bool:
+        """Returns True if the store has the memory of `parameter`, or if its weights visit the device."""
+        part = self.store.part_of(self._names[id(parameter)])
+        visits = part.weights_streamed or self.store.ranks.count > 1
+        return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
         """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""

@@ -109,6 +109,8 @@ class TrainingStep:
             step = operator.index(step)
         except TypeError:
             raise InputError(f"step number {step!r}: give a whole number") from None
+        if not torch.is_grad_enabled():
+            raise InputError("a step needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
         batch, learning_rate = as_batch(batch, self._decoder, self.most), checked_rate(learning_rate)
         self._updates.refuse_halfway()
         self._discard_attempt()  # gradients of a step that an error or Ctrl-C has ended

@@ -30,7 +30,8 @@ from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 _UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
-_WITHOUT_GPU = "CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class"  # in PyTorch's errors
+# In PyTorch's errors:
+_WITHOUT_GPU = "CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"
 _READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
 _FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MODES = "__torch_function__", "__torch_dispatch__"
@@ -68,6 +69,10 @@ def cuda_peak(
     with patch.object(torch.cuda, "get_device_capability", lambda *_: known.capability):
         recorder = record(lambda _: function(), device_model)
     memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
+    if not memory.at_peak.keys() - {"workspaces", "inside_operations"}:  # which code for the CPU takes here, too
+        raise InputError(
+            "this code has put nothing on a GPU; name the device 'cuda' in it: here, torch.cuda.is_available() is False"
+        )
     seconds = max(recorder.clock.host, recorder.clock.gpu)
     return Peak(memory.reserved_peak_bytes, memory.allocated_peak_bytes, memory.at_peak, seconds)
 

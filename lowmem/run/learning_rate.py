@@ -78,7 +78,7 @@ def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(
         f"this run was to end after {before.updates} steps and is extended to {course.updates}: its learning rate, "
-        f"{before.rate(saved['updates']):.3g} so far, is {course.rate(saved['updates']):.3g} from here and "
+        f"{before.rate(max(saved['updates'] - 1, 0)):.3g} so far, is {course.rate(saved['updates']):.3g} from here and "
         f"{falls[course.schedule]}"
     )
 

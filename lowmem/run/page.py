@@ -7,7 +7,7 @@ that holds the JSON, because every `<` is escaped; the page's script only ever w
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,13 +34,22 @@ MOST_POINTS = 2000  # of a curve; of a longer run, the page has every second, th
 _PLACEHOLDER = "null /* the data of the runs */"
 
 
-def write_page(folders: Sequence[Path], path: Path) -> None:
-    """Writes a page about the training runs in `folders` to `path`. Raises InputError if a folder has no run."""
+def write_page(folders: Sequence[Path], path: Path, say: Callable[[str], None] = print) -> None:
+    """Writes a page about the training runs in `folders` to `path`. Leaves out folders without a run that can be shown;
+    `say` gets a sentence about each. Raises InputError if none is left."""
+    names, runs = short_names(map(str, folders)), []
     for folder in folders:
-        if not is_run(folder):
-            raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
-    names = short_names(map(str, folders))
-    replace_file(path, make_page([run_data(folder, names[str(folder)]) for folder in folders]))
+        try:
+            if not is_run(folder):
+                raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
+            runs.append(run_data(folder, names[str(folder)]))
+        except InputError as error:
+            if len(folders) == 1:
+                raise
+            say(f"{error}; it is left out")
+    if not runs:
+        raise InputError("no run is left to show")
+    replace_file(path, make_page(runs))
 
 
 def make_page(runs: list[dict]) -> str:

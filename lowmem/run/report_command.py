@@ -24,12 +24,8 @@ def main(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         folders = [Path(run).expanduser() for run in options.runs]
-        if runs := [folder for folder in folders if is_run(folder)]:
-            for folder in folders:
-                if folder not in runs:
-                    say(f"lowmem report: {folder} is no run folder, and is left out")
-            folders = runs
-        path = folders[0] if runs and len(folders) == 1 else Path()
+        runs = [folder for folder in folders if is_run(folder)]
+        path = runs[0] if len(runs) == 1 else Path()
         if options.out is not None:
             path = Path(options.out).expanduser()
             if not path.parent.is_dir():
@@ -40,7 +36,7 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"--out {path} is there already, and is not an .html file: give another name")
         try:
             with interrupt_ends_at_once():
-                write_page(folders, path)
+                write_page(folders, path, lambda sentence: say(f"lowmem report: {sentence}"))
         except OSError as error:
             temporary = error.filename is None or str(error.filename).endswith(".partial")
             raise InputError(f"{path if temporary else error.filename}: {error.strerror}") from None

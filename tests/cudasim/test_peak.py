@@ -155,6 +155,7 @@ REFUSED = {
     "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
     "dummy base class": lambda _: torch.cuda.Event(enable_timing=True),
     "fake tensor": lambda x: torch.compile(Net())(x),
+    "sparse tensors": lambda x: F.embedding(x.long(), nn.Parameter(x[:, None]), sparse=True).sum().backward(),
 }  # fmt: skip
 
 
@@ -166,6 +167,18 @@ def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
     assert "\n" not in str(refused.value)
     if "reads" in said:
         assert str(refused.value).startswith("test_peak.py:")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_code_that_uses_no_gpu_is_refused():
+    def usual():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        module = torch.nn.Linear(64, 64).to(device)
+        module(torch.ones(2, 64, device=device)).sum().backward()
+
+    for code in (usual, lambda: None):
+        with pytest.raises(lowmem.InputError, match="put nothing on a GPU; name the device 'cuda'"):
+            lowmem.cuda_peak(code)
 
 
 def test_tensors_made_of_numbers_count_and_so_does_what_is_resized():

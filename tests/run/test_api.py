@@ -90,6 +90,33 @@ def test_a_parameter_that_is_frozen_or_added_after_loading_is_refused(change):
     assert model.step(batch, 1, learning_rate=1e-3).updated
 
 
+@pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.double, lambda m: replaced(m.lm_head)])
+def test_weights_in_other_memory_than_when_loaded_are_refused(change):
+    """Else steps change the memory that was loaded, and the model computes the same loss for ever."""
+    model = lowmem.load(TINY)
+    tokens = torch.arange(64).view(4, 16)
+    batch = {"input_ids": tokens, "labels": tokens}
+    model.decoder.model.float()
+    model.step(batch, 0, learning_rate=1e-3)
+    change(model.decoder.model)
+    with pytest.raises(lowmem.InputError, match="a parameter of the model has other memory than when it was loaded"):
+        model.step(batch, 1, learning_rate=1e-3)
+
+
+def replaced(module: torch.nn.Module) -> None:
+    module.weight.data = module.weight.data.clone()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_and_the_next_one_works(mode):
+    model = lowmem.load(TINY)
+    tokens = torch.arange(64).view(4, 16)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with mode(), pytest.raises(lowmem.InputError, match="a step needs gradients"):
+        model.step(batch, 0, learning_rate=1e-3)
+    assert model.step(batch, 0, learning_rate=1e-3).updated
+
+
 def test_the_loop_in_docs_runs_as_it_stands(tmp_path):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len([line for line in code.splitlines() if line]) <= MOST_LINES

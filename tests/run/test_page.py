@@ -195,6 +195,12 @@ def test_a_browser_draws_the_page_zooms_in_by_a_drag_and_out_by_a_double_click(r
 
 def test_of_several_folders_those_that_are_no_runs_are_left_out(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", "run", ".", "--out", "page.html"]) == 0
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    with open(damaged / "metrics.jsonl", "a") as file:
+        file.write('{"step": "a", "loss": "b"}\n')
+    assert main(["report", "run", ".", "damaged", "--out", "page.html"]) == 0
     said = capsys.readouterr()
-    assert said.out == "page.html\n" and said.err == "lowmem report: . is no run folder, and is left out\n"
+    assert said.out == "page.html\n" and said.err.count("; it is left out\n") == said.err.count("\n") == 2
+    assert ": . is no run folder" in said.err and ": damaged: its files cannot be shown" in said.err
+    assert len(data_of((tmp_path / "page.html").read_text())) == 1
+    assert main(["report", ".", "damaged"]) == 2 and "no run is left to show" in capsys.readouterr().err
