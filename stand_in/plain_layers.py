@@ -4,8 +4,6 @@ tests/core/test_norms.py, test_activations.py and test_rotary.py run the kernels
 import torch
 from torch import Tensor
 
-from lowmem.core.activations import Activation
-
 
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None, epsilon: float, offset: float,
@@ -56,7 +54,7 @@ def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
-    return (Activation(linear, cubic, erf)(gate.float()) * (1.0 if up is None else up)).to(gate.dtype)
+    return (gate * _share(gate.float(), linear, cubic, erf) * (1.0 if up is None else up)).to(gate.dtype)
 
 
 def gated_backward(
@@ -65,7 +63,7 @@ def gated_backward(
 ) -> None:  # fmt: skip
     y.copy_(gated(gate, up, linear, cubic, erf).view(y.shape))
     given, gate = gradient.float(), gate.float()
-    share = (1 + torch.erf(gate * 0.5**0.5)) / 2 if erf else torch.sigmoid(gate * (linear + cubic * gate * gate))
+    share = _share(gate, linear, cubic, erf)
     slope = share + gate * share * (1 - share) * (linear + 3 * cubic * gate * gate)
     if erf:
         slope = share + gate * torch.exp(-gate * gate / 2) / (2 * torch.pi) ** 0.5
@@ -75,6 +73,11 @@ def gated_backward(
         of_up.copy_(given * gate * share)
     if partial_sums is not None:
         partial_sums.zero_()[:1] = of_gate.flatten(0, -2).sum(0)
+
+
+def _share(gate: Tensor, linear: float, cubic: float, erf: bool) -> Tensor:
+    """Returns activation(gate) / gate."""
+    return (1 + torch.erf(gate * 0.5**0.5)) / 2 if erf else torch.sigmoid(gate * (linear + cubic * gate * gate))
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
