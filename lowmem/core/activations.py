@@ -12,10 +12,10 @@ So a recomputed block need not compute the values, and a block that keeps its gr
 width, a GELU in a recomputed block moves 12 bytes in all: 4 forward and 8 backward. It was 14, and 2 for the gradient
 of the bias before it, which the kernel adds up, too. A gated activation moves 18 bytes instead of 22.
 
-The model's own code runs. In place of its output, an activation hands the next layer its `Inputs`, which only a product
-(layers.py) can read. `fuse_activations` tries each block without data: if another layer reads them, this is an error,
-and the block's activations stay as they are. An activation computes its output, too, if a user has replaced the product
-since, or hooked it.
+The model's own code runs. An activation hands the next layer its `Inputs` and not its output. Only a product of
+layers.py can read them. `fuse_activations` tries each block without data: if another layer reads them, this is an
+error, and the block's activations stay as they are. If a user replaces or hooks the product later, the activation
+computes its output. No GPU has run this code yet.
 """
 
 import copy
@@ -120,13 +120,10 @@ class ActivationForward:
         if self.place is None:
             return True
         layer = getattr(*self.place)
-        hooks = layer._forward_pre_hooks, layer._forward_hooks, *_hooks_of_all()
         can = getattr(vars(layer).get("forward"), "reads_inputs", False)
+        hooks = [layer._forward_pre_hooks, layer._forward_hooks] if can else []
+        hooks += [of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks]
         return can and all(is_ours(hook) for of_kind in hooks for hook in of_kind.values())
-
-
-def _hooks_of_all() -> tuple[dict, dict]:
-    return of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks
 
 
 def activation_of(module: nn.Module) -> Activation | None:

@@ -4,7 +4,7 @@
     cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
     normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
     drop                        dropout, and a sum (residual_sums.py)                   (layer_kernels.py)
-    gated, ..._backward         an MLP's activation (activations.py), and its gradients  (layer_kernels.py)
+    gated, ..._backward         an MLP's activation (activations.py), its gradients     (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
     add_rows                    accumulator[ids] += rows, of which one for each id is not zero      (PyTorch)
