@@ -138,10 +138,8 @@ class Search:
         if best is not None:
             most = columns.expected_kept(column, fitting[0], columns.first_kept(column), self.room.gpu)
             computing = columns.expected_seconds(column, most)
-            if self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
+            if computing >= best.seconds or self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
                 return self._found(column, least, fitting[0])
-            if computing >= best.seconds:
-                return Found(column.layout(least, fitting[0]), columns.simulated(column), column)
         fastest, some = None, fitting
         if fitting[-1] == columns.simulations.units:  # no copies, and no slots for them
             fastest, some = self._with_most_kept(column, fitting[-1]), fitting[:-1]
