@@ -10,6 +10,7 @@ from pathlib import Path
 from experiments.bigger_models import table as bigger_models
 from experiments.bigger_models import today
 from experiments.code_generation import table as code_generation
+from experiments.gpu_acceptance import planned_levers
 from experiments.gpu_acceptance import table as speed
 from experiments.harness.options import without_options
 from experiments.harness.tables import Page, put_all
@@ -55,6 +56,10 @@ def sections() -> str:
             "stock `transformers` model's forward and backward (bf16 autocast, uncompiled, no cap), by the same clock",
             speed.plans_table(planned),
             "![Speed by tokens per step](../experiments/gpu_acceptance/results/speed.png)",
+            f"**Predicted: {planned_levers.BATCH} x {planned_levers.SEQ:,} tokens on the card's own memory**, without "
+            "single changes of the code as a multiple of the step with all. The limit is the time of the model's own "
+            "FLOP at the rate of large matrix products (`experiments/gpu_acceptance/planned_levers.py`)",
+            planned_levers.table(planned_levers.ROWS.committed()),
             "**Predicted against measured**",
             speed.memory_table(measured),
             "RAM of training runs on the CPU, GiB:",

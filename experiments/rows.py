@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.bigger_models import plans, today
-from experiments.gpu_acceptance import predicted
+from experiments.gpu_acceptance import planned_levers, predicted
 from experiments.harness import rows as row_file
 from experiments.harness.options import exit_code_of, parser_of
 from experiments.harness.planned_rows import PlannedRows
@@ -72,6 +72,7 @@ def everything() -> list[Made]:
         planned(plans.ROWS, 235, "--all", is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
         planned(published.ROWS, 2),
+        planned(planned_levers.ROWS, 10),
         made(predicted, predicted.RESULTS, predicted.NAME, 30),
     ]  # fmt: skip
 

@@ -108,7 +108,7 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
 
 def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out: tuple[str, ...]) -> TrainingStep:
     precision, kernels = sixteen_bit(device), runs_kernels(device)
-    with _left_out(left_out):
+    with without(left_out):
         decoder = make_decoder(config, precision, "fp32", kernels)
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)
     case = StepCase(shape.seq, shape.batch, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"])
@@ -125,7 +125,7 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
     def run() -> None:
         decoder.skippable_layers = [None] * len(skippable) if "skipped product" in left_out else skippable
         step.operations.recordings = recordings
-        with _left_out(left_out):
+        with without(left_out):
             step(batch, next(numbers), LEARNING_RATE)
 
     return run
@@ -137,13 +137,19 @@ def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _left_out(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out. Norms and sums: of decoders that are made inside."""
+def without(levers: tuple[str, ...]) -> Iterator[None]:
+    """Leaves these changes out. Norms, sums, rotary and skipped products: of decoders that are made inside."""
     with ExitStack() as stack:
         if "norms" in levers:
             stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
         if "sums" in levers:
             stack.enter_context(patch.object(build, "fuse_sums", lambda decoder, dtype: None))
+        if "rotary" in levers:
+            stack.enter_context(patch.object(layers, "rotary_forward", lambda module: None))
+        if "skipped product" in levers:
+            stack.enter_context(
+                patch.object(build, "skippable_layers", lambda decoder, _: [None] * len(decoder.blocks))
+            )
         if "activations" in levers:
             stack.enter_context(patch.object(ActivationForward, "_is_read", lambda forward: False))
         if "head" in levers:

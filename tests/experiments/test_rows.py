@@ -12,7 +12,7 @@ import pytest
 
 from experiments import rows
 from experiments.bigger_models import plans, today
-from experiments.gpu_acceptance import predicted
+from experiments.gpu_acceptance import planned_levers, predicted
 from experiments.harness import rows as row_file
 from experiments.harness.models import MODELS
 from experiments.harness.options import under_runs
@@ -116,6 +116,17 @@ def test_gpu_acceptance_predicts_what_its_row_says():
     row = committed(predicted.RESULTS / predicted.NAME, card="rtx3060", model="gpt2-large", batch=1)
     names = ("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "ram_peak_bytes", "step_seconds")
     as_committed(found.to_dict()["predicted"], row, *names)
+
+
+@pytest.mark.parametrize("way", ["all", "without norms", "without sums", "without rotary", "without any"])
+def test_without_a_change_a_step_takes_what_its_row_says(way):
+    """A step without a change takes longer than with all. If patching one had no effect, it would not."""
+    rows = {row["name"]: row for row in planned_levers.ROWS.committed()}
+    assert rows.keys() == {case.name for case in planned_levers.CASES}
+    cases = {case.way: case for case in planned_levers.CASES if case.name.startswith("Qwen/Qwen3-0.6B, h100")}
+    found, with_all = planned(cases[way]), rows[cases["all"].name]["step_seconds"]
+    as_committed(found, rows[cases[way].name], "step_seconds", "limit_seconds")
+    assert way == "all" or found["step_seconds"] > 1.01 * with_all
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

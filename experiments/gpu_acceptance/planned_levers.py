@@ -1,0 +1,124 @@
+"""Predicts how near a step comes to the card's limit, and what single changes of its code give, by plans without each.
+
+    python -m experiments.gpu_acceptance.planned_levers [--only NAME ...] [--jobs N] [--out DIR]
+
+64 x 1,024 tokens, exact AdamW with clipping, on the card's own memory. The changes are those of levers.py, and
+`rotary`: one kernel each way (core/rotary.py). A plan without a change may have another layout, because memory and
+time are then different. The limit is the time of the model's own FLOP, with nothing recomputed and causal attention
+counted half, at the rate that the card's large matrix products reach. An hour on one core.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.gpu_acceptance.levers import without
+from experiments.gpu_acceptance.predicted import RESULTS, precision_of
+from experiments.harness.options import exit_code_of
+from experiments.harness.planned_rows import PlannedRows
+from experiments.harness.tables import markdown
+from lowmem.core.precision import WORKING_DTYPES
+from lowmem.cudasim.gpus import Card, card_named
+from lowmem.models.build import load_config, make_decoder
+from lowmem.planning.planner import make_plan
+from lowmem.planning.question import Question
+from lowmem.settings import Settings
+
+SEQ, BATCH = 1024, 64
+LEVERS = ("norms", "sums", "activations", "rotary", "skipped product", "head")
+WITHOUT_EFFECT = {"gpt2": ("rotary",), "": ("head",)}  # GPT-2 has none; the others' vocabularies are multiples of 8
+CARDS = {
+    "gpt2-large": ("rtx3060", "rtx3090", "rtx4090", "t4", "h100"),
+    "gpt2-xl": ("rtx3060", "rtx3090", "rtx4090", "t4", "h100"),
+    "Qwen/Qwen3-0.6B": ("rtx3060", "rtx4090", "h100"),
+    "Qwen/Qwen3-1.7B": ("rtx3060", "rtx4090", "h100"),
+    "meta-llama/Llama-3.2-1B": ("rtx3060", "rtx4090", "h100"),
+}  # by model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan of `model` on `card` without the changes `levers`."""
+
+    model: str
+    card: str
+    levers: tuple[str, ...]
+
+    @property
+    def way(self) -> str:
+        return "all" if not self.levers else f"without {self.levers[0] if len(self.levers) == 1 else 'any'}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.card}, {self.way}"
+
+    def row(self) -> dict:
+        return {"kind": "planned", "model": self.model, "card": self.card, "way": self.way, "seq": SEQ, "batch": BATCH}
+
+    def plan(self) -> dict:
+        card, config = card_named(self.card), load_config(self.model, "random")
+        settings = Settings(
+            model=self.model, init="random", seq=SEQ, batch=BATCH, gpu=card.name, gpu_limit_bytes=None, plan_only=True
+        )
+        with without(self.levers):
+            plan = make_plan(Question(settings, config, precision_of(card), card))
+        said = plan.to_dict()
+        return {"limit_seconds": limit_seconds(config, card), "choice": said["choice"], **said["predicted"]}
+
+
+def limit_seconds(config, card: Card) -> float:
+    """Returns the time of the FLOP of a forward and backward pass over BATCH x SEQ tokens, at the rate of large matrix
+    products. Counts the products with the blocks' matrices and with the head, and causal attention."""
+    decoder, precision = make_decoder(config, precision_of(card), "fp32"), WORKING_DTYPES[precision_of(card)]
+    matrices = [each for block in decoder.blocks for each in block.parameters() if each.dim() == 2]
+    weights = sum(each.numel() for each in (*matrices, decoder.head_weight))
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_size
+    of_token = 6 * weights + 6 * SEQ * width * config.num_hidden_layers  # two forward, four backward; attention: half
+    return BATCH * SEQ * of_token / card.sustained_flops(precision)
+
+
+def table(rows: list[dict]) -> str:
+    """Returns a table of steps and their limits, one line per card and model."""
+    found = {row["name"]: row for row in rows}
+    lines = []
+    for model, cards in CARDS.items():
+        for card in cards:
+            ways = {case.way: found.get(case.name) for case in cases_of(model, card)}
+            if any(row is None for row in ways.values()):
+                continue
+            step, limit = ways["all"]["step_seconds"], ways["all"]["limit_seconds"]
+            each = (ways.get(f"without {lever}") for lever in LEVERS)
+            multiples = ["" if row is None else f"{row['step_seconds'] / step:.3f}" for row in each]
+            bare = ways["without any"]["step_seconds"]
+            lines.append(
+                [card, model.rpartition("/")[2], f"{limit:.3g} s", f"{bare:.3g} s", f"{step:.3g} s",
+                 f"{limit / bare:.2f}", f"{limit / step:.2f}", *multiples]
+            )  # fmt: skip
+    header = ("card", "model", "limit", "step without any", "step", "limit / step without any", "limit / step")
+    return markdown((*header, *(f"without {lever}" for lever in LEVERS)), lines)
+
+
+def cases_of(model: str, card: str) -> list[Case]:
+    idle = next(levers for prefix, levers in WITHOUT_EFFECT.items() if model.startswith(prefix))
+    levers = tuple(lever for lever in LEVERS if lever not in idle)
+    ways: Sequence[tuple[str, ...]] = ((), *((lever,) for lever in levers), levers)
+    return [Case(model, card, way) for way in ways]
+
+
+def line(row: dict) -> str:
+    if row["error"]:
+        return f"{row['name']}: {row['error']}"
+    share = row["limit_seconds"] / row["step_seconds"]
+    return f"{row['name']}: {row['step_seconds']:.4g} s, {share:.3f} of the limit ({row['planning_seconds']:.0f} s)"
+
+
+CASES = tuple(case for model, cards in CARDS.items() for card in cards for case in cases_of(model, card))
+ROWS = PlannedRows(
+    "experiments.gpu_acceptance.planned_levers", __doc__.split("\n")[0], RESULTS / "planned_levers.jsonl", CASES, line,
+    jobs=1, code=("experiments/gpu_acceptance/levers.py",),
+)  # fmt: skip
+main = ROWS.main
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))
