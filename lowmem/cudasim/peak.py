@@ -69,7 +69,7 @@ def cuda_peak(
     with patch.object(torch.cuda, "get_device_capability", lambda *_: known.capability):
         recorder = record(lambda _: function(), device_model)
     memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
-    if not memory.at_peak.keys() - {"workspaces", "inside_operations"}:  # which code for the CPU takes here, too
+    if not memory.at_peak:
         raise InputError(
             "this code has put nothing on a GPU; name the device 'cuda' in it: here, torch.cuda.is_available() is False"
         )
@@ -108,7 +108,7 @@ class _CudaIsMeta(TorchFunctionMode):
     _replacements = {  # keys are compared by equality: Python wraps a property's getter again at each access
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
         Tensor.is_cuda.__get__: lambda tensor: tensor.is_meta or tensor.is_cuda,
-        Tensor.cuda: lambda tensor, *_, **__: tensor.to(META),
+        Tensor.cuda: lambda tensor, device=None, *_, **__: tensor.to(_on_meta(_by_number(device or 0))),
         Tensor.pin_memory: lambda tensor, *_, **__: tensor,
     }
 
@@ -120,11 +120,11 @@ class _CudaIsMeta(TorchFunctionMode):
         if func in _READS_NUMBERS and any(isinstance(value, Tensor) and value.is_meta for value in given):
             _refuse_number()
         if func is torch.device:  # the code may compare the device; a function that gets it maps it
-            return func(*[f"cuda:{value}" if type(value) is int else value for value in args[:1]], *args[1:], **kwargs)
+            return func(*map(_by_number, args[:1]), *args[1:], **kwargs)
         if func is Tensor.to:
-            args = [CUDA if type(value) is int else value for value in args]
-        if type(kwargs.get("device")) is int:
-            kwargs["device"] = CUDA
+            args = map(_by_number, args)
+        if "device" in kwargs:
+            kwargs["device"] = _by_number(kwargs["device"])
         result = func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
         if func in _FROM_NUMBERS:
             self._note(result)
@@ -153,7 +153,7 @@ def modes_in_backward(*modes: Callable) -> Iterator[None]:
 def _devices_by_number() -> AbstractContextManager:
     """Makes `module.to(0)` inside `with` mean the GPU."""
     parse = torch._C._nn._parse_to
-    parsed = lambda *args, **options: parse(*(CUDA if type(each) is int else each for each in args), **options)  # noqa: E731
+    parsed = lambda *args, **options: parse(*map(_by_number, args), **options)  # noqa: E731
     return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
@@ -169,10 +169,16 @@ def _storages_resized(recorder: Recorder) -> AbstractContextManager:
     return patch.object(torch.UntypedStorage, "resize_", resized)
 
 
+def _by_number(value):
+    return torch.device("cuda", value) if type(value) is int else value
+
+
 def _on_meta(value):
-    if isinstance(value, torch.device):
-        return META if value.type == "cuda" else value
-    return META if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+    if not isinstance(value, str | torch.device) or not f"{value}".startswith("cuda"):
+        return value
+    if f"{value}" not in ("cuda", "cuda:0"):
+        raise InputError(f"this code uses {value}, and the simulation has one GPU, cuda:0; call it for each GPU's part")
+    return META
 
 
 def _refuse_number() -> None:

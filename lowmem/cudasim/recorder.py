@@ -122,21 +122,23 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _outcome(self, func, args: tuple, kwargs: dict, result) -> Outcome:
-        model = self.device_model
-        results = tensors_in(result)
+        model, results = self.device_model, tensors_in(result)
         owners = results[:1] if is_view(func) else results  # views share a storage, and may be more the next time
         places = {id(tensor): index for index, tensor in enumerate(results)}
-        seconds, more = model.seconds(func, args, kwargs, result), model.more_host_seconds.get(func, 0.0)
+        seconds, temporaries = (of(func, args, kwargs, result) for of in (model.seconds, model.hidden_bytes))
+        host = (each + model.more_host_seconds.get(func, 0.0) for each in model.host_seconds)
+        if results and not any(tensor.is_meta for tensor in results):  # user code on the CPU
+            seconds, temporaries = 0.0, ()
         return Outcome(
             results_of(func, args, kwargs, result),
             tuple(places[id(tensor)] for tensor in model.allocated(func, args, kwargs, owners)),
-            tuple(model.hidden_bytes(func, args, kwargs, result)),
-            tuple(Span.of_operation(host + more, seconds) for host in model.host_seconds),
+            tuple(temporaries),
+            tuple(Span.of_operation(each, seconds) for each in host),
         )
 
     def _record(self, func, args: tuple, result, outcome: Outcome) -> None:
         thread = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-        if func in cuda_ops.CUBLAS_OPERATORS:
+        if func in cuda_ops.CUBLAS_OPERATORS and args[0].is_meta:
             self._take_workspace(thread)
         self._settle()
         copied_first = func in sizes_of.COPIED_FIRST

@@ -157,9 +157,21 @@ REFUSED = {
     "fake tensor": lambda x: torch.compile(Net())(x),
     "sparse tensors": lambda x: F.embedding(x.long(), nn.Parameter(x[:, None]), sparse=True).sum().backward(),
 }  # fmt: skip
+SECOND_GPU = (
+    lambda x: x.to("cuda:1"), lambda x: x.to(1), lambda x: x.cuda(1), lambda x: Net().to(1), lambda x: Net().cuda(1),
+    lambda x: torch.ones(1, device=torch.device("cuda", 1)), lambda x: torch.ones(1, device=1),
+    lambda x: torch.ones(1, device=torch.device(1)), lambda x: x.new_zeros(1, device="cuda:1"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "code"), [*(("reads a tensor's value", code) for code in READING), *REFUSED.items()])
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        *(("reads a tensor's value", code) for code in READING),
+        *(("uses cuda:1, and the simulation has one GPU", code) for code in SECOND_GPU),
+        *REFUSED.items(),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
     with pytest.raises(lowmem.InputError, match=said) as refused:
@@ -167,6 +179,18 @@ def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
     assert "\n" not in str(refused.value)
     if "reads" in said:
         assert str(refused.value).startswith("test_peak.py:")
+
+
+def test_what_the_cpu_computes_takes_nothing_of_the_card():
+    def code(products):
+        x = torch.ones(512, 512)
+        for _ in range(products):
+            x = x @ x
+        return x.cuda().sum()
+
+    without, with_products = (lowmem.cuda_peak(lambda n=n: code(n)) for n in (0, 3))
+    assert with_products.by_name == without.by_name
+    assert with_products.seconds - without.seconds < 1e-4  # what the host takes to launch three operations
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
