@@ -23,6 +23,7 @@ from lowmem.core.optimizers import BLOCK, Optimizer, State, cut_state, state_lay
 from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
 from lowmem.core.ranks import Ranks
 from lowmem.core.transfers import MakeTensor
+from lowmem.errors import InputError
 from lowmem.units import round_up
 
 PIECE = 2**22
@@ -242,6 +243,9 @@ class Store:
             self.parts += [part] if part.pieces else []
         self.pieces = [piece for part in self.parts for piece in part.pieces]
         self._part_of = {name: part for part in self.parts for name in part.names()}
+
+    def __reduce__(self):  # for copies and pickles, whose parameters would be views no more
+        raise InputError("a loaded model cannot be copied or pickled: save it with model.save, or with lowmem.export")
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
         """Returns {(a unit's number, True for its matrices or False for its vectors): their Placement}. `units`: number

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
@@ -36,6 +37,7 @@ class LoadedModel:
     decoder: Decoder
     step: TrainingStep
     done: int = 0
+    __reduce__ = Store.__reduce__  # refuses a copy before the decoder's copy takes memory
 
     def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
         """Returns the mean loss in nats over all tokens of `batches` that have a label. A batch is a Batch, or a dict

@@ -1,6 +1,8 @@
 """`import lowmem` and `python -m lowmem`: what a program of one's own can call."""
 
+import copy
 import json
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +107,16 @@ def test_weights_in_other_memory_than_when_loaded_are_refused(change):
 
 def replaced(module: torch.nn.Module) -> None:
     module.weight.data = module.weight.data.clone()
+
+
+def test_a_loaded_model_is_neither_copied_nor_pickled():
+    """A copy's weights and its updates would lie in different memory."""
+    model = lowmem.load(TINY)
+    for whole in (model, model.step):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(lowmem.InputError, match="cannot be copied or pickled: save it"):
+                copied(whole)
+    copy.deepcopy(model.decoder.model)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
