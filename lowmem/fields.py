@@ -29,7 +29,6 @@ _RANGES = (  # (names of fields, a test of the value, the text of the refusal)
     ("seed", lambda value: 0 <= value < 2**32, f"must be a whole number from 0 to {2**32 - 1}"),
     ("eval_fraction", lambda value: 0 <= value < 1, "must be at least 0 and below 1; 0 holds nothing out"),
 )  # fmt: skip
-_MAY_BE_BLANK = ("sample_prompt", "report_to")
 _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out", "resume")
 
 
@@ -101,6 +100,4 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 def _read(name: str, text: str) -> str:
     """Returns `text` as the field `name` of Settings stores it: unchanged, except that `~` in a path is replaced by the
     home folder. Raises InputError for an empty text, a bad path, or text that is not UTF-8."""
-    if name not in _MAY_BE_BLANK and ("\0" in text or not text.strip()):
-        raise InputError(f"{option_name(name)} must not be empty.")
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)

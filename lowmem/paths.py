@@ -19,8 +19,10 @@ def shown(text: str) -> str:
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Returns `text`, the value of `option`. Raises InputError if it is not UTF-8, because no file, tracker or
-    tokenizer could take it."""
+    """Returns `text`, the value of `option`. Raises InputError if it is empty, except for --sample-prompt. Also raises
+    InputError if it is not UTF-8, because no file, tracker or tokenizer could take it."""
+    if option != "--sample-prompt" and ("\0" in text or not text.strip()):
+        raise InputError(f"{option} must not be empty.")
     if _NOT_UTF8.search(text):
         raise InputError(f"{option} {shown(text)}: this is not UTF-8; rename it, or type it in UTF-8.")
     return text

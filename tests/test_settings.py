@@ -97,7 +97,7 @@ OPTION_VALUES += [
     ("--eval-data held.jsonl --eval-data wikitext", "eval_data", ("held.jsonl", "wikitext")),
     ("--chat-template-path chat.jinja", "chat_template", "chat.jinja"),
     *[("--document-mask on", "document_mask", True), ("--document-mask off", "document_mask", False)],
-    ("--clip-norm 0", "clip_norm", None),
+    *[(f"--clip-norm {off}", "clip_norm", None) for off in ("0", "none", "None")],
     *[("--gpu-limit 800MiB", "gpu_limit_bytes", 800 * MIB), ("--gpu-limit none", "gpu_limit_bytes", None)],
     *[("--ram-limit 16G", "ram_limit_bytes", 16 * GIB), ("--ram-limit none", "ram_limit_bytes", None)],
     ("--disk-rate 3GiB", "disk_rate_bytes", 3 * GIB),
@@ -482,7 +482,7 @@ def test_a_config_may_be_called_yml_and_what_is_typed_wins(tmp_path):
     ("data: &a [*a]", "data: a list is no value of --data"), ("on: 5", "Unknown option on"),
     ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
     ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
-    ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "), ("steps: " + "9" * 5000, "is not a whole number"),
+    ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "), ("seed: " + "9" * 5000, "9' is too large"),
     ("- steps", "one YAML mapping"),
 ])  # fmt: skip
 def test_a_bad_config_in_yaml_is_one_sentence_that_says_where(tmp_path, content, says):
@@ -492,6 +492,7 @@ def test_a_bad_config_in_yaml_is_one_sentence_that_says_where(tmp_path, content,
 def test_a_config_that_cannot_be_read_is_named(tmp_path):
     assert "nowhere.json" in refusal("--config", str(tmp_path / "nowhere.json"))
     assert str(tmp_path) in refusal("--config", str(tmp_path))
+    assert refusal("--config=") == "--config must not be empty."
     (tmp_path / "latin.json").write_bytes(b'{"run_name": "\xe9"}')
     assert "latin.json" in refusal("--config", str(tmp_path / "latin.json"))
 

@@ -75,8 +75,8 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
     if is_on_hub(spec):
         path, _, config = spec.partition(":")
         return hub_source(path, config or None, reading)
-    path, equals, typed = spec.rpartition("=")
-    if equals and Path(path).exists():
+    path, _, typed = spec.rpartition("=")
+    if path and Path(path).exists():
         raise InputError(f"{spec}: {typed!r} is no weight for {path}; write a number such as 2 or 0.5")
     raise InputError(
         f"{spec}: no such file or folder, and not a known name; use python-stdlib, wikitext, "

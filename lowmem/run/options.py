@@ -26,7 +26,7 @@ NOTHING = object()  # the value of a flag that is switched off: as if it were no
 
 def integer(typed: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", typed) is None:
-        raise ValueError(f"{typed!r} is not a whole number")
+        raise ValueError(f"{typed!r} is {'too large' if re.fullmatch('[0-9]+', typed) else 'not a whole number'}")
     return int(typed)
 
 
@@ -131,6 +131,7 @@ SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
     "precision": _DTYPES | {"no": "fp32"},  # of accelerate's mixed_precision
     "export_dtype": _DTYPES,
     "recompute": {"true": "on", "false": "off"},  # JSON has these two words
+    "clip_norm": {"none": "0"},  # as in --gpu-limit
     "resume": {"true": "auto", "false": "never"},  # from Hugging Face's Trainer
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
@@ -153,9 +154,8 @@ def _typed(item: Field) -> tuple[str, Parse]:
         return "N|auto", optional("auto", integer)
     if choices := get_args(kind):
         return "|".join(choices), partial(one_of, choices, synonyms)
-    if synonyms:
-        return "S", lambda typed: synonyms.get(typed.lower(), typed)
-    return {bool: ("on|off", switch), int: ("N", integer), float: ("X", number), str: ("S", str)}[kind]
+    shown, parse = {bool: ("on|off", switch), int: ("N", integer), float: ("X", number), str: ("S", str)}[kind]
+    return shown, (lambda typed: parse(synonyms.get(typed.lower(), typed))) if synonyms else parse
 
 
 OPTIONS = {item.name: _typed(item) for item in fields(Settings)}
