@@ -38,17 +38,17 @@ from lowmem.units import format_size
 _STATE, _METRICS = "state.json", "metrics.jsonl"
 _STATE_KEYS = ("step", "updates", "loss_scale", "skipped", "eval_first", "recoveries")
 _UNREADABLE = "unreadable-"
-_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some room on the disk or in the quota")
-_ADVICE |= {errno.EFBIG: "raise the limit of the size of files (ulimit -f)"}
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some room on the disk or in the quota")
+_ADVICE |= {errno.EFBIG: "Raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
     """Says that a checkpoint could not be written. `args` has two texts: a sentence with the step and the system's
-    error, and advice to the user."""
+    error, which says whether there are earlier checkpoints, and advice to the user."""
 
     def __str__(self) -> str:
         reason, advice = self.args
-        return f"{reason}. Earlier checkpoints are still there: {advice} and run the same command again"
+        return f"{reason}. {advice} and run the same command again"
 
 
 def save_checkpoint(
@@ -75,9 +75,11 @@ def _save(
     final = checkpoint_of(folder, state["step"])
     root = final.parent
     temporary = root / (TEMPORARY + final.name)
+    there: list[Path] = []
     try:
         root.mkdir(parents=True, exist_ok=True)
         sweep(root)
+        there = checkpoints_in(root)
         rows = None if metrics is None else metrics().encode()
         _check_room(root, store, len(rows or b""))
         temporary.mkdir()
@@ -96,12 +98,12 @@ def _save(
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        advice = _ADVICE.get(error.errno, "make the folder writable")
+        advice = _ADVICE.get(error.errno, "Make the folder writable")
         reason = f"step {state['step']} could not be saved in {root}: {error.strerror or error}"
-        raise NotSaved(reason, advice) from error
+        raise NotSaved(reason + "; earlier checkpoints are still there" * bool(there), advice) from error
     with suppress(OSError):  # the new checkpoint is safe; the next save tries again to remove old ones
-        older = [path for path in checkpoints_in(root) if step_of(path) < state["step"]]
-        newer = [path for path in checkpoints_in(root) if step_of(path) > state["step"]]
+        older = [path for path in there if step_of(path) < state["step"]]
+        newer = [path for path in there if step_of(path) > state["step"]]
         for path in [*newer, *(path for path in older[keep_last - 1 :] if step_of(path) != best)]:
             os.rename(path, root / (TEMPORARY + path.name))  # half removed, it must not look like a checkpoint
         sweep(root)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from lowmem.errors import CapExceeded, Stopped
 from lowmem.run.checkpoint import NotSaved, save_checkpoint
 from lowmem.run.evaluation import best_kept
-from lowmem.run.folder import checkpoint_of, checkpoints_in
+from lowmem.run.folder import checkpoint_of
 from lowmem.run.metrics import computed
 from lowmem.run.prepare import Session
 from lowmem.run.signals import StopRequest
@@ -42,10 +42,8 @@ class Saver:
         except NotSaved as error:
             if must or (self._stop.requested and not ended):
                 raise
-            earlier = checkpoints_in(self._session.folder / "checkpoints")
-            kept = "earlier checkpoints are still there, and " if earlier else ""
             then = "the model is exported" if ended else "training goes on, and the next save tries again"
-            self._session.log.say(f"warning: {error.args[0]}; {kept}{then}")
+            self._session.log.say(f"warning: {error.args[0]}; {then}")
         self._saved_at = time.monotonic()
         if self._stop.requested and not ended:
             name = self._stop.name or "a signal to another rank"

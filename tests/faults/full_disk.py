@@ -122,7 +122,7 @@ def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> d
         subprocess.run(["umount", "--lazy", disk], check=True)  # a run may still end
     sizes = {"disk_bytes": size_bytes, "disk_filled": ballast.filled, "life_seconds": round(life_seconds, 1)}
     logs = "".join(path.read_text() for path in folder.glob("run-*.log"))
-    row["saves_without_room"] = logs.count("earlier checkpoints are still there")
+    row["saves_without_room"] = logs.count(" could not be saved in ")
     row |= sizes | {"model": model, "steps_of_a_run": steps, "seed": seed}
     return row | {"seconds": round(time.monotonic() - began)}
 

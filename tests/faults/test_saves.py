@@ -359,15 +359,18 @@ def test_all_is_on_the_disk_before_the_rename_and_nothing_is_removed_before_it(t
 
 
 @pytest.mark.parametrize(("number", "advice"), [
-    (errno.EDQUOT, "free some room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "make the folder writable"),
+    (errno.EDQUOT, "Free some room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "Make the folder writable"),
 ])  # fmt: skip
 def test_who_cannot_save_is_told_what_helps(tmp_path, monkeypatch, number, advice):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
+    (tmp_path / "earlier").mkdir()
+    save(tmp_path / "earlier", smallest_store(fill=1), 1)
     monkeypatch.setattr(checkpoint_module, "write_manifest", fail)
-    with pytest.raises(LowmemError, match=f"{os.strerror(number)}. Earlier checkpoints are still there: .*{advice}"):
-        save(tmp_path, smallest_store(fill=1), 1)
+    for folder, kept in (("first", ""), ("earlier", "; earlier checkpoints are still there")):
+        with pytest.raises(LowmemError, match=rf"{os.strerror(number)}{kept}\. .*{advice}"):
+            save(tmp_path / folder, smallest_store(fill=1), 2)
 
 
 def test_a_full_disk_is_found_before_a_byte_is_written(tmp_path, monkeypatch):
@@ -400,7 +403,7 @@ def test_a_disk_that_fills_up_while_saving(tmp_path, monkeypatch):
         with pytest.raises(LowmemError, match="free on the disk"):
             save(folder, store, 2)
         monkeypatch.setattr(checkpoint_module, "MARGIN_BYTES", -(2**30))  # as if something else took the room meanwhile
-        with pytest.raises(LowmemError, match="No space left on device.*still there.*free some room"):
+        with pytest.raises(LowmemError, match="No space left on device.*still there.*Free some room"):
             save(folder, store, 2)
         assert names_in(folder) == ["step-00000001"]
         newest(folder, loaded)
