@@ -28,8 +28,8 @@ from lowmem.text_files import parse_json, parse_yaml, read_text
 TRAIN = {
     "description": "Train every parameter of a language model under hard caps of GPU memory and RAM.",
     "epilog": "Exit codes: 0 done, 2 bad usage or input, 3 no plan fits the caps, or no room on the disk, 4 a cap "
-    "was exceeded or GPU memory ran out, 75 stopped by a signal with a checkpoint saved, 130 or 143 ended at once by "
-    "signals, 1 anything else.",
+    "was exceeded or GPU memory ran out, 75 stopped by a signal with a checkpoint saved, 129, 130 or 143 ended at once "
+    "by signals, 1 anything else.",
 }
 
 _NEGATIVE = re.compile(r"-((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan)$", re.IGNORECASE)

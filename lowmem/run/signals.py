@@ -119,14 +119,14 @@ class StopRequest:
         if number == _HANG_UP and self.requests:
             return
         self.name = self.name or number.name
-        again = "Ctrl-C again" if number == signal.SIGINT else f"{number.name} again"
+        again = {signal.SIGINT: "Ctrl-C again", _HANG_UP: "SIGTERM"}.get(number, f"{number.name} again")
         if self.requests >= (1 if self._nothing_yet else 2):
             _say(f"{number.name}: ended at once; what was saved before is safe")
             os._exit(128 + number)
         if self.requests == 0:
             _say(f"{number.name}: finishing {self._finishing}; {again} {self._second}")
         else:
-            _say(f"{number.name} again: it {self._second}; the next one ends at once")
+            _say(f"{number.name}: the second signal {self._second}; a third ends at once")
         self.requests += 1
 
 

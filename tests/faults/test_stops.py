@@ -94,7 +94,7 @@ def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
         at_call(patch, owner, name, twice, call)
         code = train(tmp_path / "out", *options)
     errors = capfd.readouterr().err
-    assert f"SIGINT: {said}" in errors and "SIGINT again: it " in errors
+    assert f"SIGINT: {said}" in errors and "SIGINT: the second signal " in errors
     rows = loss_rows(tmp_path / "out")
     assert (code, len(rows)) == (0 if done == 3 else 75, done)
     if name == "_evaluate":

@@ -55,9 +55,9 @@ def test_the_first_signal_is_counted_by_name_and_answered_and_nothing_else_happe
         send(stop, number)
         assert stop.requested and not stop.urgent and stop.name == signal.Signals(number).name
     assert stop.requested
-    again = "Ctrl-C" if number == signal.SIGINT else stop.name
+    again = {signal.SIGINT: "Ctrl-C again", signal.SIGHUP: "SIGTERM"}.get(number, "SIGTERM again")
     assert capfd.readouterr().err == (
-        f"{stop.name}: finishing step 12, about 35 s, then saving; {again} again drops this step\n"
+        f"{stop.name}: finishing step 12, about 35 s, then saving; {again} drops this step\n"
     )
 
 
