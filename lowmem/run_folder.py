@@ -91,7 +91,13 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if a training run has begun in `folder`."""
-    return os.path.isfile(folder / "settings.json") and _is_plan(folder / "plan.json")
+    return not missing_of_run(folder)
+
+
+def missing_of_run(folder: Path) -> str:
+    """Returns which files of every training run are missing in `folder`, in words; "" if none is."""
+    there = {"settings.json": os.path.isfile(folder / "settings.json"), "plan.json": _is_plan(folder / "plan.json")}
+    return " and ".join(name for name, found in there.items() if not found)
 
 
 def why_not_writable(out: Path) -> str | None:
@@ -112,8 +118,8 @@ def why_not_writable(out: Path) -> str | None:
             return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
         if not os.access(path.parent, os.W_OK | os.X_OK):
             return f"{name} is a link to {path}, and the folder around that cannot be written"
-        if not is_run(out.resolve()) and set(os.listdir(path)) - _OF_A_DISK:
-            return f"there is a folder {name} in it that no run has written, and a run's own would replace it"
+        if (missing := missing_of_run(out.resolve())) and set(os.listdir(path)) - _OF_A_DISK:
+            return f"it has a folder {name}, which a run would replace, but no {missing} of a run"
     return None
 
 

@@ -26,7 +26,7 @@ from lowmem.run.figures import (
 )
 from lowmem.run.log import continuation
 from lowmem.run.metrics import PEAKS, finite, read_metrics, replace_file
-from lowmem.run_folder import is_run, read_run_json
+from lowmem.run_folder import missing_of_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
@@ -40,8 +40,8 @@ def write_page(folders: Sequence[Path], path: Path, say: Callable[[str], None] =
     names, runs = short_names(map(str, folders)), []
     for folder in folders:
         try:
-            if not is_run(folder):
-                raise InputError(f"{folder} is no run folder: it has no settings.json and plan.json of a run")
+            if missing := missing_of_run(folder):
+                raise InputError(f"{folder} is no run folder: it has no {missing} of a run")
             runs.append(run_data(folder, names[str(folder)]))
         except InputError as error:
             if len(folders) == 1:

@@ -1,5 +1,7 @@
 """Run folders with links to another disk work; what cannot be a run's folder or a part of it is refused."""
 
+import shutil
+
 import pytest
 
 from lowmem.errors import InputError
@@ -81,8 +83,12 @@ def test_a_folder_that_no_run_has_written_is_not_replaced(tmp_path, finished, na
     (tmp_path / name / "lost+found").mkdir(parents=True)
     check_folders(Settings(out=str(tmp_path)))  # as good as empty
     (tmp_path / name / "mine.txt").touch()
-    assert f"there is a folder {name} in it that no run has written" in refused(tmp_path)
+    assert f"it has a folder {name}, which a run would replace, but no settings.json and plan.json" in refused(tmp_path)
     check_folders(Settings(out=str(finished)))
+    for kept, missing in (("plan", "settings"), ("settings", "plan")):
+        shutil.copy(finished / f"{kept}.json", tmp_path)
+        assert f"but no {missing}.json of a run" in refused(tmp_path)
+        (tmp_path / f"{kept}.json").unlink()
 
 
 @pytest.mark.parametrize("name", ["data", "model"])
