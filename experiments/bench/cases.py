@@ -32,6 +32,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowmem.errors import LowmemError
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, SEQ, BATCH, MICRO_BATCH = "gpt2", 64, 4, 2
 VOCABULARY = 50257
@@ -77,7 +79,7 @@ def whole_process(case: str, tree: Path) -> dict:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}")
+            raise subprocess.CalledProcessError(process.returncode, command)
     times = Times(usage.ru_utime + usage.ru_stime, time.perf_counter() - began)
     return vars(times) | {"ram_peak_bytes": usage.ru_maxrss * 1024}
 
@@ -85,11 +87,13 @@ def whole_process(case: str, tree: Path) -> dict:
 def tokenized(tree: Path) -> dict:
     """Times a run in `tree` that starts on a long text, and one that resumes. RAM is the growth of the process."""
     program = ROOT / "experiments" / "bench" / "tokenize.py"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="tokenize-") as folder:
         make_text(Path(folder) / "text.txt", TEXT_BYTES)
         # A file's path would put its folder, and so this tree's code, before `tree`.
-        command = [sys.executable, "-c", program.read_text(), folder]
-        result = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, "-", folder]
+        result = subprocess.run(
+            command, input=program.read_text(), cwd=tree, stdout=subprocess.PIPE, text=True, check=True
+        )
         *_, last = result.stdout.splitlines()
     return json.loads(last)
 
@@ -103,7 +107,7 @@ def make_text(path: Path, size_bytes: int) -> None:
             file.write(content[: size_bytes - file.tell()])
             if file.tell() == size_bytes:
                 return
-    raise RuntimeError(f"there are only {path.stat().st_size:,} bytes of text here, and not {size_bytes:,}")
+    raise LowmemError(f"there are only {path.stat().st_size:,} bytes of text here, and not {size_bytes:,}")
 
 
 def step(folder: Path) -> tuple[Work, Work, float, str]:
@@ -166,7 +170,7 @@ def _signatures(count: int) -> list[dict[str, str]]:
                 found.append({"prompt": f"def {node.name}({ast.unparse(node.args)}):\n", "completion": docstring})
                 if len(found) == count:
                     return found
-    raise RuntimeError(f"Python's standard library has fewer than {count} functions with a docstring here")
+    raise LowmemError(f"Python's standard library has fewer than {count} functions with a docstring here")
 
 
 def load(folder: Path) -> tuple[Work, Work, float, str]:

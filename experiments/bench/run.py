@@ -68,16 +68,13 @@ def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str,
 
 
 def in_tree(case: str, tree: Path) -> dict:
-    """Runs a case in one process, and returns its figures. RuntimeError if it fails."""
+    """Runs a case in one process, and returns its figures. CalledProcessError if it fails."""
     if case in PROCESSES:
         return whole_process(case, tree)
     if case not in IN_PROCESS:
         return tokenized(tree)
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments.bench.cases", case], cwd=tree, stdout=subprocess.PIPE, text=True
-    )
-    if result.returncode:
-        raise RuntimeError(f"{case} in {tree} ended with exit code {result.returncode}")
+    command = [sys.executable, "-m", "experiments.bench.cases", case]
+    result = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""What cases.py runs in a tree, to tokenize FOLDER/text.txt there; this program's text is given to `python -c`.
+"""What cases.py runs in a tree, to tokenize FOLDER/text.txt there; this program's text is given to `python -`.
 
 The tree may be of an older commit, which has no folder to keep tokens in. Prints one line of JSON: seconds and growth
 of RAM for reading, tokenizing and storing, seconds for finding the stored tokens again, and seconds of only the

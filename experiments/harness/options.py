@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,13 +28,14 @@ def without_options(program: str, doc: str, command: Callable[[], None]) -> int:
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Returns what a command returns, or the exit code of its error, which one process says."""
+    """Returns what a command returns, or the exit code of its error, which one process says. That is 1 if the command
+    has started a process that failed."""
     try:
         return command()
-    except LowmemError as error:
+    except (LowmemError, subprocess.CalledProcessError) as error:
         if is_first():
             print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1

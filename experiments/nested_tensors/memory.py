@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
-    """Runs main.py in a separate process and returns its figures. RuntimeError if it fails."""
+    """Runs main.py in a separate process and returns its figures. CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as out:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
@@ -60,9 +60,8 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
             *("--device", options.device, "--dtype", options.dtype),
         ]
         environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(options.threads)}
-        result = subprocess.run([sys.executable, "-m", CHILD, *words], cwd=row_file.ROOT, env=os.environ | environment)
-        if result.returncode:
-            raise RuntimeError(f"{CHILD} {' '.join(words)} ended with exit code {result.returncode}")
+        command = [sys.executable, "-m", CHILD, *words]
+        subprocess.run(command, cwd=row_file.ROOT, env=os.environ | environment, check=True)
         found = json.loads((Path(out) / "data" / f"{model}-{mode}.json").read_text())
     kept = ("model", "mode", "data", "backward", "tokens", "positions", "held_bytes", "peak_bytes", "memory")
     return {key: found[key] for key in kept}

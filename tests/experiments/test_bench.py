@@ -6,6 +6,7 @@ import pytest
 
 from experiments.bench import cases, run, table, threads
 from experiments.harness import rows as row_file
+from experiments.harness.options import exit_code_of
 from experiments.harness.trees import unpacked
 from lowmem.errors import InputError
 
@@ -83,10 +84,12 @@ def test_examples_of_many_lengths_are_laid_as_asked(pack, rows, tmp_path, monkey
     assert laid.trained_tokens == plain.trained_tokens > 0
 
 
-def test_a_script_that_cannot_plan_is_an_error(tmp_path):
+def test_a_case_that_fails_is_an_error_in_a_sentence(tmp_path, monkeypatch, capsys):
     script = cases.PROCESSES["plan xl"][0]
     (tmp_path / script).write_text("raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="train_gpt2_xl.py --plan-only .* ended with exit code 3"):
-        cases.whole_process("plan xl", tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    assert exit_code_of(lambda: run.main(["--only", "plan xl", "--out", str(tmp_path / "rows.jsonl")])) == 1
+    sentence = capsys.readouterr().err
+    assert sentence.startswith("error: Command ") and script in sentence and sentence.count("\n") == 1
     (tmp_path / script).write_text("")
     assert cases.whole_process("plan xl", tmp_path)["ram_peak_bytes"] > 2**20
