@@ -3,7 +3,8 @@
 import argparse
 import io
 import sys
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,25 +34,34 @@ def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> i
         return train(defaults, words)
     sliced = replace(defaults, init="random", warmup_steps=SLICE_WARMUP, out=f"{defaults.out}-{own.blocks}-blocks")
     try:
-        sliced = _of_slice(name, own.blocks, sliced, words)
+        with _slice(name, own.blocks, sliced, words) as settings:
+            return train(settings, words)
     except LowmemError as error:
         say(f"{Path(sys.argv[0]).name}: {error}")
         return error.exit_code
-    return train(sliced, words)
 
 
-def _of_slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Settings:
-    """Returns `defaults` with the slice as their model. InputError if `words` cannot be understood, name another model,
-    or leave no place for the config.json."""
+@contextmanager
+def _slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Iterator[Settings]:
+    """Yields `defaults` with the slice as their model. Afterwards removes its config.json if no plan was written.
+    InputError if `words` cannot be understood, name another model, or leave no place for the config.json."""
     settings = parse_arguments(words, defaults)
     folder = Path(f"{settings.out}-config")
     if settings.model not in (defaults.model, str(folder)):
         raise InputError(f"--blocks is for a slice of {name}, and --model {settings.model} names another model")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         SHAPES[name].write(folder, blocks)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; give another --out") from None
-    return replace(defaults, model=str(folder))
+    try:
+        yield replace(defaults, model=str(folder))
+    finally:
+        if made and not Path(settings.out, "plan.json").exists():
+            (folder / "config.json").unlink()
+            with suppress(OSError):
+                for path in made:
+                    path.rmdir()
 
 
 def _help(name: str, defaults: Settings) -> str:

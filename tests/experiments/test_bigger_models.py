@@ -80,6 +80,12 @@ def test_no_blocks_are_refused_and_a_place_that_cannot_be_written(tmp_path, caps
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_slice_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipe.main("t5-11b", train_t5.SETTINGS, ["--blocks", "1", "--data", "nowhere.jsonl"]) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_slice_is_trained_with_its_states_on_a_disk(tiny, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("All parameters of a model are trained. " * 200)
