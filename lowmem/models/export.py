@@ -45,10 +45,10 @@ def export_model(
     except InputError as error:  # the trained model was built from it: now the machine fails
         raise LowmemError(f"{folder} cannot be written ({error}); what was saved is safe") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    needed_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize + BESIDE_WEIGHTS_BYTES
     with _replacing(folder.resolve()) as partial:  # a link leads to a larger disk
         free_bytes = shutil.disk_usage(partial).free
-        if free_bytes < needed_bytes + BESIDE_WEIGHTS_BYTES:
+        if free_bytes < needed_bytes:
             raise LowmemError(
                 f"{folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on "
                 "the disk: free some room; an older export is untouched"

@@ -17,6 +17,7 @@ from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import Card
+from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.planning.answer import answer
 from lowmem.planning.ram import Ram, largest
 from lowmem.settings import Settings
@@ -95,13 +96,13 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Returns the most bytes that training takes on disks, by name: finished checkpoints, the checkpoint that is
-        being written, the exported model, and optimizer states in --states-folder."""
+        """Returns the most bytes that training takes on disks, by name. These are finished checkpoints, the checkpoint
+        that is being written, exported weights, the files beside them, and optimizer states in --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}
         saved = {"checkpoints": kept, "one_being_written": self.checkpoint_bytes, "export": exported * self.parameters}
-        return saved | states
+        return saved | {"beside_exported_weights": BESIDE_WEIGHTS_BYTES} | states
 
     def to_dict(self) -> dict:
         """Returns the content of plan.json."""
@@ -169,10 +170,11 @@ class Plan:
         phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in self.ram_phases.items())
         lines.append(f"  RAM in GiB: {phases}")
         saved = sum(self.disk.values()) - self.disk_state_bytes
-        total, each = (format_size(size) for size in (saved, self.checkpoint_bytes))
-        every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
         kept = settings.keep_last + settings.keep_best
-        lines.append(f"  disk {total}: {kept} + 1 checkpoints of {each}, and the model; one every {every}")
+        model = saved - (kept + 1) * self.checkpoint_bytes
+        total, each, model = (format_size(size) for size in (saved, self.checkpoint_bytes, model))
+        every = settings.save_every if isinstance(settings.save_every, str) else f"{settings.save_every} steps"
+        lines.append(f"  disk {total}: {kept} + 1 checkpoints of {each}, and {model} for the model; one every {every}")
         if self.disk_state_bytes:
             size = format_size(self.disk_state_bytes)
             lines.append(f"  disk {size} in {settings.states_folder}: states, read and written in each step")

@@ -12,7 +12,6 @@ from filelock import FileLock, Timeout
 
 from lowmem.errors import InputError, PlanError
 from lowmem.files import MANIFEST, remove
-from lowmem.models.export import BESIDE_WEIGHTS_BYTES
 from lowmem.run_folder import no_folder_to_resume, not_writable, read_run_json
 from lowmem.units import MIB, format_size
 
@@ -55,8 +54,9 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
     earlier run count as free room, because they are replaced."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
-    places = {"checkpoints": checkpoints * each, "model": disk["export"] + BESIDE_WEIGHTS_BYTES}
-    files = f"{checkpoints} checkpoints of {format_size(each)}, including the one being written, and the model"
+    places = {"checkpoints": checkpoints * each, "model": disk["export"] + disk["beside_exported_weights"]}
+    size, model = format_size(each), format_size(places["model"])
+    files = f"{checkpoints} checkpoints of {size}, including the one being written, and {model} for the model"
     fewer = ", or --keep-last 1" if checkpoints > 2 else ""
     free, needed, said = {}, {}, {}  # by disk
     for part, size_bytes in places.items():

@@ -76,9 +76,9 @@ def test_a_disk_that_takes_no_rows_does_not_end_the_run_and_has_them_all_when_it
 
 def test_a_disk_of_states_without_room_is_refused_with_the_others_code(tmp_path):
     """Seen to fail: exit code 1, and only after the weights were built."""
-    disk = {"one_being_written": 1, "checkpoints": 1, "export": 1, "states": 2**60}
+    disk = {"one_being_written": 1, "checkpoints": 1, "export": 1, "beside_exported_weights": 1, "states": 2**60}
     with pytest.raises(
-        PlanError, match="and the model, and 1048576 TiB of states. Free some room, or give another --out"
+        PlanError, match="and 2 bytes for the model, and 1048576 TiB of states. Free some room, or give another --out"
     ):
         check_disk(tmp_path, disk, None, str(tmp_path / "states"))
     elsewhere = Path("/dev/shm/states")
@@ -117,6 +117,8 @@ def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_trains(train, 
     written = sum(path.stat().st_size for path in checkpoint.iterdir())
     assert 0.99 * written < plan["one_being_written"] <= written
     assert 0.99 * len(weights(tmp_path / "out")) < plan["export"] <= len(weights(tmp_path / "out"))
+    beside = sum(path.stat().st_size for path in (tmp_path / "out/model").iterdir() if path.suffix != ".safetensors")
+    assert 0 < beside < plan["beside_exported_weights"]
 
 
 @pytest.mark.parametrize(("step", "said"), [(2, "training goes on"), (3, "the model is exported")])
