@@ -251,6 +251,9 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
         raise InputError(f"{type(model).__name__} keeps state in buffers ({some_of(sorted(state))}): unsupported")
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not buffer.isfinite().all():
+            raise InputError(f"this {config.model_type} config makes {name} infinite or NaN: correct its rope_theta")
     return model.train()
 
 

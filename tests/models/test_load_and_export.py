@@ -125,6 +125,13 @@ def test_what_is_no_causal_language_model_is_refused():
         build_model(transformers.ViTConfig())
 
 
+@pytest.mark.parametrize("theta", [0, -5, float("nan")])
+def test_a_rotary_embedding_of_an_impossible_base_is_refused(theta):
+    rope = {"rope_type": "default", "rope_theta": theta}
+    with pytest.raises(InputError, match="inv_freq infinite or NaN: correct its rope_theta"):
+        build_model(family_config("llama", rope_parameters=rope))
+
+
 # ---------------------------------------------------------------------------------------------- files of other kinds
 
 
