@@ -303,19 +303,25 @@ def test_a_simulated_update_takes_the_time_of_reading_and_writing_every_number_o
     assert simulated_update("adamw", optimizers.update, size)[1] > 4 * at_memory_speed
 
 
-@pytest.mark.parametrize(("capability", "kind"), [(75, 0), (75, 2), (80, 1), (86, 1), (90, 0), (90, 1)])
-def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling(compiled, capability, kind):
+CAPABILITIES = 75, 120, 80, 86, 89, 90, 100  # the oldest and the newest first, which `make test` runs
+on_all_cards = pytest.mark.parametrize(
+    ("capability", "kind"), [(card, "bf16" if card >= 80 else "fp16") for card in CAPABILITIES]
+)
+
+
+@pytest.mark.parametrize("name", ["_adamw", "_sgd", "_join_all", "_split_all"])
+@pytest.mark.parametrize("kind", [2, 1, 0])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling(compiled, name, capability, kind):
     weights, constants = "*i16" if kind else "*fp32", {"KIND": kind, "BLOCK": compiled.BLOCK}
     types = {"working_at": weights, "low_at": weights, "n": "i32"}
-    accesses = accesses_of(compiled._adamw, types, constants, "n", capability, warps=4)
+    accesses = accesses_of(getattr(compiled, name), types, constants, "n", capability, warps=4)
     accesses = [access for access in accesses if access[0] != "bar.sync"]
     assert accesses and all("global" in what and ".v4.b32" in width for what, width in accesses), accesses
 
 
-@pytest.mark.parametrize(
-    ("capability", "kind", "capped"),
-    [(75, "fp16", False), (75, "fp16", True), (80, "bf16", False), (86, "bf16", True), (90, "bf16", False)],
-)
+@pytest.mark.parametrize("capped", [False, True])
+@on_all_cards
 def test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling(
     compiled, capability, kind, capped
 ):
@@ -341,8 +347,8 @@ def accesses_of(
 ) -> list[tuple[str, str]]:
     """(instruction, width) of what touches memory, and of barriers, in the compiled kernel, which spills nothing. An
     argument without a type is fp32 or points to it. Pointers and what `aligned` names are multiples of 16."""
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
 
     types = {name: "*fp32" if name.endswith("_at") else "fp32" for name in kernel.arg_names} | types
@@ -355,8 +361,8 @@ def accesses_of(
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        card = f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}"
-        assembler = [knobs.nvidia.ptxas.path, "-v", card, file.name, "-o", os.devnull]
+        card = f"--gpu-name={sm_arch_from_capability(capability)}"
+        assembler = [get_ptxas(capability).path, "-v", card, file.name, "-o", os.devnull]
         said = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
     assert re.findall(r"(\d+) bytes spill", said) == ["0", "0"], said
     return re.findall(r"(ld\.global|st\.global|ld\.local|st\.local|bar\.sync)(\S*)", ptx)

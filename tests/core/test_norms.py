@@ -230,9 +230,9 @@ def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
 
 
 @pytest.mark.parametrize("width", [1280, 4096, 8192])
-@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
 @pytest.mark.parametrize("with_sum", [False, True], ids=["", "with a sum"])
 @pytest.mark.parametrize("name", ["_normalize", "_normalize_backward"])
+@test_fused.on_all_cards
 def test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time_without_spilling(
     compiled, name, with_sum, capability, kind, width
 ):

@@ -53,17 +53,15 @@ def test_a_t5_block_is_changed_too():
     assert changes("t5") == {"NDSNDA", "NDSNDSNDA"}, "an encoder's, and a decoder's"
 
 
-def values_for(decoder: Decoder, seed: int = 0) -> None:
-    """Gives the parameters of `decoder` random values on the CPU."""
-    generator, made = torch.Generator().manual_seed(seed), {}
+def values_for(decoder: Decoder, kind: torch.dtype = BF16) -> None:
+    """Gives the parameters of `decoder` random values on the CPU; `kind`: the matrices' dtype."""
+    generator, made = torch.Generator().manual_seed(0), {}
     for module in decoder.model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                kind = BF16 if parameter.dim() >= 2 else FP32
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.randn(parameter.shape, generator=generator).mul_(0.3).to(kind)
-                    )
+                    values = torch.randn(parameter.shape, generator=generator).mul_(0.3)
+                    made[id(parameter)] = nn.Parameter(values.to(kind if parameter.dim() >= 2 else FP32))
                 module._parameters[name] = made[id(parameter)]
 
 
@@ -332,7 +330,7 @@ def test_a_sum_whose_norm_nobody_reads_has_a_gradient(interpreted):
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
-@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
+@test_fused.on_all_cards
 def test_a_sum_without_a_norm_compiles_for_cards_and_moves_16_bytes_at_a_time(compiled, capability, kind, forward):
     narrow = ("x_at",) if forward else ("y_at",)
     types = {name: f"*{kind}" for name in narrow} | {"seeds_at": "*i64", "number": "i32", "n": "i32"}

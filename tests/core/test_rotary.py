@@ -102,20 +102,6 @@ def test_the_stand_ins_lines_have_the_kernels_values(interpreted, dtype, backwar
         assert torch.allclose(one, other, rtol=2 * UNIT[dtype], atol=1e-6)
 
 
-def test_an_attention_computes_what_the_stock_one_does(interpreted):
-    config = Qwen3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    config._attn_implementation = "sdpa"
-    module, x = Qwen3Attention(config, 0), torch.randn(B, T, 32, generator=torch.Generator().manual_seed(0))
-    stock, forward = copy.deepcopy(module), rotary_forward(module)
-    given = {"position_embeddings": tables(8), "attention_mask": None}
-    y, truth = forward(x, **given)[0], stock(x, **given)[0]
-    y.sum().backward()
-    truth.sum().backward()
-    assert torch.allclose(y, truth, atol=1e-6)
-    for one, other in zip(module.parameters(), stock.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-5)
-
-
 @pytest.mark.parametrize(("function", "turned"), [(apply_rotary_pos_emb, 8), (partial_rotation, 4)])
 def test_the_plain_lines_are_the_models(function, turned):
     q, k, (cos, sin) = heads(4, 8, 1), heads(2, 8, 2), tables(turned)
@@ -217,7 +203,7 @@ def test_families_that_rotate_halves_use_the_kernel(family):
 
 
 @pytest.mark.parametrize("shape", [(32, 8, 128), (40, 8, 128), (56, 8, 128), (14, 2, 64)], ids=str)
-@pytest.mark.parametrize(("capability", "kind"), [(75, "fp16"), (80, "bf16"), (90, "bf16")])
+@test_fused.on_all_cards
 def test_the_kernel_compiles_for_cards_and_moves_8_or_16_bytes_of_queries_at_a_time_without_spilling(
     compiled, monkeypatch, capability, kind, shape
 ):

@@ -5,7 +5,7 @@ PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, m
 sums over rows, for the gradients of weight and bias, are made in two steps: each program adds up its rows, and PyTorch
 adds the programs' sums. The order of addition, and so the bits, depend only on the number of rows.
 
-Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and compiled for sm_75 to sm_90.
+Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and compiled for sm_75 to sm_120.
 """
 
 from functools import cache

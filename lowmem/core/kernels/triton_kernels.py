@@ -11,7 +11,7 @@ The loss reads a row of 16-bit logits once for its maximum and the sum of its ex
 more to write the gradient over them: 6 bytes a logit. The plain code moves about 50, in fp32.
 
 Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
-sm_90.
+sm_120.
 """
 
 from functools import partial
