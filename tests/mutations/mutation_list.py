@@ -24,6 +24,7 @@ ADAM, SCHEDULE, PRECISION = "core/test_optimizers.py", "run/test_learning_rate.p
 LOSS, DATA, STORE, STEP = "core/test_loss.py", "data/test_dataset.py", "core/test_parameters.py", "core/test_step.py"
 ACTIVATIONS, NORMS, RECORDINGS = "core/test_activations.py", "core/test_norms.py", "core/test_recordings.py"
 SUMS = "core/test_residual_sums.py"
+DROPPED = f"{SUMS}::test_a_sum_without_a_norm_is_that_of_fp64_within_a_rounding_for_the_same_mask"
 ROTARY = "core/test_rotary.py"
 RECOMPUTE, PRODUCTS, STREAMING = "core/test_recompute.py", "core/test_products.py", "core/test_window.py"
 UNCUT_MLP = """\
@@ -242,6 +243,21 @@ MUTATIONS = (
         "        if CENTERED:\n            result -=", "        if not CENTERED:\n            result -=", NORMS),
     _change("core/kernels/layer_kernels.py", "the gradient for an activation lacks the slope of GELU's cubic term",
         "(linear + 3.0 * cubic * gate * gate)", "(linear + cubic * gate * gate)", ACTIVATIONS),
+    _change("core/kernels/layer_kernels.py", "a norm's epsilon stands outside the square root",
+        "tl.sqrt_rn(tl.sum(x * x, axis=1) / columns + epsilon)",
+        "(tl.sqrt_rn(tl.sum(x * x, axis=1) / columns) + epsilon)", NORMS),
+    _change("core/kernels/layer_kernels.py", "a gated activation is rounded before its product, too",
+        "y = gate * _share(gate, linear, cubic, ERF)",
+        "y = (gate * _share(gate, linear, cubic, ERF)).to(y_at.dtype.element_ty).to(tl.float32)", ACTIVATIONS),
+    _change("core/kernels/layer_kernels.py", "the slope of GELU has a bell curve of another width",
+        "tl.exp(-0.5 * gate * gate)", "tl.exp(-gate * gate)", ACTIVATIONS),
+    _change("core/kernels/layer_kernels.py", "a program's sum for a bias has a row of the next program, too",
+        "there = ((own < rows_each) & (row < rows))[:, None]", "there = (row < rows)[:, None]", ACTIVATIONS),
+    _change("core/kernels/layer_kernels.py", "dropout does not divide what it keeps by 1 - p",
+        "y = tl.where(kept, x * factor_of_kept, 0.0)", "y = tl.where(kept, x, 0.0)", DROPPED),
+    _change("core/kernels/triton_kernels.py", "a kernel corrects epsilon with the second moment",
+        "tl.div_rn(tl.sqrt_rn(v), root_of_correction2) + epsilon",
+        "tl.div_rn(tl.sqrt_rn(v) + epsilon, root_of_correction2)", "core/test_fused.py"),
     _change("core/dry_run.py", "an MLP that computes anything else is taken to be a gated one",
         "<= _MOST_ERROR * formula", "<= formula", ACTIVATIONS),
     _change("core/activations.py", "a bias's gradient is that of one reader, though the tensor has two",
