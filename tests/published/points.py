@@ -1,7 +1,8 @@
 """Reads the published measurements: the program, the card, and the time or peak memory of a step.
 
 A step of measurements.json is what the program did between two readings of its clock. Where that is not all that
-training does ("forward", "forward and backward"), the group says so.
+training does ("forward", "forward and backward"), the group says so. `fitted`: the clock's constants that were fitted
+to the group, or chosen with it in view; `fitted_tokens`: if not to all of its points.
 """
 
 import json
@@ -39,6 +40,11 @@ class Point:
     def host_share(self) -> float:
         """Returns the time that the measuring machine takes to launch an operation, as a multiple of the clock's."""
         return self.group.get("host_share", 1.0)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Returns False if the point was kept for judging: no constant of the clock was chosen with it in view."""
+        return "fitted" in self.group and self.group.get("fitted_tokens") in (None, self.shape["tokens"])
 
 
 def at_clock(card: Card, share: float) -> Card:

@@ -34,6 +34,12 @@ WORST_MEDIANS = {
     "RTX 3090 book's GPT fp16 autocast, whole step": 0.11, "A100-80GB torchtune Llama-3.2-3B bf16, whole step": 0.05,
     "RTX 4070 Ti SUPER ViT-giant bf16, whole step": 0.02,
 }  # fmt: skip
+EXCEPTIONS = {  # points further off than MOST_APART, by group, layers and tokens
+    # bound by the host, which einops and einx make twice as slow as the clock's
+    *(("A100 fp32, forward", *which) for which in ((12, 128), (12, 256), (24, 128), (36, 128))),
+    ("A100 fp32, forward and backward", 12, 128),
+    ("RTX 5090 fp32, forward", 48, 128),  # not bound by the host: 0.72 without any; the reason is not known
+}
 # One point of each kind, the smallest, by its place in the file.
 SMALLEST_STEPS = {
     (point.group["program"], point.group["precision"]): number
@@ -54,6 +60,16 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
     assert min(found["H200 Llama-3.2-1B bf16, whole step"]) > 0.95  # it was 0.75 to 0.83,
     assert max(max(found[name]) for name in found if name.startswith("A100 fp32")) < 1.24  # and 1.35
     assert max(found["RTX 5090 fp32, whole step"]) < 1.26  # it was 1.49
+
+
+def test_points_kept_for_judging_are_predicted_and_exceptions_are_named():
+    judging, fitted = table.half(False), table.half(True)
+    assert (len(judging), len(fitted)) == (10, 83)
+    assert abs(statistics.median(judging) - 1) <= 0.2
+    far = [point for point, ratio in table.compared() if not 1 / table.MOST_APART <= ratio <= table.MOST_APART]
+    assert {(point.group["name"], point.shape["layers"], point.shape["tokens"]) for point in far} == EXCEPTIONS
+    readme = table.README.read_text(encoding="utf-8")
+    assert f"{len(judging)} of {len(judging) + len(fitted)} points are kept for judging" in readme
 
 
 def test_the_docs_say_how_many_steps_are_within_a_third():
