@@ -8,6 +8,7 @@ made up.
 import json
 import math
 import os
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from experiments.harness import rows
 from experiments.harness.child import Setting, Unavailable
-from experiments.peers import catalogue, memory, run, table, train, update
+from experiments.peers import catalogue, memory, published, run, table, train, update
 from experiments.peers.attempt import attempt
 from experiments.peers.case import Case
 from experiments.peers.catalogue import PEERS
@@ -27,6 +28,7 @@ from experiments.peers.trainings import TRAININGS
 from experiments.peers.updates import CANDIDATES, random_gradients
 from lowmem.errors import LowmemError
 from lowmem.units import GIB, MIB
+from tests.published.table import MOST_APART
 
 SAME = 1e-4  # of the way that training went: fp32 against fp32, sums in another order. The worst seen is 9e-6
 MACHINE = {"names": {"cpu": "the CPU"}, "versions": {"python": "3"}}
@@ -116,6 +118,12 @@ def test_ram_is_watched_while_it_is_in_use(monkeypatch):
         time.sleep(5 * memory.LOOK_SECONDS)
         del block
     assert watched.values()["ram_peak_bytes"] > before + 60 * MIB
+
+
+def test_plans_are_as_fast_as_llmq_measured_within_the_bounds_of_tests_published():
+    shares = [row["tokens_per_second"] / row["measured_tokens_per_second"] for row in published.ROWS.committed()]
+    assert len(shares) == len(published.CASES) and abs(statistics.median(shares) - 1) <= 0.2
+    assert 1 / MOST_APART <= min(shares) <= max(shares) <= MOST_APART
 
 
 # What is measured under the caps: attempts made up.
