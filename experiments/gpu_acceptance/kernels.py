@@ -6,20 +6,25 @@ update       eager and by a kernel, compared with the CPU's: the same formula, b
 loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and both times,
              most of which three products take
 gradients    of a matrix, which the product itself adds to its accumulator: the time relative to two operations
-host memory  page-locked: is every byte copied, and how fast (the cost of streaming)
+element-wise bytes per second of the kernels of layers, loss and update, by size, beside the clock's (element_wise.py)
+host memory  page-locked: is every byte copied, and how fast (the cost of streaming): in, out, and both at once, with
+             the CPU idle, and with a thread that copies in RAM
 allocator    the cap is kept, segments grow
 """
 
 import itertools
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.gpu_acceptance import element_wise
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
 from experiments.harness.measured import capped_device, precisions, sixteen_bit
@@ -30,6 +35,7 @@ from lowmem.core.kernels import fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import WORKING_DTYPES, join, split
+from lowmem.core.transfers import Lane, transfers_for
 from lowmem.errors import first_line
 from lowmem.limits import ram_peak_bytes
 from lowmem.units import GIB, MIB
@@ -65,13 +71,14 @@ def check(setting: Setting) -> Result:
             cases[f"chunked loss, {name}, {kind}"] = partial(_loss, device, name, shape, kind == "fused")
     if "fused" in rules:
         cases["fused speed"] = partial(_fused_speed, device, shape, half, setting.dry_run)
-    cases["host memory"] = partial(host_memory, device, (4 if setting.dry_run else 256) * MIB)
+        cases["element-wise speed"] = partial(element_wise.speeds, setting, device, half)
+    cases["host memory"] = partial(host_memory, device, (4 if setting.dry_run else 256) * MIB, not setting.stand_in)
     if device.type == "cuda":
         fits_bytes = 256 * MIB if setting.dry_run else setting.gpu_limit_bytes - 2 * GIB
         cases["allocator"] = partial(allocator, device, setting.gpu_limit_bytes, fits_bytes)
     done: dict[str, bool] = {}
     for name, work in cases.items():
-        needs_kernels = name.endswith(", fused") or name in ("update speed", "fused speed")
+        needs_kernels = name.endswith((", fused", " speed"))
         if not needs_kernels or done.get("fused kernels", True):
             done[name] = setting.attempt(name, work).held
     return Result({"parts": len(done), "ram_bytes_with_device_started": ram_bytes}, done)
@@ -218,28 +225,53 @@ def loss_errors(
     }
 
 
-def host_memory(device: torch.device, size_bytes: int) -> Result:
-    """Copies to memory like that of streamed states and back; GiB/s each way, also for pageable memory."""
+def host_memory(device: torch.device, size_bytes: int, timed: bool = True) -> Result:
+    """Copies to memory like that of streamed states and back; GiB/s each way and both ways at once, with the CPU idle
+    and busy, and for pageable memory. Without `timed`, the speeds are left out."""
     entries = size_bytes // 4
-    home = host_tensor(entries, torch.float32)
-    locked = device.type == "cuda" and page_lock(home)
-    home.uniform_(generator=torch.Generator().manual_seed(3))
-    truth = home.clone()
-    there = torch.empty(entries, device=device)
-    values = {"size_bytes": size_bytes}
-    for name, memory in (("registered", home), ("pageable", truth.clone())):
-        for way, target, source in (("in", there, memory), ("out", memory, there)):
-            _synchronize(device)
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            _synchronize(device)
-            values[f"{name}_{way}_gib_per_second"] = size_bytes / GIB / (time.perf_counter() - started)
+    homes = [host_tensor(entries, torch.float32) for _ in range(2)]
+    locked = device.type == "cuda" and all([page_lock(home) for home in homes])
+    truth = homes[0].uniform_(generator=torch.Generator().manual_seed(3)).clone()
+    arrived, leaving = torch.empty(entries, device=device), truth.to(device, copy=True)
+    values: dict = {"size_bytes": size_bytes}
+    transfers = transfers_for(device, False, host_tensor)
+
+    def copy(ways: dict[Lane, tuple[Tensor, Tensor]]) -> None:
+        for lane, pair in ways.items():
+            transfers.copy(lane, [pair])
+
+    for name, (source, target), busy in (
+        ("registered", homes, False), ("registered_busy", homes, True), ("pageable", (truth, truth.clone()), False),
+    ):  # fmt: skip
+        one_way = {"in": {Lane.STATES_IN: (arrived, source)}, "out": {Lane.STATES_OUT: (target, leaving)}}
+        with _busy_cpu(entries) if busy else nullcontext():
+            for way, ways in (one_way | {"both": one_way["in"] | one_way["out"]}).items():
+                speed = len(ways) * size_bytes / GIB / _seconds(partial(copy, ways), device)
+                values[f"{name}_{way}_gib_per_second"] = speed if timed else "left out"
         if name == "registered":
-            checks = {"arrives whole": torch.equal(home, truth) and torch.equal(there.cpu(), truth)}
+            checks = {"arrives whole": torch.equal(target, truth) and torch.equal(arrived.cpu(), truth)}
     if device.type == "cuda":
         checks["page-locked"] = locked
-        values["stale_error_after_refusal"] = _stale_error(home)
+        values["stale_error_after_refusal"] = _stale_error(homes[0])
     return Result(values, checks)
+
+
+@contextmanager
+def _busy_cpu(entries: int) -> Iterator[None]:
+    """Copies fp32 numbers in RAM all the time, in a thread of its own."""
+    source, target, over = torch.ones(entries), torch.ones(entries), threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            target.copy_(source)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Result:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from on_card import run
 
+from experiments.gpu_acceptance import element_wise
 from experiments.gpu_acceptance.jobs import JOBS
 from experiments.harness import rows
 
@@ -105,6 +106,12 @@ def test_what_needs_time_a_profiler_or_a_compiler_says_that_it_was_left_out(foun
     compiled = found["denominator/large"]["values"]["gpt2-large, compiled"]
     assert "compiles nothing" in compiled["not_measured"] and found["denominator/large"]["checks"] == {}
     assert found["correctness/kernels: fused speed"]["checks"] == {}
+    by_size = found["correctness/kernels: element-wise speed"]["values"]
+    assert len(by_size) == len(element_wise.NAMES) * len(element_wise.SIZES)
+    for values in by_size.values():
+        assert values["gib_per_second"] == "left out" and values["predicted_gib_per_second"] > 0
+    copies = found["correctness/kernels: host memory"]["values"]
+    assert copies["registered_both_gib_per_second"] == copies["registered_busy_both_gib_per_second"] == "left out"
     assert "within 5% of the fastest" not in found["plans/step"]["checks"]
 
 

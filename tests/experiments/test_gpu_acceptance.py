@@ -19,11 +19,23 @@ import pytest
 import torch
 
 from experiments.gpu_acceptance import __main__ as program
-from experiments.gpu_acceptance import bitwise, denominator, layouts, life, memory, overlap, plans, timeline, training
+from experiments.gpu_acceptance import (
+    bitwise,
+    denominator,
+    element_wise,
+    layouts,
+    life,
+    memory,
+    overlap,
+    plans,
+    timeline,
+    training,
+)
 from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, measured, rows
 from experiments.harness.at_peak import differences, live_at_peak, tape_of_history
 from experiments.harness.child import Setting
+from lowmem.cudasim import roofline
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
 from lowmem.models.build import build_model
@@ -137,6 +149,25 @@ def test_the_updates_cost_and_a_timeline_lie_beside_the_rows(dry_run):
     (written,) = json.loads((folder / recorded["file"]).read_text())
     assert max(written["panels"]["the whole step"]["busy"]["compute"]) == 1
     assert (folder / recorded["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_copies_are_timed_in_both_directions_with_an_idle_and_a_busy_cpu(dry_run):
+    values = next(row["values"] for row in dry_run[1] if row["name"] == "kernels: host memory")
+    for name in ("registered", "registered_busy", "pageable"):
+        assert all(values[f"{name}_{way}_gib_per_second"] > 0 for way in ("in", "out", "both"))
+
+
+@pytest.mark.parametrize(("name", "bytes_per_number"), [
+    ("normalize", 6), ("normalize_backward", 10), ("gated", 6), ("gated_backward", 12), ("drop", 10), ("rotate", 4),
+    ("cross_entropy", 4), ("adamw", 28),
+])  # fmt: skip
+def test_a_large_element_wise_kernel_is_predicted_at_the_speed_of_memory(name, bytes_per_number):
+    operator = getattr(torch.ops.lowmem, name).default
+    arguments = element_wise.arguments_of(name, size := element_wise.SIZES[-1], torch.bfloat16, torch.device("meta"))
+    card, result = CARDS["rtx3060"], operator(*arguments)
+    seconds = roofline.operation_seconds(card, operator, arguments, {}, result)
+    speed = card.memory_bytes_per_second * card.memory_share
+    assert seconds == pytest.approx(bytes_per_number * size / speed, rel=0.04)
 
 
 def test_plans_rows_compare_peaks_caps_and_choices(dry_run):
