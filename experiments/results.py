@@ -60,6 +60,7 @@ def sections() -> str:
             "single changes of the code as a multiple of the step with all. The limit is the time of the model's own "
             "FLOP at the rate of large matrix products (`experiments/gpu_acceptance/planned_levers.py`)",
             planned_levers.table(planned_levers.ROWS.committed()),
+            planned_levers.reached(planned_levers.ROWS.committed()),
             "**Predicted against measured**",
             speed.memory_table(measured),
             "RAM of training runs on the CPU, GiB:",

@@ -69,7 +69,7 @@ def everything() -> list[Made]:
         made(several_gpus, several_gpus.RESULTS, several_gpus.NAME, 2),
         planned(scaling.ROWS, 15),
         made(memory_estimation, memory_estimation.RESULTS, "rows.jsonl", 15, is_of=lambda r: r["kind"] == "predicted"),
-        planned(plans.ROWS, 235, "--all", is_of=lambda row: row["kind"] == plans.KIND),
+        planned(plans.ROWS, 35, "--all", is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
         planned(published.ROWS, 2),
         planned(planned_levers.ROWS, 10),

@@ -34,6 +34,11 @@ CARDS = {
     "Qwen/Qwen3-1.7B": ("rtx3060", "rtx4090", "h100"),
     "meta-llama/Llama-3.2-1B": ("rtx3060", "rtx4090", "h100"),
 }  # by model
+GOALS = {"rtx3060": 0.85, "rtx3090": 0.85, "rtx4090": 0.75, "h100": 0.7}  # limit / step
+LEFT = (  # why goals are missed
+    "What is left: element-wise kernels at the rate of the card's memory, products whose last tiles leave "
+    "multiprocessors idle, and on an H100 FlashAttention-2, which Hopper runs at half the rate of its products."
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,23 @@ def table(rows: list[dict]) -> str:
             )  # fmt: skip
     header = ("card", "model", "limit", "step without any", "step", "limit / step without any", "limit / step")
     return markdown((*header, *(f"without {lever}" for lever in LEVERS)), lines)
+
+
+def reached(rows: list[dict]) -> str:
+    """Returns sentences on which of GOALS are reached."""
+    found = {row["name"]: row for row in rows}
+    every = [(model, card) for model, cards in CARDS.items() for card in cards if card in GOALS]
+    rows_of = {pair: found[Case(*pair, ()).name] for pair in every if Case(*pair, ()).name in found}
+    good = [
+        f"{model.rpartition('/')[2]} on the {card}"
+        for (model, card), row in rows_of.items()
+        if row["limit_seconds"] / row["step_seconds"] >= GOALS[card]
+    ]
+    goals = ", ".join(f"{goal:g} on the {card}" for card, goal in GOALS.items())
+    return (
+        f"Our goals for limit / step are {goals}. {len(good)} of {len(rows_of)} plans reach them: {', '.join(good)}. "
+        + LEFT
+    )
 
 
 def cases_of(model: str, card: str) -> list[Case]:
