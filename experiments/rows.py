@@ -51,9 +51,9 @@ def made(module, folder: Path, name: str, minutes: float, **more) -> Made:
     return Made(module.PROGRAM, ("--out", str(folder)), folder / name, minutes, module.sources, **more)
 
 
-def planned(rows: PlannedRows, minutes: float, *words: str, **more) -> Made:
+def planned(rows: PlannedRows, minutes: float, **more) -> Made:
     """Returns the committed rows of plans."""
-    return Made(rows.program, (*words, "--out", str(rows.file.parent)), rows.file, minutes, rows.sources, **more)
+    return Made(rows.program, ("--out", str(rows.file.parent)), rows.file, minutes, rows.sources, **more)
 
 
 def everything() -> list[Made]:
@@ -69,7 +69,7 @@ def everything() -> list[Made]:
         made(several_gpus, several_gpus.RESULTS, several_gpus.NAME, 2),
         planned(scaling.ROWS, 15),
         made(memory_estimation, memory_estimation.RESULTS, "rows.jsonl", 15, is_of=lambda r: r["kind"] == "predicted"),
-        planned(plans.ROWS, 35, "--all", is_of=lambda row: row["kind"] == plans.KIND),
+        planned(plans.ROWS, 20, is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
         planned(published.ROWS, 2),
         planned(planned_levers.ROWS, 10),

@@ -1,12 +1,11 @@
 """What training the models would take: GPU memory, RAM, disk and time, planned on a machine without a GPU.
 
-    python -m experiments.bigger_models.plans [--all | --only NAME ...] [--list] [--jobs N] [--out DIR]
+    python -m experiments.bigger_models.plans [--only NAME ...] [--list] [--jobs N] [--out DIR]
 
-A case is a model under a cap of GPU memory and one of RAM, on a card. Without options a few are planned, in minutes;
-`--all` takes hours, and `--only` names parts of cases' names. The command says on stderr how long it takes, by the
-seconds that committed rows have. A row is written to rows.jsonl as soon as its plan is made, and what has a row of
-these sources already is not planned again, so the same command goes on. Under a cap of RAM, states may lie on a disk,
-which is taken to read and write 2 GiB/s together (--disk-rate's default).
+A case is a model under a cap of GPU memory and one of RAM, on a card. The command says on stderr how long it takes, by
+the seconds that committed rows have. A row is written to rows.jsonl as soon as its plan is made. A case that has a row
+of the same sources is not planned again, so the same command goes on. Under a cap of RAM, states may be on a disk,
+which is assumed to read and write 2 GiB/s in all (--disk-rate's default).
 
 The smallest caps are those that a refusal under 16 MiB of GPU memory names. A case that is refused has the sentence in
 its row: `error`.
@@ -124,9 +123,6 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(dict.fromkeys(_cases()))  # the ladder has some of the plans
-QUICK = tuple(
-    f"{shape}, 24GiB, any RAM, {LADDER_CARD}" for shape in ("gpt2", "gpt-j-6b", "llama-7b", "t5-11b")
-)  # names of cases
 
 
 def values_of(plan: Plan) -> dict:
@@ -155,7 +151,7 @@ def line(row: dict) -> str:
 
 
 ROWS = PlannedRows(
-    "experiments.bigger_models.plans", __doc__.split("\n")[0], RESULTS / "rows.jsonl", CASES, line, QUICK, jobs=1,
+    "experiments.bigger_models.plans", __doc__.split("\n")[0], RESULTS / "rows.jsonl", CASES, line, jobs=1,
     code=("experiments/bigger_models/shapes.py", "experiments/harness/models.py"),
 )  # fmt: skip
 main = ROWS.main

@@ -37,16 +37,14 @@ class Case(Protocol):
 @dataclass(frozen=True)
 class PlannedRows:
     """Describes a program that makes such rows. `program`: its module. `description`: one sentence. `file`: of the
-    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people. `quick`:
-    names of those that are planned without --all, if not all. `jobs`: processes, by default; one process tells how far
-    it is. `code`: what else makes the rows."""
+    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people. `jobs`:
+    processes, by default; one process tells how far it is. `code`: what else makes the rows."""
 
     program: str
     description: str
     file: Path
     cases: Sequence[Case]
     line: Callable[[dict], str]
-    quick: Sequence[str] = ()
     jobs: int = 2
     code: Sequence[str] = ()
 
@@ -89,11 +87,10 @@ class PlannedRows:
 
     def _chosen(self, options: argparse.Namespace) -> list[Case]:
         if options.only is None:
-            return [case for case in self.cases if not self.quick or options.all or case.name in self.quick]
+            return list(self.cases)
         found = [case for case in self.cases if any(text in case.name for text in options.only)]
         if not found:
-            names = "--all --list" if self.quick else "--list"
-            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name; {names} names them")
+            raise InputError(f"--only {' '.join(options.only)}: no case has that in its name; --list names them")
         return found
 
     def _planned(self, cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict]]:
@@ -115,10 +112,7 @@ class PlannedRows:
         parser = argparse.ArgumentParser(
             prog=f"python -m {self.program}", description=self.description, allow_abbrev=False
         )
-        which = parser.add_mutually_exclusive_group()
-        which.add_argument("--only", nargs="+", metavar="NAME", help="parts of the names of cases, of all there are")
-        if self.quick:
-            which.add_argument("--all", action="store_true", help="all cases, for hours, instead of a few")
+        parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of the names of cases")
         parser.add_argument("--list", action="store_true", help="print the names of the cases, and plan nothing")
         parser.add_argument("--jobs", type=positive, default=self.jobs, metavar="N", help="processes (%(default)s)")
         folder = under_runs(self.file.parent)

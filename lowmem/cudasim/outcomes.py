@@ -42,6 +42,18 @@ def is_view(func) -> bool:
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
+def is_simulated(tensor: Tensor) -> bool:
+    """Returns True if `tensor` has no numbers. A FakeTensor does not say that it is on meta; its storage is."""
+    return tensor.untyped_storage().device.type == "meta"
+
+
+@cache
+def may_resize(func) -> bool:
+    """Returns True if an operator may change the size of the storages of its results (`resize_`, or with `out`)."""
+    resizes = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
+    return func in resizes or any(a.is_out for a in func._schema.arguments)
+
+
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
     """Returns the key under which an operation's outcome is stored. Returns None if its arguments do not allow that: if
     one is a tensor with data, a tensor that is passed twice, or neither a tensor nor a plain value."""

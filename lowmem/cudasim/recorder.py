@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -26,7 +25,16 @@ from lowmem.cudasim import cuda_ops
 from lowmem.cudasim import temporaries as sizes_of
 from lowmem.cudasim.clock import NOTHING, SYNCHRONIZE, Clock, Span
 from lowmem.cudasim.device_model import DeviceModel
-from lowmem.cudasim.outcomes import Outcome, is_view, result_of, results_of, signature_of, tensors_in
+from lowmem.cudasim.outcomes import (
+    Outcome,
+    is_simulated,
+    is_view,
+    may_resize,
+    result_of,
+    results_of,
+    signature_of,
+    tensors_in,
+)
 from lowmem.cudasim.tape import FREED, Chunk, Operation, Tape
 
 FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with its own cuBLAS handle
@@ -127,7 +135,7 @@ class Recorder(TorchDispatchMode):
         places = {id(tensor): index for index, tensor in enumerate(results)}
         seconds, temporaries = (of(func, args, kwargs, result) for of in (model.seconds, model.hidden_bytes))
         host = (each + model.more_host_seconds.get(func, 0.0) for each in model.host_seconds)
-        if results and not any(tensor.is_meta for tensor in results):  # user code on the CPU
+        if results and not any(map(is_simulated, results)):  # user code on the CPU
             seconds, temporaries = 0.0, ()
         return Outcome(
             results_of(func, args, kwargs, result),
@@ -138,7 +146,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, args: tuple, result, outcome: Outcome) -> None:
         thread = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-        if func in cuda_ops.CUBLAS_OPERATORS and args[0].is_meta:
+        if func in cuda_ops.CUBLAS_OPERATORS and is_simulated(args[0]):
             self._take_workspace(thread)
         self._settle()
         copied_first = func in sizes_of.COPIED_FIRST
@@ -152,7 +160,7 @@ class Recorder(TorchDispatchMode):
             for tensor in results if len(outcome.allocated) < len(results) else ():
                 if tensor.untyped_storage()._cdata not in self._numbers:
                     self._bind(tensor.untyped_storage(), None)  # not on the device
-        if _may_resize(func):
+        if may_resize(func):
             for tensor in tensors_in(result):
                 self.resized(tensor.untyped_storage())
         if not copied_first:
@@ -188,8 +196,7 @@ class Recorder(TorchDispatchMode):
             chunks = self.tape.chunks[first:]
             self._begin_chunk()
         region.count = self._count - region.base
-        operations = chunks[0].operations if len(chunks) == 1 else list(Tape(chunks))
-        # In place, because _births points into this list.
+        operations = chunks[0].operations if len(chunks) == 1 else list(Tape(chunks))  # _births points into this list
         operations[:] = [(region.relative(storage, earlier), size, name) for storage, size, name in operations]
         region.operations = operations
         if len(chunks) == 1 and operations:  # _begin_chunk has dropped an empty one
@@ -210,8 +217,7 @@ class Recorder(TorchDispatchMode):
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
         """Returns a storage of `size` bytes without data for storage `number` of the tape, which a replay has
         allocated. If `held`, freeing it is not recorded: the replay of a backward frees this number."""
-        storage = torch.UntypedStorage(size, device="meta")
-        self._bind(storage, number, held)
+        self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
     @contextmanager
@@ -245,7 +251,7 @@ class Recorder(TorchDispatchMode):
         tape."""
         self._settle()
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta" and storage._cdata not in self._numbers:
+        if is_simulated(tensor) and storage._cdata not in self._numbers:
             self._bind(storage, self._born(storage.nbytes(), name or self._name()))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -334,12 +340,6 @@ class Recorder(TorchDispatchMode):
             chunks.pop()
         self._operations = []
         chunks.append(Chunk(self._operations, 0, 0, self.clock.gpu))
-
-
-@cache
-def _may_resize(func) -> bool:
-    """Returns True if an operator may change the size of the storages of its results (`resize_`, or with `out`)."""
-    return func in (_aten.resize_.default, _aten.resize_as_.default) or any(a.is_out for a in func._schema.arguments)
 
 
 def _called_by_the_engine() -> bool:
