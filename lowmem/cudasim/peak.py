@@ -31,7 +31,8 @@ from lowmem.units import parse_size
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 _UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
 # In PyTorch's errors:
-_WITHOUT_GPU = "CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"
+_WITHOUT_GPU = "CUDA", "_cuda_", "Cannot access accelerator", "called on meta tensors", "dummy base class"
+_WITHOUT_GPU += ("sparse tensors",)
 _READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
 _FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MODES = "__torch_function__", "__torch_dispatch__"
@@ -90,7 +91,7 @@ def record(
     ):  # fmt: skip
         try:
             function(recorder)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, AttributeError) as error:
             if not isinstance(error, _UNKNOWN) and not any(word in str(error) for word in _WITHOUT_GPU):
                 raise
             raise InputError(f"this code cannot be simulated without a GPU: {first_line(error)}") from error
@@ -174,7 +175,7 @@ def _by_number(value):
 
 
 def _on_meta(value):
-    if not isinstance(value, str | torch.device) or not f"{value}".startswith("cuda"):
+    if not isinstance(value, str | torch.device) or f"{value}".split(":")[0] != "cuda":
         return value
     if f"{value}" not in ("cuda", "cuda:0"):
         raise InputError(f"this code uses {value}, and the simulation has one GPU, cuda:0; call it for each GPU's part")

@@ -127,6 +127,7 @@ def test_tied_weights_stay_tied_and_code_sees_a_cuda_device():
         x = torch.zeros(4, device=model[0].weight.device, dtype=torch.int64)
         assert x.is_cuda and x.device == torch.device("cuda", 0) and torch.device("cuda").type == "cuda"
         assert not torch.zeros(1).is_cuda
+        torch.einsum("cuda,ad->cu", torch.ones(1, 2, 3, 4, device="cuda"), torch.ones(4, 3, device="cuda"))
         model(x.pin_memory())
 
     assert lowmem.cuda_peak(run).by_name["weights"] == 1000 * 64 * 4
@@ -154,6 +155,7 @@ READING = (
 REFUSED = {
     "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
     "dummy base class": lambda _: torch.cuda.Event(enable_timing=True),
+    "_cuda_setDevice": lambda _: torch.cuda.set_device(0),
     "fake tensor": lambda x: torch.compile(Net())(x),
     "sparse tensors": lambda x: F.embedding(x.long(), nn.Parameter(x[:, None]), sparse=True).sum().backward(),
 }  # fmt: skip
