@@ -482,7 +482,8 @@ def test_a_config_may_be_called_yml_and_what_is_typed_wins(tmp_path):
     ("data: &a [*a]", "data: a list is no value of --data"), ("on: 5", "Unknown option on"),
     ("steps: 5\nseq: [8\n", "config.yaml:3: not valid YAML: "),
     ("steps: !!python/object:os.system 5", "config.yaml:1: not valid YAML: "),
-    ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "), ("seed: " + "9" * 5000, "9' is too large"),
+    ("? [steps]\n: 5\n", "config.yaml:1: not valid YAML: "), ("seed: " + "9" * 5000, "9' has too many digits"),
+    ("seed: -" + "9" * 19, "9' has too many digits"),
     ("- steps", "one YAML mapping"),
 ])  # fmt: skip
 def test_a_bad_config_in_yaml_is_one_sentence_that_says_where(tmp_path, content, says):

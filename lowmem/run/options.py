@@ -26,7 +26,8 @@ NOTHING = object()  # the value of a flag that is switched off: as if it were no
 
 def integer(typed: str) -> int:
     if re.fullmatch(r"[+-]?[0-9]{1,18}", typed) is None:
-        raise ValueError(f"{typed!r} is {'too large' if re.fullmatch('[0-9]+', typed) else 'not a whole number'}")
+        wrong = "has too many digits" if re.fullmatch(r"[+-]?[0-9]+", typed) else "is not a whole number"
+        raise ValueError(f"{typed!r} {wrong}")
     return int(typed)
 
 
