@@ -253,7 +253,8 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
         raise InputError(f"{type(model).__name__} keeps state in buffers ({some_of(sorted(state))}): unsupported")
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not buffer.isfinite().all():
-            raise InputError(f"this {config.model_type} config makes {name} infinite or NaN: correct its rope_theta")
+            wrong = f"this {config.model_type} config makes {name} infinite or NaN"
+            raise InputError(f"{wrong}: correct its rope_theta or scaling factor")
     return model.train()
 
 

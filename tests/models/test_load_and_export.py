@@ -125,10 +125,10 @@ def test_what_is_no_causal_language_model_is_refused():
         build_model(transformers.ViTConfig())
 
 
-@pytest.mark.parametrize("theta", [0, -5, float("nan")])
-def test_a_rotary_embedding_of_an_impossible_base_is_refused(theta):
-    rope = {"rope_type": "default", "rope_theta": theta}
-    with pytest.raises(InputError, match="inv_freq infinite or NaN: correct its rope_theta"):
+@pytest.mark.parametrize(("theta", "factor"), [(0, 1.0), (-5, 1.0), (float("nan"), 1.0), (1e4, 0.0)])
+def test_a_rotary_embedding_of_an_impossible_base_or_factor_is_refused(theta, factor):
+    rope = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    with pytest.raises(InputError, match="inv_freq infinite or NaN: correct its rope_theta or scaling factor"):
         build_model(family_config("llama", rope_parameters=rope))
 
 
