@@ -58,7 +58,7 @@ def _slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Iter
         yield replace(defaults, model=str(folder))
     finally:
         if made and not Path(settings.out, "plan.json").exists():
-            (folder / "config.json").unlink()
+            (folder / "config.json").unlink(missing_ok=True)  # another of torchrun's processes may have removed it
             with suppress(OSError):
                 for path in made:
                     path.rmdir()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +81,15 @@ def test_no_blocks_are_refused_and_a_place_that_cannot_be_written(tmp_path, caps
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_slice_that_is_refused_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("of_another_process", [False, True])
+def test_a_slice_that_is_refused_leaves_nothing(tmp_path, monkeypatch, of_another_process):
+    def refused(settings, words):
+        if of_another_process:
+            Path(settings.model, "config.json").unlink()
+        return train(settings, words)
+
+    train = recipe.train
+    monkeypatch.setattr(recipe, "train", refused)
     monkeypatch.chdir(tmp_path)
     assert recipe.main("t5-11b", train_t5.SETTINGS, ["--blocks", "1", "--data", "nowhere.jsonl"]) == 2
     assert not list(tmp_path.iterdir())
