@@ -34,7 +34,7 @@ QUICK_CASES = {
     "core/test_residual_sums.py::test_a_second_run_of_a_block_has_the_same_masks_and_another_seed_others": 1,
     "core/test_residual_sums.py::test_the_calls_that_are_changed_are_the_blocks_sums_with_their_dropouts_and_norms": 1,
     "core/test_residual_sums.py::test_dropout_leaves_out_a_share_p_of_the_numbers_independently": 2,
-    "core/test_fused.py::test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling": 4,
+    "core/test_fused.py::test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling": 8,
     "core/test_fused.py::test_the_loss_compiles_for_cards_and_reads_logits_16_bytes_at_a_time_without_spilling": 4,
     "core/test_residual_sums.py::test_a_sum_without_a_norm_compiles_for_cards_and_moves_16_bytes_at_a_time": 4,
     "core/test_activations.py::test_the_kernels_compile_for_cards_and_move_16_bytes_at_a_time": 12,

@@ -310,8 +310,8 @@ on_all_cards = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("name", ["_adamw", "_sgd", "_join_all", "_split_all"])
-@pytest.mark.parametrize("kind", [2, 1, 0])
 @pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", [2, 1, 0])
 def test_the_kernel_compiles_for_cards_and_reads_16_bytes_at_a_time_without_spilling(compiled, name, capability, kind):
     weights, constants = "*i16" if kind else "*fp32", {"KIND": kind, "BLOCK": compiled.BLOCK}
     types = {"working_at": weights, "low_at": weights, "n": "i32"}
