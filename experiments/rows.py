@@ -72,7 +72,7 @@ def everything() -> list[Made]:
         planned(plans.ROWS, 20, is_of=lambda row: row["kind"] == plans.KIND),
         planned(today.ROWS, 15),
         planned(published.ROWS, 2),
-        planned(planned_levers.ROWS, 10),
+        planned(planned_levers.ROWS, 20),
         made(predicted, predicted.RESULTS, predicted.NAME, 30),
     ]  # fmt: skip
 

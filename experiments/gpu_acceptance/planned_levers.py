@@ -5,7 +5,7 @@
 64 x 1,024 tokens, exact AdamW with clipping, on the card's own memory. The changes are those of levers.py, and
 `rotary`: one kernel each way (core/rotary.py). A plan without a change may have another layout, because memory and
 time are then different. The limit is the time of the model's own FLOP, with nothing recomputed and causal attention
-counted half, at the rate that the card's large matrix products reach. An hour on one core.
+counted half, at the rate that the card's large matrix products reach. 20 minutes on one core.
 """
 
 import sys
