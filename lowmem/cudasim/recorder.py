@@ -317,9 +317,9 @@ class Recorder(TorchDispatchMode):
         sum's storage open. If the first gradient is freed next, `_died` gives its storage to the sum. Any other event
         calls this method first."""
         if self._sum is not None:
-            storage, *_ = self._sum
-            self._sum = None
-            self._bind(storage, self._born(storage.nbytes(), self._name()))
+            (storage, *_), self._sum = self._sum, None
+            on_device = storage.device.type == "meta"
+            self._bind(storage, self._born(storage.nbytes(), self._name()) if on_device else None)
 
     def _freed(self, number: int) -> None:
         self._births.pop(number, None)

@@ -185,14 +185,15 @@ def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
 
 def test_what_the_cpu_computes_takes_nothing_of_the_card():
     def code(products):
-        x = torch.ones(512, 512)
+        x = torch.ones(1024, 1024, requires_grad=True)
         for _ in range(products):
             x = x @ x
-        return x.cuda().sum()
+        x.sum().backward()  # adds the gradients of both factors
+        return torch.ones(1).cuda()
 
     without, with_products = (lowmem.cuda_peak(lambda n=n: code(n)) for n in (0, 3))
     assert with_products.by_name == without.by_name
-    assert with_products.seconds - without.seconds < 1e-4  # what the host takes to launch three operations
+    assert with_products.seconds - without.seconds < 5e-4  # what the host takes to launch these operations
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
