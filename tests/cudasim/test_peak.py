@@ -183,6 +183,11 @@ def test_code_that_needs_numbers_is_refused_in_a_sentence(said, code):
         assert str(refused.value).startswith("test_peak.py:")
 
 
+def test_an_error_of_the_code_itself_is_not_taken_for_a_missing_gpu():
+    with pytest.raises(AttributeError, match="use_cuda_graphs"):
+        lowmem.cuda_peak(lambda: Net().use_cuda_graphs)
+
+
 def test_what_the_cpu_computes_takes_nothing_of_the_card():
     def code(products):
         x = torch.ones(1024, 1024, requires_grad=True)
