@@ -23,7 +23,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from io import RawIOBase
 from pathlib import Path
 
 import torch
@@ -59,7 +58,9 @@ class HashedFile:
     def write(self, piece: bytes | memoryview) -> None:
         self._digest.update(piece)
         self._size_bytes += len(piece)
-        _write_all(self._file, piece)
+        rest = memoryview(piece)
+        while len(rest):
+            rest = rest[self._file.write(rest) :]
         if self._forget:
             start_writeback(self._file.fileno())
 
@@ -85,16 +86,11 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
     """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if needed. Does not fsync."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.seek(offset_bytes)
-        _write_all(file, content)
+        file.write(content)
+        file.flush()
         start_writeback(file.fileno())
-
-
-def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
-    while len(rest):
-        rest = rest[file.write(rest) :]
 
 
 def safetensors_header(
@@ -185,18 +181,15 @@ class Manifest:
         file in the block. Raises Damaged if the file has another size or, at the end, other bytes than were written."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb") as file:
                 size_bytes = os.fstat(file.fileno()).st_size
                 if size_bytes != entry["bytes"]:
                     raise Damaged(f"{path} has {size_bytes} bytes instead of the {entry['bytes']} that were written")
 
                 def fill(buffer: memoryview) -> None:
-                    while len(buffer):
-                        count = file.readinto(buffer)
-                        if not count:
-                            raise Damaged(f"{path} ends early")
-                        digest.update(buffer[:count])
-                        buffer = buffer[count:]
+                    if file.readinto(buffer) < len(buffer):
+                        raise Damaged(f"{path} ends early")
+                    digest.update(buffer)
 
                 yield fill
         except OSError as error:

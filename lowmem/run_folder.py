@@ -45,7 +45,7 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
         if path in (root, path.parent):
             return None
         if path not in known:
-            known[path] = source(path.parent) or (path if _is_of_a_run(path, out) else None)
+            known[path] = source(path.parent) or (path if is_of_a_run(path, out) else None)
         return known[path]
 
     kept, left_out = [], {}
@@ -59,9 +59,10 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
     return kept, list(left_out)
 
 
-def _is_of_a_run(path: Path, out: Path | None) -> bool:
-    """Returns True if a training run or an export wrote the file or folder `path`. `out`: the run folder of the present
-    training run, None if it has none."""
+def is_of_a_run(path: Path, out: Path | None) -> bool:
+    """Returns True if a training run or an export wrote the file or folder `path`. A run writes its run folder and
+    folders inside it, such as `checkpoints` and each checkpoint. An export is any model's folder with weights and
+    config.json. `out`: the resolved run folder of the present training run, None if it has none."""
     if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():
@@ -76,13 +77,6 @@ def _is_of_a_run(path: Path, out: Path | None) -> bool:
         or path.name == "wandb"
         and _has(path, "run-*", "offline-run-*")
     )
-
-
-def is_of_a_run(folder: Path, out: Path | None) -> bool:
-    """Returns True if a training run wrote `folder`, or if it is a model's folder with weights and config.json. A run
-    writes its run folder and folders inside it, such as `checkpoints` and each checkpoint. Also returns True if
-    `folder` is `out`, the run folder of the present training run."""
-    return _is_of_a_run(folder.resolve(), None if out is None else out.resolve())
 
 
 def _has(folder: Path, *patterns: str) -> bool:

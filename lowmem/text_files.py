@@ -111,7 +111,7 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
     except json.JSONDecodeError as error:
         where = f"{source}:{first_line + error.lineno - 1}"
         raise InputError(f"{where}: bad JSON: {error.msg} in column {error.colno}{advice}") from None
-    except _GivenTwice:
+    except KeyError:
         key, line = _given_twice(text)
         raise InputError(f"{source}:{first_line + line}: bad JSON: the key {key!r} is given twice") from None
     except RecursionError:
@@ -148,15 +148,11 @@ def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Pa
 _copies: list[tempfile.TemporaryDirectory] = []  # each is removed when the process ends
 
 
-class _GivenTwice(Exception):
-    """Says that a JSON object has a key twice."""
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict of `pairs`. Raises _GivenTwice for two equal keys; Python's json would silently take the last."""
+    """Returns a dict of `pairs`. Raises KeyError for two equal keys; Python's json would silently take the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _GivenTwice
+        raise KeyError("given twice")
     return values
 
 

@@ -148,7 +148,8 @@ def _local(path: Path, reading: Reading, out: Path | None, config: str | None = 
     )
     files, remark = _without_runs(files, path, out)
     own = any(file.suffix.lower() in KNOWN_SUFFIXES for file in files)  # texts next to a run's files
-    if is_of_a_run(path, out) and not (own and (is_run(path) or out is not None and path.samefile(out))):
+    written = is_of_a_run(path.resolve(), None if out is None else out.resolve())
+    if written and not (own and (is_run(path) or out is not None and path.samefile(out))):
         raise InputError(f"{path}: a run or a model is in this folder, and its files are no data; give your texts")
     found = find_split_files(path, files, config, reading.split)
     if found is None:

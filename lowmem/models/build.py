@@ -9,7 +9,7 @@ import errno
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,7 @@ GPT2_SHAPES = dict(zip(hub.GPT2S, _GPT2_SHAPES, strict=True))  # n_layer, n_embd
 # {name on the hub: fields of config.json, number of parameters, source of both}. gemma-3-4b-text is the text part of
 # google/gemma-3-4b-pt, whose own config also has a part for pictures.
 KNOWN_CONFIGS = json.loads(Path(__file__).with_name("known_configs.json").read_text(encoding="utf-8"))
-DEMO_MODEL = "gpt2-demo"  # the small model of `make demo`: its tokens are bytes
-_DEMO = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
+_DEMO = "gpt2-demo"  # is not on the hub
 _WEIGHT_PATTERNS = (("model.safetensors*", "model-*.safetensors"), ("pytorch_model.bin*", "pytorch_model-*.bin"))
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configs and tokenizers
 _SIZES = (  # transformers' common names for the sizes of a model
@@ -66,8 +65,9 @@ def model_folder(model: str, part: str) -> Path:
     try:
         for name in names:
             cached = try_to_load_from_cache(name, "config.json")
-            if isinstance(cached, str) and _has_part(Path(cached).parent, part):
-                return Path(cached).parent
+            with suppress(InputError):  # some files of weights are missing
+                if isinstance(cached, str) and (part == "config" or usual_weight_files(Path(cached).parent)):
+                    return Path(cached).parent
         files = [item.rfilename for item in HfApi().model_info(repository, timeout=hub.TIMEOUT_SECONDS).siblings]
         files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
         kinds = [kind for kind in _WEIGHT_PATTERNS if any(fnmatch(name, p) for name in files for p in kind)]
@@ -97,13 +97,6 @@ def model_folder(model: str, part: str) -> Path:
     raise InputError(f"{model} has neither .safetensors nor .bin weights on the hub; choose another model")
 
 
-def _has_part(folder: Path, part: str) -> bool:
-    try:
-        return part == "config" or bool(usual_weight_files(folder))
-    except InputError:
-        return False
-
-
 def load_config(model: str, init: str) -> PretrainedConfig:
     """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A config.json in a folder
     comes first. GPT-2 and the models of known_configs.json also have a built-in config. The built-in config is used if
@@ -112,12 +105,10 @@ def load_config(model: str, init: str) -> PretrainedConfig:
     for file in (path, path / "config.json"):
         if file.is_file():
             return _read_config(file)
-    if name == DEMO_MODEL:
-        return GPT2Config(**_DEMO, bos_token_id=256, eos_token_id=256)
     known = _known_config(name)
     if known is None and path.is_dir():
         raise no_config(model)
-    if known is not None and init == "random":
+    if known is not None and (init == "random" or name == _DEMO):
         return known
     try:
         path = model_folder(model, "config") / "config.json"
@@ -244,7 +235,7 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
     """Builds the model of `config` in training mode, with fp32 parameters on `meta` and real buffers on the CPU. Tied
     parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe."""
-    with guard_torch_init_functions(), parameters_placed(lambda tensor: tensor.to("meta"), initialize=False):
+    with guard_torch_init_functions(), parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     for parameter in model.parameters():
         parameter._is_hf_initialized = False  # random_weights gives it numbers
@@ -258,16 +249,15 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     return model.train()
 
 
-def parameters_placed(place: Callable[[Tensor], Tensor], initialize: bool = True) -> AbstractContextManager:
-    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. If
-    `initialize` is False, transformers and guarded functions of torch do not initialize these parameters. That would be
-    slow on `meta`."""
+def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
+    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. On
+    `meta`, transformers and guarded functions of torch do not initialize it, which would be slow."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not hasattr(parameter, "_is_placed"):  # a tied one is registered twice
             parameter = nn.Parameter(place(parameter.detach()), requires_grad=parameter.requires_grad)
-            parameter._is_placed, parameter._is_hf_initialized = True, not initialize
+            parameter._is_placed, parameter._is_hf_initialized = True, parameter.is_meta
         register(module, name, parameter)
 
     return patch.object(nn.Module, "register_parameter", register_placed)

@@ -191,19 +191,14 @@ def architecture_blamed(model: str, precision: str) -> Iterator[None]:
     except LowmemError:
         raise
     except Exception as error:
-        if not _raised_by_model_code(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1]
+        # A model's code calls operators through lowmem's torch modes. An operator has no frame, so if it refuses
+        # arguments, the last frame is lowmem's. It raises RuntimeError, as lowmem does not, or fails in the two
+        # functions named here.
+        by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
+        ours = last.filename.startswith(_OURS) and not by_operator
+        if ours or not any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames):
             raise
         reason = first_line(error)
         raise InputError(f"{model} cannot be simulated in {precision}, so it is not trained: {reason}") from error
-
-
-def _raised_by_model_code(error: Exception) -> bool:
-    """Returns True if `error` was raised by transformers, by code that transformers calls, or by autograd. Returns
-    False if lowmem's code raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1]
-    # A model's code calls operators through lowmem's torch modes. An operator has no frame, so if it refuses arguments,
-    # the last frame is lowmem's. It raises RuntimeError, as lowmem does not, or fails in the two functions named here.
-    by_operator = isinstance(error, RuntimeError) or last.name in ("__torch_function__", "__torch_dispatch__")
-    ours = last.filename.startswith(_OURS) and not by_operator
-    return not ours and any(frame.filename.startswith((_THEIRS, _AUTOGRAD)) for frame in frames)

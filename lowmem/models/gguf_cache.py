@@ -19,7 +19,6 @@ from lowmem.errors import InputError, LowmemError
 from lowmem.text_files import refuse_pointer
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
 _PACKAGES = ("gguf", "accelerate")  # transformers reads these files with them
 
 
@@ -31,7 +30,7 @@ def is_gguf(model: str) -> bool:
 def check_gguf(path: Path) -> None:
     """Raises InputError if the file `path` does not begin like a GGUF file, or if a package that reads such files is
     missing."""
-    if not refuse_pointer(path).startswith(_MAGIC):
+    if not refuse_pointer(path).startswith(b"GGUF"):
         raise InputError(f"{path} is not a GGUF file, since it does not begin with the letters GGUF; download it again")
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
         needed = " and ".join(missing)
@@ -42,13 +41,17 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
     """Returns the folder into which the GGUF file `path` was converted: fp32 weights, tokenizer and chat template.
     Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. `say`
     gets sentences for the user."""
+    from filelock import FileLock
+    from huggingface_hub import constants
+    from xxhash import xxh3_128
+
     check_gguf(path)
-    folder = _folder(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, xxh3_128).hexdigest()
+    folder = Path(constants.HF_HOME, "lowmem", digest[:16], path.stem)  # the last part names run folders
     if folder.is_dir():
         say(f"{path.name} was converted to fp32 before, in {folder}")
         return str(folder)
-    from filelock import FileLock
-
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,15 +63,6 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
         if not folder.is_dir():
             _convert_aside(path, folder, say)
     return str(folder)
-
-
-def _folder(path: Path) -> Path:
-    from huggingface_hub import constants
-    from xxhash import xxh3_128
-
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxh3_128).hexdigest()
-    return Path(constants.HF_HOME, "lowmem", digest[:16], path.stem)  # the last part names run folders
 
 
 def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None:

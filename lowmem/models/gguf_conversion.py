@@ -21,6 +21,7 @@ from lowmem.models.export import export_model
 from lowmem.units import format_size
 
 _EXACT = {"F32", "F16", "BF16"}
+_ADVICE = "give the folder or hub name of the model that the file was made from"
 _FREQUENCIES = ("rope_freqs.", "rope_factors_")  # of Llama 3.1 and of models with long contexts
 
 
@@ -31,11 +32,14 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
         reader = gguf.GGUFReader(path)
         yield from _remarks(reader, path, folder)
     config = load_config(str(path), "pretrained")
+    # Newer versions of transformers keep weights quantised unless told otherwise; older ones always dequantise them.
+    newer = hasattr(transformers, "GgufConfig")
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
     with gguf_blamed(path):
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         model, found = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, config=config, dtype=torch.float32, output_loading_info=True,
-            **_unpacked(),
+            **unpacked,
         )  # fmt: skip
     if lost := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
         raise InputError(
@@ -43,21 +47,14 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
             f"({some_of(sorted(lost))}); {_ADVICE}"
         )
     yield from _lost(reader, path, model)
-    readme = f"# {path.stem}\n\nThe weights of the GGUF file {path.name}, converted to fp32.\n"
-    yield from export_model(
-        folder, config, _finite(model, path), tokenizer=tokenizer, readme=readme,
-        generation_config=model.generation_config,
-    )  # fmt: skip
-
-
-def _finite(model: PreTrainedModel, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if not all(bound.isfinite() for bound in parameter.detach().aminmax()):
             raise InputError(f"{path}: {name} has values that are NaN or infinite; download the file again")
-        yield name, parameter.detach()
-
-
-_ADVICE = "give the folder or hub name of the model that the file was made from"
+    readme = f"# {path.stem}\n\nThe weights of the GGUF file {path.name}, converted to fp32.\n"
+    yield from export_model(
+        folder, config, model.named_parameters(), tokenizer=tokenizer, readme=readme,
+        generation_config=model.generation_config,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -121,13 +118,6 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
             f"{path}: transformers {version} has no place for {there - placed:,} of its weights in "
             f"{type(model).__name__}; {_ADVICE}"
         )
-
-
-def _unpacked() -> dict:
-    """Returns the argument that makes `from_pretrained` dequantise weights in newer versions of transformers. Returns
-    {} in older versions, which always do so."""
-    kind = getattr(transformers, "GgufConfig", None)
-    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def main(path: Path, folder: Path) -> int:

@@ -6,8 +6,8 @@ Lightning or PEFT. A tied weight may be stored under either or both of its names
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -67,23 +67,20 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns the ways to match the names in the files with the model's parameters. The first way leaves the names
-    unchanged. If it does not fit, there are others. They remove the prefixes of wrappers, such as torch.compile, and
-    then also a prefix that many names share."""
-    plain = _fit(model, entries, lambda name: name, "")
-    if not plain.problems():
-        return [plain]
-    unwrapped = {name: _WRAPPERS.sub("", name) for name in entries}
-    parts = Counter(name[: dot.end()] for name in unwrapped.values() for dot in re.finditer(r"\.", name))
+    """Returns the ways to match the names in the files with the model's parameters. All ways remove the prefixes of
+    wrappers, such as torch.compile. If that does not fit, the others also remove a prefix that many names share."""
+    fit = _fit(model, entries, "")
+    if not fit.problems():
+        return [fit]
+    unwrapped = (_WRAPPERS.sub("", name) for name in entries)
+    parts = Counter(name[: dot.end()] for name in unwrapped for dot in re.finditer(r"\.", name))
     least = sum(1 for _ in model.parameters()) / 2
-    prefixes = ["", *sorted((prefix for prefix, count in parts.items() if count >= least), key=len)]
-    return [plain] + [
-        _fit(model, entries, lambda name, prefix=prefix: unwrapped[name].removeprefix(prefix), prefix)
-        for prefix in prefixes
-    ]
+    shared = sorted((prefix for prefix, count in parts.items() if count >= least), key=len)
+    return [fit, *(_fit(model, entries, prefix) for prefix in shared)]
 
 
-def _fit(model: PreTrainedModel, entries: dict[str, Entry], rename: Callable[[str], str], prefix: str) -> _Fit:
+def _fit(model: PreTrainedModel, entries: dict[str, Entry], prefix: str) -> _Fit:
+    bare_names = {name: _WRAPPERS.sub("", name).removeprefix(prefix) for name in entries}
     parameters = dict(model.named_parameters())
     own_name = {id(parameter): name for name, parameter in parameters.items()}
     aliases = {name: own_name[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -91,8 +88,7 @@ def _fit(model: PreTrainedModel, entries: dict[str, Entry], rename: Callable[[st
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     fit = _Fit(prefix)
-    for name in sorted(entries, key=rename):  # some renamings want the names sorted
-        bare = rename(name)
+    for name, bare in sorted(bare_names.items(), key=itemgetter(1)):  # some renamings want the names sorted
         renamed, conversion = rename_source_key(bare, renamings, converters)
         own = aliases.get(renamed) or aliases.get(f"{model.base_model_prefix}.{renamed}")
         if conversion is not None:
