@@ -7,6 +7,7 @@ import functools
 import http.client
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from lowmem.errors import first_line
@@ -55,11 +56,8 @@ def cached_folder(name: str) -> Path | None:
     """Returns the folder of the hub's cache with files of the model `name`; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
-    for file in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
-        try:
-            cached = try_to_load_from_cache(name, file)
-        except ValueError:  # not a possible name on the hub
-            return None
-        if isinstance(cached, str):
-            return Path(cached).parent
+    with suppress(ValueError):  # not a possible name on the hub
+        for file in ("tokenizer_config.json", "config.json", "tokenizer.json", "vocab.json"):
+            if isinstance(cached := try_to_load_from_cache(name, file), str):
+                return Path(cached).parent
     return None

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from lowmem.errors import InputError
@@ -38,25 +39,19 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
         with suppress(OSError):  # closed
             status = os.fstat(stream)
             output.add((status.st_dev, status.st_ino))
-    known: dict[Path, Path | None] = {}
 
+    @cache
     def source(path: Path) -> Path | None:
         """Returns the file or folder of a training run that is or contains `path`. Returns None if `path` is data."""
         if path in (root, path.parent):
             return None
-        if path not in known:
-            known[path] = source(path.parent) or (path if is_of_a_run(path, out) else None)
-        return known[path]
+        return source(path.parent) or (path if is_of_a_run(path, out) else None)
 
-    kept, left_out = [], {}
+    sources = {}
     for file in files:
         status = file.stat()
-        found = file if (status.st_dev, status.st_ino) in output else source(file)
-        if found is None:
-            kept.append(file)
-        else:
-            left_out[found] = None
-    return kept, list(left_out)
+        sources[file] = file if (status.st_dev, status.st_ino) in output else source(file)
+    return [file for file in sources if sources[file] is None], list(dict.fromkeys(filter(None, sources.values())))
 
 
 def is_of_a_run(path: Path, out: Path | None) -> bool:

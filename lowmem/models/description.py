@@ -62,7 +62,15 @@ def rehearsed(
                 raise error
             reason = " ".join(str(error).split())
             raise InputError(f"the model could not be exported after training: {name} cannot be written ({reason})")
-        remarks = _remarks_on_generation(generation_config)
+        remarks = []
+        try:
+            if generation_config is not None:
+                generation_config.validate(strict=True)
+        except ValueError as error:
+            found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
+            remarks.append(
+                f"generation_config.json has values without effect ({found or error}); it is exported as it came"
+            )
         if not _in_version_4(read_json(folder / "config.json")):
             remarks.append(
                 "the exported config.json is for transformers 5 only: version 4 has no fields for its rotary embedding"
@@ -128,16 +136,6 @@ def _write_generation(
     _set_ends(generation_config, tokenizer)
     # save_pretrained would refuse values without effect, which published files have.
     generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
-
-
-def _remarks_on_generation(generation_config: GenerationConfig | None) -> list[str]:
-    try:
-        if generation_config is not None:
-            generation_config.validate(strict=True)
-    except ValueError as error:
-        found = ", ".join(line.split("`")[1] for line in str(error).splitlines() if line.startswith("- `"))
-        return [f"generation_config.json has values without effect ({found or error}); it is exported as it came"]
-    return []
 
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -264,13 +262,11 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 def _on_ties(model: PreTrainedModel) -> str:
     """Returns a paragraph for the README on tied weights, which the files have only once. Returns an empty text if no
     weights are tied."""
-    names = dict(model.named_parameters())
-    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
-    if not tied:
+    if not model.all_tied_weights_keys:
         return ""
-    source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
+    tied, source = next(iter(model.all_tied_weights_keys.items()))
     return (
-        f"\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
+        f"\nThe files hold no `{tied}`: it is tied to `{source}`, and transformers ties it "
         "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
         "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
         f"give them a copy of `{source}` under that name.\n"

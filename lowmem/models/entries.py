@@ -189,6 +189,5 @@ def same_values(one: Entry, other: Entry) -> bool:
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)
-    if one.dtype is None:
-        return alike
-    return alike and all(torch.equal(a, b) for a, b in zip(chunks(one), chunks(other), strict=True))
+    pairs = () if one.dtype is None else zip(chunks(one), chunks(other), strict=True)
+    return alike and all(torch.equal(mine, theirs) for mine, theirs in pairs)

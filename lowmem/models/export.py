@@ -97,7 +97,10 @@ def _write_shards(
     follow from `order` and `shapes`. A file has at most about `shard_bytes` bytes. Returns a list: one warning if a
     value is not finite, else empty."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    file_name = _file_names(model)
+    named = dict(model.named_parameters())
+    # What `save_pretrained` would write, which may be older names.
+    written_as = {id(tensor): name for name, tensor in revert_weight_conversion(model, named).items()}
+    file_name = {name: written_as.get(id(parameter), name) for name, parameter in named.items()}
     split = split_state_dict_into_shards_factory(
         {name: sizes[name] for name in order}, get_storage_size=int, max_shard_size=shard_bytes,
         filename_pattern="model{suffix}.safetensors",
@@ -121,7 +124,9 @@ def _write_shards(
         for run in runs(values.detach()):
             cast = run.to("cpu", dtype)
             if not cast.isfinite().all():
-                _check_range(name, run, dtype)
+                if math.isfinite(largest := run.abs().max().item()):
+                    kind, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+                    raise BeyondRange(f"{name} holds {largest:.6g}, and {kind} ends at {most:.6g}")
                 not_finite[name] = True
             content = memoryview(cast.view(torch.uint8).numpy())
             write_at(path, start + written[name], content)
@@ -134,18 +139,3 @@ def _write_shards(
         index = {"metadata": split.metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return [f"NaN or infinity in {len(not_finite)} tensors ({some_of(not_finite)})"] if not_finite else []
-
-
-def _check_range(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    largest = values.abs().max().item()
-    if math.isfinite(largest):
-        kind = str(dtype).removeprefix("torch.")
-        raise BeyondRange(f"{name} holds {largest:.6g}, and {kind} ends at {torch.finfo(dtype).max:.6g}")
-
-
-def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """Returns {parameter name: the name in an exported file}. The latter is the name that `save_pretrained` would
-    write, which may be an older one."""
-    parameters = dict(model.named_parameters())
-    old_name = {id(tensor): name for name, tensor in revert_weight_conversion(model, parameters).items()}
-    return {name: old_name.get(id(parameter), name) for name, parameter in parameters.items()}

@@ -67,9 +67,8 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
 
 def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "lowmem.models.gguf_conversion", path, folder]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment = os.environ | paths | silent
+    environment = os.environ | silent | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would fill up
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             try:

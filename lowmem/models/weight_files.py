@@ -21,7 +21,7 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in `folder`. These are the files under usual names, else numbered files (shards),
     else the only file that may be one. Raises InputError if none are found, or if some are missing."""
-    files = usual_weight_files(folder) or _shards(folder) or _only_one(folder)
+    files = usual_weight_files(folder) or _unusual_weight_files(folder)
     for path in files:
         refuse_pointer(path)
     return files
@@ -52,25 +52,17 @@ def _complete(folder: Path, paths: list[Path]) -> list[Path]:
     return paths
 
 
-def _candidates(folder: Path) -> list[Path]:
-    return [
+def _unusual_weight_files(folder: Path) -> list[Path]:
+    """Returns numbered files that share a name, such as model-1-of-3.bin, or the only file that may hold weights."""
+    candidates = [
         path
         for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".safetensors", path))
         if path.suffix in _ENDS and not _NO_WEIGHTS.match(path.name) and path.is_file()
     ]
-
-
-def _shards(folder: Path) -> list[Path]:
-    """Returns the first set of numbered files that share a name, such as model-1-of-3.bin; [] if there is none."""
-    for match in filter(None, (_SHARD.fullmatch(path.name) for path in _candidates(folder))):
+    for match in filter(None, (_SHARD.fullmatch(path.name) for path in candidates)):
         name, number, count, end = match.groups()
         numbers = range(1, int(count) + 1)
         return _complete(folder, [folder / f"{name}-{i:0{len(number)}d}-of-{count}{end}" for i in numbers])
-    return []
-
-
-def _only_one(folder: Path) -> list[Path]:
-    candidates = _candidates(folder)
     candidates = [path for path in candidates if path.suffix == ".safetensors"] or candidates
     if len(candidates) > 1:
         raise InputError(

@@ -163,7 +163,10 @@ def test_tensors_of_many_chunks_and_writes_that_the_system_cuts_short(tmp_path, 
         def readinto(self, buffer):
             return super().readinto(memoryview(buffer)[:211])
 
-    monkeypatch.setattr(files, "open", lambda path, mode, buffering: Short(path, mode), raising=False)
+    def short_open(path, mode, buffering=-1):
+        return io.BufferedReader(Short(path, mode)) if buffering else Short(path, mode)
+
+    monkeypatch.setattr(files, "open", short_open, raising=False)
     saved, loaded = make_store("bf16", fill=1), make_store("bf16", fill=2)
     save(tmp_path, saved, 1)
     _, said = newest(tmp_path, loaded)
@@ -241,7 +244,7 @@ class Stages:
                 stages.tick("half", self.name)
                 return half + super().write(data[half:])
 
-        def tracked_open(path, mode, buffering):
+        def tracked_open(path, mode, buffering=-1):
             return Tracked(path, mode) if mode == "xb" else open(path, mode, buffering)
 
         monkeypatch.setattr(files, "open", tracked_open, raising=False)
