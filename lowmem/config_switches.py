@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 # Two attributes of a config. Each is {field: the user's value}.
 OWN = "own_switches"  # values that training overrides, and that the export has again
 LEFT_OUT = "left_out_switches"  # values that are not exported
-_NEEDED = {  # {field: values that training can have}
-    **dict.fromkeys(
-        ("gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript"),
-        (False, None),
-    ),
-    "return_dict": (True,),
-}
+_OFF = ("gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript")
+_NEEDED = dict.fromkeys(_OFF, (False, None)) | {"return_dict": (True,)}  # {field: values that training can have}
 _DTYPES = (None, "float32", "float", "float64", "double", "float16", "half", "bfloat16")
 _FOR_LOADING = {  # {field: values with which transformers can build a model here}
     "use_return_dict": (),

@@ -112,9 +112,8 @@ def safetensors_header(
 def start_writeback(descriptor: int) -> None:
     """Advises the kernel to start writing this file's unwritten pages, and to drop the written ones from the page
     cache. Does not wait. Disk errors are reported later, by fsync."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        with suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    with suppress(AttributeError, OSError):  # macOS has no such call
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:

@@ -4,9 +4,6 @@ The hub's own client retries for 23 to 45 seconds. So callers check the cache fi
 """
 
 import functools
-import http.client
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,15 +28,13 @@ def why_unreachable() -> str | None:
     """Returns the reason why the Hugging Face hub does not answer within TIMEOUT_SECONDS. Returns None if it answers.
     Asks only once per process."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    question = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(question, timeout=TIMEOUT_SECONDS).close()
-    except urllib.error.HTTPError:
-        return None  # it answered, if only to refuse
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)  # any answer counts, even a refusal
+    except Exception as error:  # the client's errors differ from version to version
         return first_line(error)
     return None
 

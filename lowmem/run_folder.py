@@ -26,8 +26,6 @@ FILES = (
     *("loss.png", "memory.png", "report.html"),
 )
 FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
-_REPLACED = ("data", "model")  # a new folder replaces the old one by a rename
-_OF_A_DISK = {"lost+found"}  # in the empty root folder of a disk
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
@@ -97,7 +95,7 @@ def why_not_writable(out: Path) -> str | None:
             return f"{name} is a link to {os.readlink(path)}, which is not there"
         if path.exists() and path.is_dir() == (path.parent == out and path.name in FILES):
             return f"{name} is {'a folder and no file' if path.is_dir() else 'a file and no folder'}"
-    for name in _REPLACED:
+    for name in ("data", "model"):  # a new folder replaces the old one by a rename
         path = (out / name).resolve()
         if shown(str(path)) != str(path):
             return f"it would be {shown(str(path.parent))}, and that name is not UTF-8"
@@ -107,7 +105,7 @@ def why_not_writable(out: Path) -> str | None:
             return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
         if not os.access(path.parent, os.W_OK | os.X_OK):
             return f"{name} is a link to {path}, and the folder around that cannot be written"
-        if (missing := missing_of_run(out.resolve())) and set(os.listdir(path)) - _OF_A_DISK:
+        if (missing := missing_of_run(out.resolve())) and set(os.listdir(path)) - {"lost+found"}:  # of an empty disk
             return f"it has a folder {name}, which a run would replace, but no {missing} of a run"
     return None
 

@@ -16,11 +16,7 @@ from typing import Any
 
 from lowmem.errors import InputError
 
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET, ZIP = b"PAR1", b"PK\x03\x04"  # how these files begin; torch.save writes a zip archive
-_START_BYTES = 512  # enough to recognize a file's kind: the header of a tar archive
-_TEXTS = (".json", ".txt", ".jinja")  # text files of a model's folder
 _KINDS = {  # {first bytes of a file: (its kind, advice)}
     b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
     b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
@@ -48,8 +44,8 @@ _KINDS = {  # {first bytes of a file: (its kind, advice)}
 def refuse_pointer(path: Path) -> bytes:
     """Returns the first bytes of the file `path`. Raises InputError if the file is a Git LFS pointer."""
     with path.open("rb") as file:
-        start = file.read(_START_BYTES)
-    if start.startswith(_LFS_POINTER):
+        start = file.read(512)  # enough to recognize a file's kind: the header of a tar archive
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
         raise InputError(f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository")
     return start
 
@@ -128,9 +124,9 @@ def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Pa
     with the changed files and with links to the others."""
     written = {}
     for path in folder.iterdir():
-        if path.suffix in _TEXTS and path.is_file():
+        if path.suffix in (".json", ".txt", ".jinja") and path.is_file():
             with path.open("rb") as file:
-                if file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
+                if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                     written[path.name] = file.read()
     written |= instead or {}
     if not written:
@@ -159,21 +155,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _given_twice(text: str) -> tuple[str, int]:
     """Returns the first key that an object in this JSON has twice, and the number of line ends before that key."""
     objects: list[set[str]] = []
-    line, last = 0, ""
-    for token in re.findall(r'"(?:[^"\\]|\\.)*"|[{}:\n]', text):
-        match token:
+    last = ""
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[{}:]', text):
+        match token[0]:
             case "{":
                 objects.append(set())
             case "}":
                 objects.pop()
-            case "\n":
-                line += 1
             case ":" if (key := json.loads(last)) in objects[-1]:
-                return key, line
+                return key, text.count("\n", 0, token.start())
             case ":":
                 objects[-1].add(key)
             case _:
-                last = token
+                last = token[0]
     raise AssertionError("no key is given twice")
 
 

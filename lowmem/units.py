@@ -4,9 +4,8 @@ import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-_FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+_FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
-_FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS = "s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?"  # only the first letter counts
 _INTERVAL = re.compile(rf"\s*([0-9]{{1,12}}(?:\.[0-9]+)?)\s*((?:{_UNITS})?)\s*", re.IGNORECASE)

@@ -52,7 +52,6 @@ _SIZES = (  # transformers' common names for the sizes of a model
     *("num_attention_heads", "num_key_value_heads"),
 )
 _MOST_LAYERS = 10_000  # to build more takes minutes
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def model_folder(model: str, part: str) -> Path:
@@ -61,30 +60,29 @@ def model_folder(model: str, part: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     names = hub.names_of(model)
-    repository = names[0]
     try:
         for name in names:
             cached = try_to_load_from_cache(name, "config.json")
             with suppress(InputError):  # some files of weights are missing
                 if isinstance(cached, str) and (part == "config" or usual_weight_files(Path(cached).parent)):
                     return Path(cached).parent
-        files = [item.rfilename for item in HfApi().model_info(repository, timeout=hub.TIMEOUT_SECONDS).siblings]
+        files = [item.rfilename for item in HfApi().model_info(names[0], timeout=hub.TIMEOUT_SECONDS).siblings]
         files = [name for name in files if "/" not in name]  # not the copies for other frameworks in subfolders
         kinds = [kind for kind in _WEIGHT_PATTERNS if any(fnmatch(name, p) for name in files for p in kind)]
         if part == "config" or kinds:
             patterns = (*_SMALL_FILES, *(kinds[0] if part == "weights" else ()))
             wanted = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
-            return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
+            return Path(snapshot_download(names[0], allow_patterns=wanted, etag_timeout=hub.TIMEOUT_SECONDS))
     except errors.HFValidationError:
         raise not_found(model) from None
     except errors.GatedRepoError:
         raise InputError(
-            f"{model} is gated: accept its licence on {constants.ENDPOINT}/{repository} and run `hf auth login`"
+            f"{model} is gated: accept its licence on {constants.ENDPOINT}/{names[0]} and run `hf auth login`"
         ) from None
     except errors.RepositoryNotFoundError:
         raise InputError(f"the hub has no model named {model}, or it is private (run `hf auth login`)") from None
     except Exception as error:  # the client's network errors differ from version to version
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise InputError(
                 f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror}, so the {part} of {model} cannot be "
                 "stored in the hub's cache; set HF_HOME to another folder, or give --model a local one"

@@ -30,13 +30,10 @@ from lowmem.models.build import build_model, model_from_config
 
 _BLOCKS, _HEADS, _VOCABULARY = 2, 4, 64
 _MOST_PARAMETERS = 60_000_000
-_DEPTHS = ("num_hidden_layers", "num_decoder_layers")
 _WIDTHS = (  # families' names for the width of the matrices in a block, or in each of its many experts
     *("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
 )
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")  # the second is Falcon's
-_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _OURS, _THEIRS = str(Path(__file__).parents[1]), str(Path(transformers.__file__).parent)
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
@@ -117,13 +114,9 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
         return f"a small copy of it does not run ({first_line(error)})"
     if found is not None:
         raise InputError(found)
-    if precision != "fp32":
-        _run_in_16_bit(model, WORKING_DTYPES[precision], residual, vocabulary_size)
-    return None
-
-
-def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabulary_size: int) -> None:
-    """Raises InputError if `model` does not run on a few tokens with its matrices in `dtype`."""
+    if precision == "fp32":
+        return None
+    dtype = WORKING_DTYPES[precision]
     cast_explicitly(model, torch.float32 if residual == "fp32" else dtype)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
@@ -135,6 +128,7 @@ def _run_in_16_bit(model: nn.Module, dtype: torch.dtype, residual: str, vocabula
     except Exception as error:
         found = f"{decoder.architecture} does not run with matrices in {str(dtype).removeprefix('torch.')}"
         raise InputError(f"{found}: {first_line(error)}; --precision fp32 takes more memory and may work") from None
+    return None
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
@@ -146,14 +140,16 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == blocks:  # the kind of each block, and the like
             setattr(text, name, value[:_BLOCKS])
-    _change(text, _DEPTHS, lambda depth: min(_BLOCKS, depth))
+    _change(text, ("num_hidden_layers", "num_decoder_layers"), lambda depth: min(_BLOCKS, depth))
     text.vocab_size = min(_VOCABULARY, text.vocab_size)
     for holder in (config, text):
-        _change(holder, _SPECIAL_TOKENS, lambda number: min(number, text.vocab_size - 1))
+        special = ("pad_token_id", "bos_token_id", "eos_token_id")
+        _change(holder, special, lambda number: min(number, text.vocab_size - 1))
     if heads is not None and heads > _HEADS:
         text.hidden_size = width * _HEADS // heads
         text.num_attention_heads = _HEADS
-        _change(text, _KEY_HEADS, lambda groups: max(1, groups * _HEADS // heads))
+        # The second name is Falcon's.
+        _change(text, ("num_key_value_heads", "num_kv_heads"), lambda groups: max(1, groups * _HEADS // heads))
         _change(text, _WIDTHS, lambda _: text.hidden_size // _HEADS)
         # OPT-350m's embeddings are narrower than its blocks.
         _change(text, ("word_embed_proj_dim",), lambda projected: projected * text.hidden_size // width)

@@ -13,9 +13,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -29,8 +29,8 @@ from lowmem.files import remove
 from lowmem.models.build import build_model
 from lowmem.text_files import read_json
 
-_NOT_THE_TOKENIZERS = ("config.json", "generation_config.json", "README.md")  # files of a rehearsal
-_LOADING = ("auto_map", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was read: not exported
+# How a tokenizer was read, and the chat template of another training.
+_NOT_EXPORTED = ("auto_map", "is_local", "local_files_only", "name_or_path", "chat_template")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
@@ -38,8 +38,7 @@ _TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(NamedTuple):
     """Holds what an export will need: a generation config, and a `folder` with the tokenizer's files."""
 
     generation_config: GenerationConfig | None
@@ -111,8 +110,7 @@ def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> P
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
-    if hasattr(config, "auto_map"):  # names Python files of the repository, which are not exported
-        del config.auto_map
+    vars(config).pop("auto_map", None)  # names Python files of the repository, which are not exported
     if (start := decoder_start(config)) is not None:
         config.decoder_start_token_id = start  # `generate` needs it
     _set_ends(config.get_text_config(), tokenizer)
@@ -188,21 +186,14 @@ def _in_both_spellings(fields: dict) -> dict:
     fields[theta] = rope["rope_theta"]
     if "partial_rotary_factor" in rope:
         fields[share] = rope["partial_rotary_factor"]
-    fields["rope_scaling"] = _rope_scaling(kind, rope)
-    return fields
-
-
-def _rope_scaling(kind: str, rope: dict) -> dict | None:
-    """Returns version 4's `rope_scaling` for `rope`, rotary settings of transformers 5. Returns None if nothing is
-    scaled. `kind`: the model type."""
-    rope_type = rope["rope_type"]
+    rope_type, elsewhere = rope["rope_type"], ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+    scaling = {name: value for name, value in rope.items() if name not in elsewhere}
     if kind in ROPE_FACTORS_ONLY and rope_type == "longrope":
-        return {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
-    elsewhere = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
-    rest = {name: value for name, value in rope.items() if name not in elsewhere}
-    if rope_type == "default" and not rest:
-        return None
-    return {"type" if kind in ROPE_TYPE_AND_FACTOR else "rope_type": rope_type} | rest
+        scaling = {"type": rope_type, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    elif scaling or rope_type != "default":
+        scaling = {"type" if kind in ROPE_TYPE_AND_FACTOR else "rope_type": rope_type} | scaling
+    fields["rope_scaling"] = scaling or None
+    return fields
 
 
 def _in_version_4(fields: dict) -> bool:
@@ -224,7 +215,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
-        others = shutil.ignore_patterns(*_NOT_THE_TOKENIZERS)
+        others = shutil.ignore_patterns("config.json", "generation_config.json", "README.md")
         shutil.copytree(made, folder, ignore=others, copy_function=shutil.copyfile, dirs_exist_ok=True)
         return
     tokenizer.save_pretrained(folder)
@@ -232,7 +223,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     path = folder / "tokenizer_config.json"
     saved = read_json(path)
     published = source and (source / path.name).is_file() and read_json(source / path.name)
-    fields = {name: value for name, value in (published or saved).items() if name not in _LOADING}
+    fields = {name: value for name, value in (published or saved).items() if name not in _NOT_EXPORTED}
     own = type(tokenizer).__name__
     if own == "TokenizersBackend":  # version 5's class for "as tokenizer.json says"
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -246,7 +237,6 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
         fields["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
     if isinstance(fields.get("extra_special_tokens"), list):  # version 4 wants a dict there
         fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
-    fields.pop("chat_template", None)
     if template := tokenizer.chat_template:  # version 4 had no file for it until late
         several = isinstance(template, dict)
         fields["chat_template"] = [{"name": n, "template": t} for n, t in template.items()] if several else template
@@ -262,11 +252,13 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 def _on_ties(model: PreTrainedModel) -> str:
     """Returns a paragraph for the README on tied weights, which the files have only once. Returns an empty text if no
     weights are tied."""
-    if not model.all_tied_weights_keys:
+    names = dict(model.named_parameters())
+    tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
+    if not tied:
         return ""
-    tied, source = next(iter(model.all_tied_weights_keys.items()))
+    source = next(name for name, parameter in names.items() if parameter is model.get_parameter(tied[0]))
     return (
-        f"\nThe files hold no `{tied}`: it is tied to `{source}`, and transformers ties it "
+        f"\nThe files hold no `{tied[0]}`: it is tied to `{source}`, and transformers ties it "
         "on load. Loaders that look every weight up by its name (a strict `load_state_dict` of the files, some "
         "model classes of vLLM and text-generation-inference) call it missing or, worse, leave it random: "
         f"give them a copy of `{source}` under that name.\n"

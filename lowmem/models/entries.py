@@ -90,9 +90,9 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
         refuse_disguised(path, ZIP)
         raise InputError(f"{path} is truncated, corrupt or no state_dict ({reason[:200]}); download it again") from None
     content, keys = _state_dict(path, content)
-    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     members = _stored_members(path)
-    return {name: _bin_entry(path, name, tensor, members) for name, tensor in tensors.items()}, keys
+    tensors = ((str(name), value) for name, value in content.items() if isinstance(value, Tensor))
+    return {name: _bin_entry(path, name, tensor, members) for name, tensor in tensors}, keys
 
 
 def _stored_members(path: Path) -> dict[int, int]:
@@ -103,9 +103,8 @@ def _stored_members(path: Path) -> dict[int, int]:
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = {}
         for member in archive.infolist():
-            file.seek(member.header_offset)
-            header = file.read(30)
-            begin = member.header_offset + 30 + sum(struct.unpack("<2H", header[26:]))  # behind its name and extra
+            file.seek(member.header_offset + 26)
+            begin = member.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))  # behind its name and extra
             if member.compress_type == zipfile.ZIP_STORED:
                 members[begin] = member.file_size
         return members

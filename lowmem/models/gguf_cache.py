@@ -28,8 +28,10 @@ def is_gguf(model: str) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises InputError if the file `path` does not begin like a GGUF file, or if a package that reads such files is
-    missing."""
+    """Raises InputError if there is no file `path`, if it does not begin like a GGUF file, or if a package that reads
+    such files is missing."""
+    if not path.is_file():
+        raise InputError(f"{path} is no file here; check the path")
     if not refuse_pointer(path).startswith(b"GGUF"):
         raise InputError(f"{path} is not a GGUF file, since it does not begin with the letters GGUF; download it again")
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:

@@ -13,14 +13,13 @@ from pathlib import Path
 import gguf
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from lowmem.errors import InputError, LowmemError, first_line, some_of
 from lowmem.models.build import load_config
 from lowmem.models.export import export_model
 from lowmem.units import format_size
 
-_EXACT = {"F32", "F16", "BF16"}
 _ADVICE = "give the folder or hub name of the model that the file was made from"
 _FREQUENCIES = ("rope_freqs.", "rope_factors_")  # of Llama 3.1 and of models with long contexts
 
@@ -32,14 +31,11 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
         reader = gguf.GGUFReader(path)
         yield from _remarks(reader, path, folder)
     config = load_config(str(path), "pretrained")
-    # Newer versions of transformers keep weights quantised unless told otherwise; older ones always dequantise them.
-    newer = hasattr(transformers, "GgufConfig")
-    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if newer else {}
     with gguf_blamed(path):
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         model, found = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, config=config, dtype=torch.float32, output_loading_info=True,
-            **unpacked,
+            quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
     if lost := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
         raise InputError(
@@ -91,7 +87,7 @@ def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[st
         elements += int(tensor.n_elements)
     bits = 8 * sum(sizes.values()) / max(elements, 1)
     kinds = ", ".join(kind for kind, _ in sizes.most_common())
-    lost = "" if sizes.keys() <= _EXACT else "; the precision that was lost by quantisation stays lost"
+    lost = "" if sizes.keys() <= {"F32", "F16", "BF16"} else "; the precision that was lost by quantisation stays lost"
     yield (
         f"{path.name}: {elements:,} weights of {bits:.1f} bits each ({kinds}) are converted to fp32, once, in {folder} "
         f"({format_size(4 * elements)}){lost}"

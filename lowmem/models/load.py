@@ -68,9 +68,22 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
     model = build_model(config)
     owners = _untie(model)
     turns = list(_turns(model, model))
+    parameters = {name: getattr(*owner) for name, owner in owners.items()}
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    written: dict[str, range] = {}  # indices in `turns`; GPT-2 initializes `c_proj` as a layer, and with its block
     with torch.random.fork_rng(devices=[]):
-        written = _written(turns, owners)
-    return _from_whole(config, seed) if written is None else _by_turns(turns, owners, written, seed)
+        for number, turn in enumerate(turns):
+            try:
+                _initialize(*turn)
+            except RuntimeError:  # it reads a number
+                return _from_whole(config, seed)
+            for name, parameter in parameters.items():
+                if parameter._version != versions[name]:
+                    versions[name] = parameter._version
+                    written[name] = range(written.get(name, range(number, number)).start, number + 1)
+    if len(written) < len(parameters):
+        return _from_whole(config, seed)
+    return _by_turns(turns, owners, written, seed)
 
 
 Owner = tuple[nn.Module, str]  # a module, and its name for a parameter
@@ -100,26 +113,6 @@ def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
     yield model, module
 
 
-def _written(turns: list[Turn], owners: dict[str, Owner]) -> dict[str, range] | None:
-    """Finds which `turns` write each parameter, by running them on meta tensors. A turn is a call of the model's
-    initializer on one module. Returns {parameter: range of indices in `turns`}. Returns None if an initializer reads a
-    number, or if some parameter is not written. `owners`: {parameter: its module and name}. GPT-2 initializes `c_proj`
-    in two turns: as a layer, and with its block."""
-    parameters = {name: getattr(*owner) for name, owner in owners.items()}
-    written: dict[str, range] = {}
-    versions = {name: parameter._version for name, parameter in parameters.items()}
-    for number, turn in enumerate(turns):
-        try:
-            _initialize(*turn)
-        except RuntimeError:  # it reads a number
-            return None
-        for name, parameter in parameters.items():
-            if parameter._version != versions[name]:
-                versions[name] = parameter._version
-                written[name] = range(written.get(name, range(number, number)).start, number + 1)
-    return written if len(written) == len(parameters) else None
-
-
 @torch.no_grad()
 @guard_torch_init_functions()
 def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
@@ -130,8 +123,8 @@ def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Initializes the modules of `turns` in this order. Yields (name, tensor) of each parameter after the last turn
-    that writes it. A parameter has storage from its first turn to its last. `owners` is a result of _untie, `written`
-    of _written. `seed`: for the random numbers."""
+    that writes it. A parameter has storage from its first turn to its last. `owners` is a result of _untie. `written`:
+    {parameter: range of indices in `turns`}. `seed`: for the random numbers."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

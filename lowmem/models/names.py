@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -35,19 +34,21 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds one way to match the names in the files of weights with the model's parameters: `prefix` is removed from
-    them, then `target` maps them to parameters. The other fields list the names that this leaves over."""
+    """Holds one way to match the names in the files of weights with the model's parameters: `bare` names are compared
+    with the model's, and `target` maps names to parameters. The other fields list the names that this leaves over."""
 
     prefix: str  # removed from the names in the files
+    bare: dict[str, str]  # {name in the files: name without wrappers and `prefix`}
     target: dict[str, str] = field(default_factory=dict)  # {name in the files: name of the parameter}
     missing: list[str] = field(default_factory=list)  # parameters that are not in the files
     wrong: list[str] = field(default_factory=list)  # names in `target` with another shape than the parameter
     unexpected: list[str] = field(default_factory=list)  # names in the files that belong to no parameter
     heads: list[str] = field(default_factory=list)  # names of heads for other tasks, which are not loaded
+    untrainable: list[str] = field(default_factory=list)  # names in `target` that are neither fp64, fp32, fp16 nor bf16
     converted: list[str] = field(default_factory=list)  # weights that transformers would merge or split
 
     def problems(self) -> int:
-        return len(self.missing) + len(self.wrong) + len(self.unexpected) + len(self.converted)
+        return sum(map(len, (self.missing, self.wrong, self.unexpected, self.untrainable, self.converted)))
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
@@ -55,9 +56,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
     name: entry} in the order of `entries`, and remarks for the log. Raises InputError if names, shapes or dtypes do not
     fit the model. `source`: the checkpoint's name in messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
-    untrainable = [name for name in fit.target if entries[name].dtype is None]
-    if fit.problems() or untrainable:
-        raise _refusal(model, entries, source, fit, untrainable)
+    if fit.problems():
+        raise _refusal(model, entries, source, fit)
     matched: dict[str, Entry] = {}
     for name in (name for name in entries if name in fit.target):
         first = matched.setdefault(fit.target[name], entries[name])
@@ -72,23 +72,21 @@ def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]
-    unwrapped = (_WRAPPERS.sub("", name) for name in entries)
-    parts = Counter(name[: dot.end()] for name in unwrapped for dot in re.finditer(r"\.", name))
+    parts = Counter(bare[: dot.end()] for bare in fit.bare.values() for dot in re.finditer(r"\.", bare))
     least = sum(1 for _ in model.parameters()) / 2
     shared = sorted((prefix for prefix, count in parts.items() if count >= least), key=len)
     return [fit, *(_fit(model, entries, prefix) for prefix in shared)]
 
 
 def _fit(model: PreTrainedModel, entries: dict[str, Entry], prefix: str) -> _Fit:
-    bare_names = {name: _WRAPPERS.sub("", name).removeprefix(prefix) for name in entries}
     parameters = dict(model.named_parameters())
     own_name = {id(parameter): name for name, parameter in parameters.items()}
     aliases = {name: own_name[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    fit = _Fit(prefix)
-    for name, bare in sorted(bare_names.items(), key=itemgetter(1)):  # some renamings want the names sorted
+    fit = _Fit(prefix, {name: _WRAPPERS.sub("", name).removeprefix(prefix) for name in entries})
+    for name, bare in sorted(fit.bare.items(), key=itemgetter(1)):  # some renamings want the names sorted
         renamed, conversion = rename_source_key(bare, renamings, converters)
         own = aliases.get(renamed) or aliases.get(f"{model.base_model_prefix}.{renamed}")
         if conversion is not None:
@@ -97,6 +95,8 @@ def _fit(model: PreTrainedModel, entries: dict[str, Entry], prefix: str) -> _Fit
             fit.target[name] = own
             if entries[name].shape != parameters[own].shape:
                 fit.wrong.append(name)
+            if entries[name].dtype is None:
+                fit.untrainable.append(name)
         elif _OTHER_HEADS.search(bare):
             fit.heads.append(name)
         elif not _NOT_WEIGHTS.search(bare):
@@ -109,10 +109,9 @@ def _fit(model: PreTrainedModel, entries: dict[str, Entry], prefix: str) -> _Fit
 def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     wrappers = {f"{found}." for name in fit.target for found in _WRAPPERS.findall(name)}
     left_off = [*sorted(wrappers), *([fit.prefix] if fit.prefix else [])]
-    renamed = [name for name in fit.target if _WRAPPERS.search(name) or name.startswith(fit.prefix or " ")]
     remarks = []
-    if renamed:
-        remarks.append(f"the names of {len(renamed)} weights in {source} are taken without {' and '.join(left_off)}")
+    if renamed := sum(fit.bare[name] != name for name in fit.target):
+        remarks.append(f"the names of {renamed} weights in {source} are taken without {' and '.join(left_off)}")
     if fit.heads:
         remarks.append(f"{source} holds a head next to the language model ({some_of(fit.heads)}), which is left out")
     if double := sum(entries[name].stored in ("F64", "float64") for name in fit.target):
@@ -120,43 +119,39 @@ def _remarks(fit: _Fit, entries: dict[str, Entry], source: str) -> list[str]:
     return remarks
 
 
-def _refusal(
-    model: PreTrainedModel, entries: dict[str, Entry], source: str, fit: _Fit, untrainable: list[str]
-) -> InputError:
+def _refusal(model: PreTrainedModel, entries: dict[str, Entry], source: str, fit: _Fit) -> InputError:
     parameters = dict(model.named_parameters())
     sizes = {name: (list(entries[name].shape), list(parameters[fit.target[name]].shape)) for name in fit.wrong}
     wrong = [f"{name}: {there} in the file, {here} in the config" for name, (there, here) in sizes.items()]
-    wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in untrainable]
+    wrong += [f"{name}: neither fp32, fp16 nor bf16, but {entries[name].stored}" for name in fit.untrainable]
     unexpected = fit.unexpected + fit.heads
     problems = {"missing": fit.missing, "unexpected": unexpected, "unfit": wrong, "merged or split": fit.converted}
     found = [f"{len(names)} {problem} ({some_of(names)})" for problem, names in problems.items() if names]
-    advice = _advice(model, fit, [*entries], sizes, untrainable)
+    advice = _advice(model, fit, sizes)
     return InputError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(found)}; {advice}")
 
 
-def _advice(
-    model: PreTrainedModel, fit: _Fit, names: list[str], sizes: dict[str, tuple[list, list]], untrainable: list[str]
-) -> str:
+def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list]]) -> str:
     """Returns advice for the user on weights that do not fit the model. `fit`: how their names match the parameters.
-    `names`: all names in the files. `sizes`: {name: (shape in the file, shape in the model)} where these differ.
-    `untrainable`: names of tensors that are neither fp64, fp32, fp16 nor bf16."""
+    `sizes`: {name: (shape in the file, shape in the model)} where these differ."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
-    if any(map(_ADAPTER.search, names)):
+    if any(map(_ADAPTER.search, fit.bare)):
         return "they hold adapters (LoRA) that are not merged: merge_and_unload, then save_pretrained (peft)"
-    if any(name.endswith("_flat_param") for name in names):
+    if any(name.endswith("_flat_param") for name in fit.bare):
         return "they are FSDP's flattened pieces: save the full state_dict there (StateDictType.FULL_STATE_DICT)"
-    if untrainable or any(map(_QUANTISED.search, fit.unexpected)):
+    if fit.untrainable or any(map(_QUANTISED.search, fit.unexpected)):
         return "they are quantised or integers: choose the model in its original precision"
-    head = _names_of(model, model.get_output_embeddings())
-    vocabulary = head | _names_of(model, model.get_input_embeddings())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    head = {names[id(parameter)] for parameter in model.get_output_embeddings().parameters()}
+    vocabulary = head | {names[id(parameter)] for parameter in model.get_input_embeddings().parameters()}
     rows = {there[0] for there, here in sizes.values() if there[1:] == here[1:] and there}
     if len(rows) == 1 and {fit.target[name] for name in sizes} <= vocabulary:
         return f'set "vocab_size": {rows.pop()} in config.json'
     if fit.missing and set(fit.missing) <= head and not fit.unexpected and not sizes:
         return 'they hold no head: set "tie_word_embeddings": true in config.json if the model shares its embedding\'s'
     own = {part for name, _ in model.named_parameters(remove_duplicate=False) for part in name.split(".")[:2]}
-    begin = sorted({_WRAPPERS.sub("", name).removeprefix(fit.prefix).split(".")[0] for name in fit.unexpected})
+    begin = sorted({fit.bare[name].split(".")[0] for name in fit.unexpected})
     if fit.unexpected and not fit.missing and own.isdisjoint(begin):
         return f"the files hold more than this model, under {some_of(begin)}: save only the model (save_pretrained)"
     if fit.unexpected and (not fit.target or own.isdisjoint(begin)):
@@ -167,17 +162,12 @@ def _advice(
     return "use the config.json that came with the weights, or --init random"
 
 
-def _names_of(model: PreTrainedModel, module: nn.Module) -> set[str]:
-    mine = {id(parameter) for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in mine}
-
-
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
     """Returns the error for the weight `name`, which the files store twice with different values. `target`: {name in
     the files: parameter name}."""
     others = [other for other in target if target[other] == target[name] and other != name]
-    named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    if sum(parameter is model.get_parameter(target[name]) for parameter in named) == 1:  # it is not tied
+    tied = model.all_tied_weights_keys
+    if target[name] not in {*tied, *tied.values()}:
         return InputError(
             f"{entry.path}: {name} and {some_of(others)} are the same weight with different values; leave one"
         )

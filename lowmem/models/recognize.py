@@ -9,13 +9,12 @@ from pathlib import Path
 
 from lowmem.errors import InputError
 from lowmem.families import ENCODER_DECODERS, ENCODERS
-from lowmem.models.gguf_cache import SUFFIX, check_gguf, is_gguf
+from lowmem.models.gguf_cache import SUFFIX, check_gguf
 from lowmem.models.weight_files import weight_files
 from lowmem.text_files import read_json
 
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _READ = ("*.json", "*.txt", "*.jinja", "*.model", "*.safetensors")  # files of a model's folder that are read
-_SENSES = ("vision_config", "audio_config")  # a model that has one reads more than text
 
 # Files that are given in the place of a folder, by the ends of their names.
 _NANOGPT = (
@@ -74,10 +73,8 @@ def recognize(model: str, with_weights: bool) -> tuple[str, str | None]:
     for ends, kind in _FILES.items():
         if path.name.endswith(ends):
             raise InputError(f"{model} {kind if path.is_file() else 'is no file or folder here; check the path'}")
-    if is_gguf(model):
+    if path.name.endswith(SUFFIX):
         check_gguf(path)
-    elif path.name.endswith(SUFFIX):
-        raise InputError(f"{model} is no file here; check the path")
     elif path.is_file():
         config_fields(path)
         if with_weights:
@@ -127,7 +124,15 @@ def _recognize_folder(model: str, folder: Path, with_weights: bool) -> tuple[str
         if _has(folder, mark):
             raise InputError(f"{model} {kind.format(base=_adapted(folder))}")
     if not has_config:
-        raise _newest_checkpoint(model, folder) or no_config(model)
+        numbered = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+        if not numbered:
+            raise no_config(model)
+        newest = max(numbered, key=lambda path: int(path.name[11:]))
+        if _has(newest, "adapter_config.json"):
+            raise InputError(f"{newest} {_FOLDERS['adapter_config.json'].format(base=_adapted(newest))}")
+        raise InputError(
+            f"{model} holds checkpoints of Hugging Face's Trainer and no model itself; give {newest}, the newest"
+        )
     config_fields(folder / "config.json")
     if not with_weights:
         return model, None
@@ -156,20 +161,6 @@ def _adapted(folder: Path) -> str:
     except (OSError, InputError, KeyError, TypeError):
         return ""
     return f" of {base}" if base else ""
-
-
-def _newest_checkpoint(model: str, folder: Path) -> InputError | None:
-    """Returns an error for a `folder` with checkpoints of Hugging Face's Trainer. Its message advises to give the
-    newest, checkpoint-N. Returns None if there are none."""
-    folders = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
-    if not folders:
-        return None
-    newest = max(folders, key=lambda path: int(path.name[11:]))
-    if _has(newest, "adapter_config.json"):
-        return InputError(f"{newest} {_FOLDERS['adapter_config.json'].format(base=_adapted(newest))}")
-    return InputError(
-        f"{model} holds checkpoints of Hugging Face's Trainer and no model itself; give {newest}, the newest"
-    )
 
 
 def config_fields(path: Path) -> dict:
@@ -203,8 +194,7 @@ def check_fields(path: Path, fields: dict) -> None:
             f"{path}: the weights are quantised ({method or 'quantization_config'}), and every parameter is trained "
             "here, with fp32 master weights; choose the model in its original precision"
         )
-    if senses := [key.removesuffix("_config") for key in _SENSES if isinstance(fields.get(key), dict)]:
-        senses = " and ".join(senses)
+    if senses := " and ".join(name for name in ("vision", "audio") if isinstance(fields.get(f"{name}_config"), dict)):
         raise InputError(f"{path}: {named} also reads {senses}; only models of text are trained here")
     is_trained = kind in ENCODER_DECODERS or str(named).endswith("ForCausalLM")
     if fields.get("is_encoder_decoder") is True and not is_trained:

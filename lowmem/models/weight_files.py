@@ -6,10 +6,6 @@ from pathlib import Path
 from lowmem.errors import InputError, some_of
 from lowmem.text_files import read_json, refuse_pointer
 
-_USUAL = (  # a single file and the index of several; the first that exists
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 _ENDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of other programs
@@ -30,16 +26,16 @@ def weight_files(folder: Path) -> list[Path]:
 def usual_weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in `folder` under the names that transformers looks for. Returns [] if there are
     none. Raises InputError if some of several are missing."""
-    for single, index in _USUAL:
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            content = read_json(folder / index)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = folder / name, folder / f"{name}.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            content = read_json(index)
             try:
-                names = sorted(set(content["weight_map"].values()))
-                paths = [folder / name for name in names]
+                paths = [folder / name for name in sorted(set(content["weight_map"].values()))]
             except (KeyError, AttributeError, TypeError):
-                raise InputError(f"{folder / index} has no weight_map of tensors to files; download it again") from None
+                raise InputError(f"{index} has no weight_map of tensors to files; download it again") from None
             return _complete(folder, paths)
     return []
 

@@ -228,7 +228,7 @@ def test_hub_is_unreachable_without_an_answer_and_when_offline_is_set(monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert "refused" in module.hub.why_unreachable.__wrapped__()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(module.hub.urllib.request, "urlopen", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: pytest.fail("the hub was asked"))
     assert module.hub.why_unreachable.__wrapped__() == "HF_HUB_OFFLINE is set"
 
 
