@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from lowmem.errors import InputError
-from lowmem.text_files import parse_json, parse_yaml, read_json, read_text, readable_folder, text_lines
+from lowmem.text_files import parse_json, parse_yaml, read_text, readable_folder, text_lines
 
 
 def test_byte_order_marks_are_skipped_at_the_start_and_where_files_were_joined(tmp_path):
@@ -26,12 +26,6 @@ def test_a_long_line_comes_in_parts_and_says_where_it_is_not_utf_8(tmp_path, mos
     path.write_bytes(b"a\n" + "é".encode() + "🙂".encode()[:3])  # cut off within a character
     with pytest.raises(InputError, match=r":2: not UTF-8 \(byte 0xf0 in column 3\)"):
         list(text_lines(path, most))
-
-
-def test_json_after_a_byte_order_mark(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2"}', encoding="utf-8-sig")
-    assert read_json(config) == {"model_type": "gpt2"}
 
 
 @pytest.mark.parametrize(("content", "said"), [

@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -233,15 +232,6 @@ def test_shards_wherever_they_are(tmp_path, names, index):
     saved_in_two(tmp_path, names, index)
     torch.save({}, tmp_path / "training_args.bin")
     assert_taken(tmp_path, "gpt2", "" if index else "the weights are read from")
-
-
-def test_shards_that_are_links_are_followed(tmp_path):
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    saved_in_two(tmp_path, names, "model.safetensors.index.json")
-    for name in names:
-        shutil.move(tmp_path / name, tmp_path / f"blob-{name[:11]}")
-        (tmp_path / name).symlink_to(f"blob-{name[:11]}")
-    assert_taken(tmp_path, "gpt2", "")
 
 
 def test_safetensors_come_before_bin_files(tmp_path):
