@@ -81,7 +81,7 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
                 if parameter._version != versions[name]:
                     versions[name] = parameter._version
                     written[name] = range(written.get(name, range(number, number)).start, number + 1)
-    if len(written) < len(parameters):
+    if len(written) < len(parameters):  # the constructor sets the others
         return _from_whole(config, seed)
     return _by_turns(turns, owners, written, seed)
 
