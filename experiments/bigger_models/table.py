@@ -40,8 +40,8 @@ def tables(rows: list[dict]) -> str:
         _ladder(planned),
         "**Slices, trained on the CPU** with Adam's states on a disk, GiB of RAM; of T5 so many blocks of each kind",
         _slices([row for row in rows if row["kind"] == TRAINED]),
-        "**Do slices learn?** Steps of one batch, from random weights, all widths but the vocabulary's, which are "
-        "bytes; the loss at its first, its highest and its last step",
+        "**Do slices learn?** Each trains on one batch, from random weights. Its widths are the model's, and its "
+        "vocabulary is bytes. The table has the loss of the first step, of the last, and the highest",
         _learned([row for row in rows if row["kind"] == LEARNED]),
         "**Under a cap that the 16-bit weights alone exceed**, on the stand-in, GiB",
         _on_card([row for row in rows if row["kind"] == ON_CARD]),

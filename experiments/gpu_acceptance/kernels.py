@@ -14,11 +14,11 @@ allocator    the cap is kept, segments grow
 
 import itertools
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from experiments.gpu_acceptance import element_wise
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
+from experiments.harness.countdown import in_background
 from experiments.harness.measured import capped_device, precisions, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import optimizers
@@ -256,22 +257,15 @@ def host_memory(device: torch.device, size_bytes: int, timed: bool = True) -> Re
     return Result(values, checks)
 
 
-@contextmanager
-def _busy_cpu(entries: int) -> Iterator[None]:
-    """Copies fp32 numbers in RAM all the time, in a thread of its own."""
-    source, target, over = torch.ones(entries), torch.ones(entries), threading.Event()
+def _busy_cpu(entries: int) -> AbstractContextManager:
+    """Copies fp32 numbers in RAM during the block, in a thread."""
+    source, target = torch.ones(entries), torch.ones(entries)
 
-    def work() -> None:
+    def work(over: Event) -> None:
         while not over.is_set():
             target.copy_(source)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return in_background(work)
 
 
 def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Result:

@@ -36,8 +36,8 @@ CARDS = {
 }  # by model
 GOALS = {"rtx3060": 0.85, "rtx3090": 0.85, "rtx4090": 0.75, "h100": 0.7}  # limit / step
 LEFT = (  # why goals are missed
-    "What is left: element-wise kernels at the rate of the card's memory, products whose last tiles leave "
-    "multiprocessors idle, and on an H100 FlashAttention-2, which Hopper runs at a quarter of the rate of its products."
+    "Three things are in the way. Element-wise kernels run at the rate of the card's memory. The last tiles of a "
+    "product leave multiprocessors idle. And an H100 runs FlashAttention-2 at a quarter of the rate of its products."
 )
 
 

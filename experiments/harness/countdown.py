@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 EVERY_SECONDS = 30.0
@@ -15,6 +15,19 @@ def span(seconds: float) -> str:
         if seconds >= least:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+@contextmanager
+def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Runs `work(over)` in a thread until the end of the block, which sets the event `over`."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Countdown:
@@ -36,21 +49,16 @@ class Countdown:
     def case(self, name: str) -> Iterator[None]:
         """Within it the case of this name is under way."""
         number = self._count - len(self._expected) + 1
-        title, began, over = f"{number} of {self._count}: {name}", time.perf_counter(), threading.Event()
+        title, began = f"{number} of {self._count}: {name}", time.perf_counter()
         self._say(title + self._rest("about {} left"))
 
-        def repeat() -> None:
+        def repeat(over: threading.Event) -> None:
             while not over.wait(self._every):
                 took = time.perf_counter() - began
                 self._say(f"{title}, {span(took)} so far" + self._rest("about {} left", took))
 
-        thread = threading.Thread(target=repeat, daemon=True)
-        thread.start()
-        try:
+        with in_background(repeat):
             yield
-        finally:
-            over.set()
-            thread.join()
         self._took += time.perf_counter() - began
         self._should += self._expected.pop(name)
 

@@ -30,9 +30,10 @@ from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 _UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
-# In PyTorch's errors:
-_WITHOUT_GPU = "CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"
-_WITHOUT_GPU += ("module 'torch._C' has no attribute",)
+_WITHOUT_GPU = (  # in PyTorch's errors
+    *("CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"),
+    "module 'torch._C' has no attribute",
+)
 _READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
 _FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MODES = "__torch_function__", "__torch_dispatch__"

@@ -38,7 +38,7 @@ def ratios() -> dict[str, list[float]]:
     return found
 
 
-def half(fitted: bool) -> list[float]:
+def ratios_of(fitted: bool) -> list[float]:
     """Predicted over measured: of the points that a constant was fitted to, or of those kept for judging."""
     return [ratio for point, ratio in compared() if point.is_fitted == fitted]
 
@@ -106,7 +106,10 @@ def _step_table() -> str:
     of = {point.group["name"]: point.group for point in step_times()}
     lines = [_line(name, group, of[name].get("fitted", ""), of[name]["source"]) for name, group in found.items()]
     lines.append(_line("all with a backward pass", with_backward(found)))
-    lines += [_line("all that a constant was fitted to", half(True)), _line("all kept for judging", half(False))]
+    lines += [
+        _line("all that a constant was fitted to", ratios_of(True)),
+        _line("all kept for judging", ratios_of(False)),
+    ]
     header = ("steps", "points", "predicted / measured, median", "from", "to", "within a third", "fitted", "source")
     return markdown(header, lines)
 

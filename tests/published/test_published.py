@@ -63,7 +63,7 @@ def test_step_times_of_others_are_predicted_no_worse_than_they_were():
 
 
 def test_points_kept_for_judging_are_predicted_and_exceptions_are_named():
-    judging, fitted = table.half(False), table.half(True)
+    judging, fitted = table.ratios_of(False), table.ratios_of(True)
     assert (len(judging), len(fitted)) == (10, 83)
     assert abs(statistics.median(judging) - 1) <= 0.2
     far = [point for point, ratio in table.compared() if not 1 / table.MOST_APART <= ratio <= table.MOST_APART]
