@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 import train_gpt2_large
 import train_gpt2_xl
+from lowmem.core.kernels import Kernels
 from lowmem.core.step import TrainingStep
 from lowmem.cudasim.gpus import Card
 from lowmem.cudasim.recorder import Recorder
@@ -135,7 +136,7 @@ def simulations_shared(*modules: ModuleType) -> Iterator[None]:
     compared: dict[tuple, str | None] = {}
     made: dict[tuple, Simulations] = {}
 
-    def target_of(card: Card, *fused_kernels: bool | None) -> Target:
+    def target_of(card: Card, *fused_kernels: Kernels | None) -> Target:
         return targets.setdefault(f"{card} {fused_kernels}", gpu_target(card, *fused_kernels))
 
     def simulations_of(decoder: partial, base: StepCase, target: Target) -> Simulations:

@@ -19,7 +19,7 @@ import torch
 
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
-from experiments.harness.measured import capped_device, precisions, runs_kernels, sixteen_bit
+from experiments.harness.measured import capped_device, kernels_of, precisions, sixteen_bit
 from experiments.harness.trainings import ALL, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Outcome, Shape
 from experiments.harness.trainings import train as train_step
 from lowmem import device as devices
@@ -79,7 +79,7 @@ def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most:
 
 def train(shape: Shape, device: torch.device, precision: str, **case) -> Outcome:
     """Trains `shape.steps` steps from the same random weights, two sequences at a time."""
-    step, store = shape.make_step(device=device, precision=precision, fused_kernels=runs_kernels(device), **case)
+    step, store = shape.make_step(device=device, precision=precision, fused_kernels=kernels_of(device), **case)
     outcome = train_step(step, store, shape.batches())
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card next to the next
         del step, store

@@ -86,8 +86,8 @@ def check(setting: Setting) -> Result:
 
 
 def _fused_kernels(device: torch.device) -> Result:
-    reason = fused.why_not(device)
-    return Result({"reason": reason}, {"compile and agree": reason is None})
+    failures = {" and ".join(kernels.names): reason for kernels, reason in fused.failures(device).items()}
+    return Result({"failures": failures}, {"compile and agree": not failures})
 
 
 def _split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> Result:
@@ -105,8 +105,8 @@ def _update_speed(device: torch.device, size: int, dtype: torch.dtype, dry_run: 
     return Result(speed, {f"at least {LEAST_SHARE_OF_BANDWIDTH:.0%} of copy bandwidth": fast})
 
 
-def _loss(device: torch.device, precision: str, shape: tuple[int, int, int], fused_kernels: bool) -> Result:
-    errors = loss_errors(device, WORKING_DTYPES[precision], *shape, fused_kernels)
+def _loss(device: torch.device, precision: str, shape: tuple[int, int, int], fused: bool) -> Result:
+    errors = loss_errors(device, WORKING_DTYPES[precision], *shape, fused)
     checks = {
         "loss": errors["loss"] <= MOST_LOSS_ERROR[precision],
         "gradients": worst((errors["hidden"], errors["weight"])) <= MOST_GRADIENT_ERROR[precision],
@@ -182,8 +182,8 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, 
     labels = torch.zeros(tokens, dtype=torch.int64, device=device)
     of_weight, of_matrix = torch.zeros(weight.shape, device=device), torch.zeros(width, 4 * width, device=device)
 
-    def loss(fused_kernels: bool) -> float:
-        call = partial(linear_cross_entropy, hidden, weight, labels, weight_gradient=of_weight, fused=fused_kernels)
+    def loss(fused: bool) -> float:
+        call = partial(linear_cross_entropy, hidden, weight, labels, weight_gradient=of_weight, fused=fused)
         return _seconds(call, device)
 
     add_product = partial(torch.ops.lowmem.add_product, of_matrix, left, right)
@@ -198,7 +198,7 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, 
 
 
 def loss_errors(
-    device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused_kernels: bool
+    device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused: bool
 ) -> dict[str, float]:
     """Returns the relative errors of the loss and of the norms of both gradients, against plain fp32 on the same
     operands."""
@@ -214,7 +214,7 @@ def loss_errors(
         labels.to(device),
         scale=1024.0,
         weight_gradient=accumulator,
-        fused=fused_kernels,
+        fused=fused,
     )  # the scale keeps fp16's gradients out of its subnormals, as LossScale does
     plain = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
     truth = F.cross_entropy(F.linear(*plain), labels, reduction="sum")

@@ -13,6 +13,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.precision import WORKING_DTYPES
@@ -61,7 +62,7 @@ class ModelLayout:
         others = [(field, getattr(self, field.name)) for field in fields(self)[1:]]
         return ", ".join([self.model, *(f"{field.name} {v}" for field, v in others if v != field.default)])
 
-    def decoder(self, fused_kernels: bool) -> Decoder:
+    def decoder(self, fused_kernels: Kernels) -> Decoder:
         return make_decoder(MODELS[self.model](), self.precision, self.residual, fused_kernels)
 
     def case(self, units: int) -> StepCase:

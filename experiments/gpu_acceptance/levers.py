@@ -28,11 +28,12 @@ from transformers import GPT2Config, PretrainedConfig
 
 from experiments.gpu_acceptance import timeline
 from experiments.harness.child import Result, Setting
-from experiments.harness.measured import capped_device, random_step, runs_kernels, sixteen_bit
+from experiments.harness.measured import capped_device, kernels_of, random_step, sixteen_bit
 from lowmem import device as devices
-from lowmem.core import layers, loss
+from lowmem.core import loss
 from lowmem.core.activations import ActivationForward
 from lowmem.core.batch import Batch
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -107,9 +108,9 @@ def measured(setting: Setting, device: torch.device, model: str) -> Result:
 
 
 def made(config: PretrainedConfig, device: torch.device, shape: Shape, left_out: tuple[str, ...]) -> TrainingStep:
-    precision, kernels = sixteen_bit(device), runs_kernels(device)
+    precision, kernels = sixteen_bit(device), kernels_of(device)
     with without(left_out):
-        decoder = make_decoder(config, precision, "fp32", kernels)
+        decoder = make_decoder(config, precision, "fp32", kernels_without(left_out, kernels))
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)
     case = StepCase(shape.seq, shape.batch, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"])
     return random_step(decoder, case, device)
@@ -136,16 +137,18 @@ def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(lever for lever in levers if lever in ("norms", "sums"))
 
 
+def kernels_without(levers: tuple[str, ...], kernels: Kernels) -> Kernels:
+    for kernel in (Kernels.NORMS, Kernels.SUMS, Kernels.ROTARY):
+        if kernel.name.lower() in levers:
+            kernels &= ~kernel
+    return kernels
+
+
 @contextmanager
 def without(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out. Norms, sums, rotary and skipped products: of decoders that are made inside."""
+    """Leaves these changes out, but for norms, sums and rotary (kernels_without). Skipped products: of decoders that
+    are made inside."""
     with ExitStack() as stack:
-        if "norms" in levers:
-            stack.enter_context(patch.object(layers, "rule_of", lambda module: None))
-        if "sums" in levers:
-            stack.enter_context(patch.object(build, "fuse_sums", lambda decoder, dtype: None))
-        if "rotary" in levers:
-            stack.enter_context(patch.object(layers, "rotary_forward", lambda module: None))
         if "skipped product" in levers:
             stack.enter_context(
                 patch.object(build, "skippable_layers", lambda decoder, _: [None] * len(decoder.blocks))

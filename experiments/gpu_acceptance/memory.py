@@ -32,6 +32,7 @@ from experiments.harness.measured import error, measure, prepared, sixteen_bit, 
 from experiments.harness.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
+from lowmem.core.kernels import Kernels
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import CARDS, Card
@@ -216,7 +217,7 @@ def _config(name: str) -> PretrainedConfig:
     return MODELS[name].config() if name in MODELS else load_config(name, "random")
 
 
-def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: bool) -> Plan | str:
+def _planned(name: str, settings: Settings, precision: str, card: Card, fused_kernels: Kernels) -> Plan | str:
     try:
         return make_plan(Question(settings, _config(name), precision, card, fused_kernels=fused_kernels))
     except (InputError, PlanError) as refusal:

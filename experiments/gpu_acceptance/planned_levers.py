@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.gpu_acceptance.levers import without
+from experiments.gpu_acceptance.levers import kernels_without, without
 from experiments.gpu_acceptance.predicted import RESULTS, precision_of
 from experiments.harness.options import exit_code_of
 from experiments.harness.planned_rows import PlannedRows
 from experiments.harness.tables import markdown
+from lowmem.core.kernels.fused import expected
 from lowmem.core.precision import WORKING_DTYPES
 from lowmem.cudasim.gpus import Card, card_named
 from lowmem.models.build import load_config, make_decoder
@@ -66,7 +67,8 @@ class Case:
             model=self.model, init="random", seq=SEQ, batch=BATCH, gpu=card.name, gpu_limit_bytes=None, plan_only=True
         )
         with without(self.levers):
-            plan = make_plan(Question(settings, config, precision_of(card), card))
+            kernels = kernels_without(self.levers, expected(card.capability))
+            plan = make_plan(Question(settings, config, precision_of(card), card, fused_kernels=kernels))
         said = plan.to_dict()
         return {"limit_seconds": limit_seconds(config, card), "choice": said["choice"], **said["predicted"]}
 

@@ -24,6 +24,7 @@ from experiments.harness import measured
 from experiments.harness.at_peak import differences
 from experiments.harness.child import Result, Setting
 from experiments.harness.measured import Measured, Ran, error, prepared, sixteen_bit, train
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
 from lowmem.cudasim.gpus import CARDS
@@ -185,7 +186,7 @@ def check_choice(setting: Setting, device: torch.device, target: Target) -> Resu
     """Measures each layout of a small grid under CHOICE_LIMIT_BYTES, less the planner's margin, and compares the
     planner's choice with the fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
-        base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], fused_kernels=False), None, STEPS
+        base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], Kernels.NONE), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
     else:
         (base,) = on_card([ModelLayout("gpt2")], device)

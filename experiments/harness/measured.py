@@ -22,7 +22,7 @@ from lowmem import device as devices
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder
 from lowmem.core.deferred_updates import UpdateInterrupted
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.optimizers import Hyperparameters
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale, resolve_precision
@@ -66,9 +66,9 @@ def capped_device(setting: Setting) -> torch.device:
     return device
 
 
-def runs_kernels(device: torch.device) -> bool:
-    """Returns True if `device` is a GPU that runs the fused kernels."""
-    return device.type == "cuda" and fused.why_not(device) is None
+def kernels_of(device: torch.device) -> Kernels:
+    """Returns the fused kernels that run on `device`: none on the CPU."""
+    return fused.running(device) if device.type == "cuda" else Kernels.NONE
 
 
 def sixteen_bit(device: torch.device) -> str:
@@ -89,7 +89,7 @@ def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
     device = devices.select_device("cuda")
     devices.make_deterministic(device)
     card = card_for(Settings())
-    return device, card, gpu_target(card, fused.why_not(device) is None)
+    return device, card, gpu_target(card, fused.running(device))
 
 
 def measure(

@@ -20,6 +20,7 @@ from transformers import GPT2Config
 
 from lowmem.core.batch import Batch
 from lowmem.core.homes import DiskStates, host_tensor
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
@@ -167,7 +168,8 @@ class Outcome:
 
 def make_step(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]] | None = None, *, device: torch.device = CPU,
-    precision="fp32", optimizer="adamw", clip_norm: float | None = 0.5, residual="fp32", fused_kernels=False,
+    precision="fp32", optimizer="adamw", clip_norm: float | None = 0.5, residual="fp32",
+    fused_kernels: Kernels = Kernels.NONE,
     loss_scale: LossScale | None = None, dropout_seed=3, defer=True, beta1=0.9, beta2=0.999, epsilon=1e-8,
     host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0,
     ranks: Ranks = Ranks(), **layout,  # noqa: B008  it does nothing

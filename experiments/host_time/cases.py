@@ -16,6 +16,7 @@ from transformers import GPT2Config
 
 from experiments.harness.measured import random_step
 from lowmem.core.batch import Batch
+from lowmem.core.kernels import Kernels
 from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, UpdateFunction, get_optimizer, state_layout
@@ -108,16 +109,16 @@ def _attention(device: torch.device) -> Callable[[], Run]:
     return lambda: run
 
 
-def product_case(fused: bool) -> Case:
-    """Makes the case of a linear layer in training, forward and backward; `fused` adds the gradient to its
-    accumulator."""
+def product_case(kernels: Kernels) -> Case:
+    """Makes the case of a linear layer in training, forward and backward. With `kernels`, it adds the gradient to
+    its accumulator."""
 
     def make(device: torch.device) -> Callable[[], Run]:
         layers = nn.Sequential(nn.Linear(SIDE, SIDE, device=device, dtype=torch.bfloat16))
-        cast_explicitly(layers, torch.bfloat16, fused)
+        cast_explicitly(layers, torch.bfloat16, kernels)
         weight = layers[0].weight
         sum_of_gradients = torch.zeros(SIDE, SIDE, device=device)
-        if fused:
+        if kernels:
             accumulated(weight, lambda *factors: torch.ops.lowmem.add_product(sum_of_gradients, *factors))
         x = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
@@ -133,7 +134,7 @@ def product_case(fused: bool) -> Case:
 
         return prepare
 
-    return _case("linear layer, forward and backward" + (", fused" if fused else ""), make)
+    return _case("linear layer, forward and backward" + (", fused" if kernels else ""), make)
 
 
 def update_case(rule: UpdateFunction, name: str) -> Case:
@@ -157,7 +158,7 @@ def update_case(rule: UpdateFunction, name: str) -> Case:
     return _case(f"update of a piece, {name}", make)
 
 
-def step_case(model: str, blocks: int, fused: bool, recorded: bool = False) -> Case:
+def step_case(model: str, blocks: int, kernels: Kernels, recorded: bool = False) -> Case:
     """Returns a step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a
     time. `recorded`: blocks are repeated from recordings, which the simulator's clock does not know."""
     _, width, heads = GPT2_SHAPES[model]
@@ -166,7 +167,7 @@ def step_case(model: str, blocks: int, fused: bool, recorded: bool = False) -> C
     case = StepCase(SEQ, SEQUENCES, layout, torch.bfloat16, get_optimizer(OPTIMIZER))
 
     def make(device: torch.device) -> Callable[[], Run]:
-        decoder = make_decoder(config, "bf16", "16bit", fused)
+        decoder = make_decoder(config, "bf16", "16bit", kernels)
         step = random_step(decoder, case, device)
         if not recorded:
             step.operations.recordings = None
@@ -176,7 +177,7 @@ def step_case(model: str, blocks: int, fused: bool, recorded: bool = False) -> C
         return lambda: lambda: step(batch, next(number), LEARNING_RATE)
 
     def count(target: Target) -> float:
-        return record_step(make_decoder(config, "bf16", "16bit", fused), case, target).seconds
+        return record_step(make_decoder(config, "bf16", "16bit", kernels), case, target).seconds
 
-    name = f"step, {model}, {blocks} blocks" + (", fused" if fused else "") + (", recorded" if recorded else "")
+    name = f"step, {model}, {blocks} blocks" + (", fused" if kernels else "") + (", recorded" if recorded else "")
     return Case(name, 1, make, count)

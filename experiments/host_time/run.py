@@ -29,7 +29,7 @@ from experiments.host_time.cases import Case, Run, operator_cases, product_case,
 from experiments.host_time.table import table
 from lowmem import device as devices
 from lowmem.core import optimizers
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.planning.question import card_for
 from lowmem.planning.simulated_step import Target, gpu_target
 from lowmem.settings import Settings
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": options.rounds,
     } | rows.made_by("experiments.host_time.run", arguments)
 
-    cases = {kernels: cases_of(kernels) for kernels in (False, True)}
-    times = in_rounds([*cases[False], *cases[True]], device, options.rounds)
+    cases = {kernels: cases_of(kernels) for kernels in (Kernels.NONE, Kernels.ALL)}
+    times = in_rounds([case for made in cases.values() for case in made], device, options.rounds)
     speed = {
         "python_loop_ns": min(it.processor for it in times.pop("python loop")) / LOOP_TURNS * 1e9,
         "cpu_addition_us": min(it.processor for it in times.pop("cpu additions")) / CPU_ADDITIONS * 1e6,
@@ -74,11 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def cases_of(kernels: bool) -> list[Case]:
+def cases_of(kernels: Kernels) -> list[Case]:
     """Returns the cases with or without the project's own kernels; operators are PyTorch's own."""
     rule, name = (fused.update, "one kernel") if kernels else (optimizers.update, "eager")
     parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
-    return parts + [step_case(*which, True, recorded=True) for which in STEPS] if kernels else operator_cases() + parts
+    return (
+        parts + [step_case(*which, kernels, recorded=True) for which in STEPS] if kernels else operator_cases() + parts
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import fields
 import torch
 from transformers import PretrainedConfig
 
-from experiments.harness.measured import runs_kernels, train
+from experiments.harness.measured import kernels_of, train
 from experiments.harness.models import MODELS
 from lowmem import device as devices
 from lowmem.core.batch import Batch
@@ -82,7 +82,7 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
     """Runs lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
-    decoder = make_decoder(config, "bf16", "fp32", runs_kernels(device))
+    decoder = make_decoder(config, "bf16", "fp32", kernels_of(device))
     layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})
     case = StepCase(seq, batch, layout, torch.bfloat16, get_optimizer("adamw"))
     tokens = torch.zeros((batch, seq), dtype=torch.int64)

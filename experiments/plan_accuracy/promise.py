@@ -90,7 +90,7 @@ def layouts_to_try(settings: Settings, simulations: Simulations, limit_bytes: in
 def run_cell(case: Case, device: torch.device) -> dict:
     settings, card = settings_of(case), card_for(Settings())
     precision = "bf16" if "bf16" in card.rates else "fp16"
-    target = gpu_target(card, fused.why_not(device) is None)
+    target = gpu_target(card, fused.running(device))
     config = MODELS[settings.model].config()
     decoder = partial(make_decoder, config, precision, settings.residual, target.fused_kernels)
     simulations = Simulations(decoder, step_case(settings, precision), target)

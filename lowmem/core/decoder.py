@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import masking_utils
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.logits import Followed, LogitFunction
 from lowmem.errors import InputError
 
@@ -65,8 +66,8 @@ class Decoder:
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # parameters that several blocks use (encoder_decoder.SharedUse), block by block
 
-    def __init__(self, model: nn.Module, fused_kernels: bool = False):
-        self.model, self.fused_kernels = model, fused_kernels  # run kernels/operators.py's operators
+    def __init__(self, model: nn.Module, fused_kernels: Kernels = Kernels.NONE):
+        self.model, self.fused_kernels = model, fused_kernels
         self.architecture = type(model).__name__
         self._refuse_unsupported()
         self.blocks = self._find_blocks()

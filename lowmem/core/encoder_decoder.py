@@ -36,6 +36,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from lowmem.core.decoder import Decoder, Extra
+from lowmem.core.kernels import Kernels
 from lowmem.core.logits import LogitFunction
 from lowmem.errors import InputError
 from lowmem.families import ENCODER_DECODERS
@@ -212,7 +213,7 @@ def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, **options)
 
 
-def take_apart(model: nn.Module, fused_kernels: bool = False) -> Decoder:
+def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
     """Splits `model`: returns an EncoderDecoder for T5 and mT5, a Decoder for all others."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)

@@ -1,7 +1,7 @@
 """Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
 
 `cast_explicitly` makes a 16-bit model compute as autocast would: matrix products in 16 bit, norms and softmax in fp32.
-The casts are explicit because torch.autocast's rules differ between devices. With `fused`, layers use the product in
+The casts are explicit because torch.autocast's rules differ between devices. Fused layers use the product in
 kernels/operators.py, which adds a matrix's gradient directly to the fp32 accumulator. That moves 8 bytes per parameter
 and micro-batch instead of 12. `accumulated` registers a parameter for that; other gradients come from autograd.
 """
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lowmem.core.activations import Activation, Inputs, sum_of_rows
-from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.kernels import Kernels, operators  # noqa: F401  defines torch.ops.lowmem
 from lowmem.core.norms import Norm, norm_in_fp32, rule_of
 from lowmem.core.rotary import rotary_forward
 
@@ -34,22 +34,22 @@ def fuse_gelu(model: nn.Module) -> None:
                 setattr(module, name, nn.GELU(approximate="tanh"))
 
 
-def cast_explicitly(model: nn.Module, residual: torch.dtype, fused: bool = False) -> None:
+def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kernels = Kernels.NONE) -> None:
     """Makes a model with 16-bit matrices and fp32 vectors (norms, biases) compute products in 16 bit, norms and softmax
     in fp32. `residual`: the dtype of the residual stream. In 16 bit, the stream is rounded after every half of a block,
-    and saved inputs of blocks take half the memory. `fused`: whether layers use kernels/operators.py."""
+    and saved inputs of blocks take half the memory. `fused_kernels`: those that layers use."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = partial(_embedding_in_fp32, module)
         elif isinstance(module, nn.Linear | Conv1D):
             plain = _linear if isinstance(module, nn.Linear) else _conv1d
-            module.forward = FusedProduct(module) if fused else partial(plain, module)
+            module.forward = FusedProduct(module) if Kernels.PRODUCTS in fused_kernels else partial(plain, module)
         elif "Norm" in type(module).__name__ and module._parameters:
-            rule = rule_of(module) if fused else None
+            rule = rule_of(module) if Kernels.NORMS in fused_kernels else None
             module.forward = partial(norm_in_fp32, module) if rule is None else Norm(module, rule)
         elif _is_router_or_experts(module):
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
-        if fused and (rotary := rotary_forward(module)) is not None:
+        if Kernels.ROTARY in fused_kernels and (rotary := rotary_forward(module)) is not None:
             module.forward = rotary
         if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
             # Rotary tables and additive masks are combined with queries and keys, which are in 16 bit.

@@ -113,7 +113,9 @@ def _line_by_line(
     if scale is None:
         return losses, None
     factor = counted.to(torch.float32)[:, None] * (scale * function.outer * (function.inner or 1))
-    gradient = exponentials.mul_(factor / total).scatter_add_(1, targets, -factor)
+    gradient = exponentials.mul_(factor / total)
+    places = torch.arange(len(chunk), device=chunk.device) * len(weight) + targets[:, 0]  # unique, so nothing is sorted
+    torch.ops.lowmem.add_rows(gradient.view(-1), places, -factor[:, 0])
     return losses, gradient if slope is None else gradient.mul_(slope)
 
 

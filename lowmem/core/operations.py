@@ -15,7 +15,7 @@ from lowmem.core import optimizers, recompute
 from lowmem.core.batch import Batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.dry_run import equal, structure_of
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.lookups import SparseLookups
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
@@ -36,7 +36,7 @@ class Operations:
         `decoder.fused_kernels` and the device choose the function."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
-        self._update = update or (fused.update if decoder.fused_kernels else eager)
+        self._update = update or (fused.update if Kernels.PRODUCTS in decoder.fused_kernels else eager)
         self.recordings: Recordings | None = Recordings()
         self._trained = {id(p): p.requires_grad for p in decoder.model.parameters()}
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
@@ -165,7 +165,7 @@ class Operations:
             bias=None if bias is None else bias.detach(),
             scale=1.0 if scale is None else scale,
             function=self.decoder.logit_function,
-            fused=self.decoder.fused_kernels and weight.dtype is not torch.float32,
+            fused=Kernels.PRODUCTS in self.decoder.fused_kernels and weight.dtype is not torch.float32,
             **accumulators,
         )
 

@@ -32,6 +32,7 @@ from lowmem.core.batch import LEAST_POSITIONS, Batch, Work, as_batch
 from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.deferred_updates import Updates
 from lowmem.core.final_gradients import FinalGradients
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, checked_rate
@@ -91,7 +92,9 @@ class TrainingStep:
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
         self._set_layout(store.layout)
-        concurrent = decoder.fused_kernels and store.optimizer.any_stream  # our kernels allocate nothing
+        concurrent = (
+            Kernels.PRODUCTS in decoder.fused_kernels and store.optimizer.any_stream
+        )  # our kernels allocate nothing
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
         self._updates = Updates(store, len(decoder.units), hyper, self.transfers, self.operations)
         self.states = self._updates.states

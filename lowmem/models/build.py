@@ -27,6 +27,7 @@ from lowmem.core.activations import fuse_activations
 from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import structure_of
 from lowmem.core.encoder_decoder import stock_model, take_apart, with_target_tokens
+from lowmem.core.kernels import Kernels
 from lowmem.core.layers import cast_explicitly, fuse_gelu
 from lowmem.core.norms import round_for_products
 from lowmem.core.precision import WORKING_DTYPES
@@ -206,26 +207,30 @@ def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
     return with_target_tokens(settings, config)
 
 
-def make_decoder(config: PretrainedConfig, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
+def make_decoder(
+    config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
+) -> Decoder:
     """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
-    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: True to use the kernels of
-    core/kernels/operators.py."""
+    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: those that run."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
 
 
-def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: bool = False) -> Decoder:
+def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
     """Takes `model` apart into a Decoder: embedding, blocks and head. Also replaces some layers of `model` to fit
     `precision`, `residual` and `fused_kernels` (see `make_decoder`)."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
     decoder = take_apart(model, fused_kernels)
-    if precision != "fp32" and fused_kernels:
-        fuse_activations(decoder, dtype)
-        round_for_products(model, decoder.blocks, decoder.run_once, dtype)
-        fuse_sums(decoder, dtype)
+    if precision != "fp32":
+        if Kernels.ACTIVATIONS in fused_kernels:
+            fuse_activations(decoder, dtype)
+        if Kernels.NORMS in fused_kernels:
+            round_for_products(model, decoder.blocks, decoder.run_once, dtype)
+        if Kernels.SUMS in fused_kernels:
+            fuse_sums(decoder, dtype)
     decoder.skippable_layers, decoder.structure = skippable_layers(decoder, dtype), structure_of(model)
     return decoder
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import torch
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -46,7 +47,7 @@ class Plan:
     waiting_seconds: float | None = None  # of a step, in which the GPU waits for copies
     # (second of a step, bytes allocated, bytes reserved)
     timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
-    fused_kernels: bool = False  # whether they are expected to run
+    fused_kernels: Kernels = Kernels.NONE  # those that are expected to run
     not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces; None: it did
     faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
@@ -124,7 +125,7 @@ class Plan:
                 "residual": self.settings.residual,
                 "device": self.device,
                 "optimizer": self.settings.optimizer,
-                "fused_kernels": self.fused_kernels,
+                "fused_kernels": self.fused_kernels.names,
                 "streamed_units": self.units - self.layout.states_on_gpu,
             },
             "predicted": {

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.precision import resolve_precision
 from lowmem.cudasim.gpus import CARDS, Card, card_named, card_of_name_reported
 from lowmem.device import expandable_segments, select_device
@@ -27,7 +28,7 @@ class Question:
     precision: str
     card: Card | None  # None: the CPU
     ram_free_bytes: int | None = None  # RAM that the process may still take, besides the cap; None: no such limit
-    fused_kernels: bool | None = None  # whether they run; None: as expected of the card
+    fused_kernels: Kernels | None = None  # those that run; None: as expected of the card
     process: Process | None = None  # the RAM of the process that will train; None: the process is not here
     mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and caps of one process
     ranks_here: int = 1  # how many of them share this machine's RAM, and --ram-limit

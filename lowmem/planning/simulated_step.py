@@ -23,7 +23,7 @@ from lowmem.core import optimizers
 from lowmem.core.batch import LEAST_POSITIONS, Batch, Work
 from lowmem.core.decoder import Decoder
 from lowmem.core.final_gradients import FinalGradients
-from lowmem.core.kernels import fused, operators  # noqa: F401  operators defines torch.ops.lowmem
+from lowmem.core.kernels import Kernels, fused, operators  # noqa: F401  operators defines torch.ops.lowmem
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.operations import Operations
 from lowmem.core.optimizers import Hyperparameters, Optimizer, UpdateFunction
@@ -57,20 +57,17 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 @dataclass(frozen=True)
 class Target:
     """Describes the device that a step is simulated for. Rates are bytes per second. `device_model`: of its operators.
-    `update`: the function that updates weights there. `copies`, `link`, `disk`: rates of copies over the bus, from
-    other cards, and of a disk. `least_positions`: a micro-batch with fewer positions takes no less time."""
+    `update`: the function that updates weights there. `fused_kernels`: those of its decoders. `copies`, `link`,
+     `disk`: rates of copies over the bus, from other cards, and of a disk. `least_positions`: a micro-batch with
+    fewer positions takes no less time."""
 
     device_model: DeviceModel
     update: UpdateFunction = optimizers.update
+    fused_kernels: Kernels = Kernels.NONE
     copies: float | None = None  # in each direction, if both are busy; None: no copies over a bus
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
     least_positions: int = LEAST_POSITIONS["cuda"]
-
-    @property
-    def fused_kernels(self) -> bool:
-        """Returns True if the fused kernels run on the device. The decoder must be made with the same value."""
-        return self.update is fused.update
 
 
 class CpuAttention(TorchFunctionMode):
@@ -92,12 +89,12 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     return fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=more.get("scale"))[0]
 
 
-def gpu_target(card: Card, fused_kernels: bool | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Returns the target for a GPU of this kind. `fused_kernels`: whether they run; None: as expected of the card."""
+def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_second: float = math.inf) -> Target:
+    """Returns the target for a GPU of this kind. `fused_kernels`: those that run; None: as expected of the card."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
-        gpu_model(card), fused.update if fused_kernels else optimizers.update,
+        gpu_model(card), fused.update if Kernels.PRODUCTS in fused_kernels else optimizers.update, fused_kernels,
         card.copy_bytes_per_second, card.link_bytes_per_second, disk_bytes_per_second,
     )  # fmt: skip
 
@@ -199,7 +196,8 @@ def record_step(
         if target.copies is not None:
             copies = SimulatedTransfers(
                 recorder.clock, target.copies, target.copies, host_buffer=store.host_buffer,
-                concurrent=target.fused_kernels and case.optimizer.any_stream, disk_bytes_per_second=target.disk,
+                concurrent=Kernels.PRODUCTS in target.fused_kernels and case.optimizer.any_stream,
+                disk_bytes_per_second=target.disk,
             )  # fmt: skip
         step = _ReplayedStep(
             decoder, store, Hyperparameters(weight_decay=0.01), clip_norm=case.clip_norm, seed=0,

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from lowmem.config_switches import SWITCHES, as_given
+from lowmem.core.kernels import Kernels
 from lowmem.errors import InputError
 from lowmem.fields import option_name
 from lowmem.planning.plan import Plan
@@ -37,7 +38,7 @@ def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) ->
         "device": plan.device,
         "precision": plan.precision,
         "micro_batch": plan.layout.micro_batch,
-        "fused_kernels": plan.fused_kernels,
+        "fused_kernels": plan.fused_kernels.names,
         "data": data_fingerprint,
         "config": config_identity(config),
     }
@@ -54,6 +55,8 @@ def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
     `state`: its state.json. `identity`: from run_identity or known_identity; only its keys are compared."""
     saved = state.get("identity", {})
+    if isinstance(saved.get("fused_kernels"), bool):  # of a checkpoint from when all kernels ran, or none
+        saved = saved | {"fused_kernels": Kernels.ALL.names if saved["fused_kernels"] else []}
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:
         raise InputError(

@@ -22,7 +22,7 @@ from lowmem import device as devices
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.homes import DiskStates
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
@@ -114,19 +114,20 @@ def plan_here(
     question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
 ) -> Plan:
     """Returns the plan for this machine with the RAM that is free now. Rank 0 makes it for all ranks. `aside` executes
-    a function in another process (process.py). `say` gets a sentence if fused kernels cannot run. `saved`: the
+    a function in another process (process.py). `say` gets a sentence on fused kernels that cannot run. `saved`: the
     checkpoint that training goes on from, and its state; None for a new start."""
-    no_kernels = None
+    fused_kernels = Kernels.NONE
     if device.type == "cuda":
         devices.take_workspaces(device)
-        no_kernels = fused.why_not(device)
+        fused_kernels = fused.running(device)
+        for kernels, reason in fused.failures(device).items():
+            which = "" if kernels == Kernels.ALL else f" of {' and '.join(kernels.names)}"
+            say(f"without fused kernels{which}, which takes more memory and time: {reason}")
         devices.forget_allocations(device)
     elif question.settings.device == "auto" and (why := devices.why_no_gpu()) is not None:
         say(f"this trains on the CPU, because PyTorch cannot use the GPU here: {why}")
-    if no_kernels is not None:
-        say(f"without fused kernels, which takes more memory and time: {no_kernels}")
     ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
-    question = replace(question, ram_free_bytes=ram_free, process=Process.here(), fused_kernels=no_kernels is None)
+    question = replace(question, ram_free_bytes=ram_free, process=Process.here(), fused_kernels=fused_kernels)
     sharing, micro_batch = None, None
     if saved is not None:
         sharing, micro_batch = saved[1].get("sharing"), saved[1]["identity"]["micro_batch"]

@@ -17,6 +17,7 @@ from experiments.harness import trainings
 from families import FAMILIES, MORE_FAMILIES, V, with_dropout
 from lowmem.core.activations import ACTIVATIONS, GELU, GELU_TANH, SILU, ActivationForward, activation_of, sum_of_rows
 from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import Kernels
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.products import ProductRecorder, ProductReplayer
 from lowmem.core.recorder import Recorder, holders_if_alone
@@ -143,7 +144,7 @@ def test_a_bias_before_an_activation_and_another_reader_gets_the_gradients_of_bo
     stock = copy.deepcopy(module).double()
     for layer in (module.up, module.down):
         layer.weight.data = layer.weight.data.to(BF16)
-    cast_explicitly(module, FP32, True)
+    cast_explicitly(module, FP32, Kernels.ALL)
     module.act.forward = ActivationForward(module.act, GELU_TANH)
     with Recorder([x], [module], holders_if_alone()) if recorded else nullcontext():
         module(x, added.to(BF16)).sum().backward()
@@ -159,9 +160,9 @@ HAVE = {
 HAVE_NONE = {"opt", "biogpt"}  # one has ReLU, one drops numbers of the activation's output
 
 
-def fused_in(family: str, fused: bool = True, precision: str = "bf16", dropout: float = 0.0) -> int:
+def fused_in(family: str, kernels: Kernels = Kernels.ALL, precision: str = "bf16", dropout: float = 0.0) -> int:
     config = with_dropout((FAMILIES | MORE_FAMILIES)[family](), dropout)
-    decoder = make_decoder(config, precision, "fp32", fused)
+    decoder = make_decoder(config, precision, "fp32", kernels)
     forwards = [vars(module).get("forward") for module in decoder.model.modules()]
     found = [forward for forward in forwards if isinstance(forward, ActivationForward)]
     assert all(forward.place is not None for forward in found)
@@ -171,7 +172,7 @@ def fused_in(family: str, fused: bool = True, precision: str = "bf16", dropout: 
 @pytest.mark.parametrize("family", sorted(HAVE | HAVE_NONE))
 def test_families_with_such_activations_use_the_kernel(family):
     assert fused_in(family) == fused_in(family, dropout=0.1) == (family in HAVE)
-    assert not fused_in(family, fused=False) and not fused_in(family, True, "fp32")
+    assert not fused_in(family, Kernels.NONE) and not fused_in(family, precision="fp32")
 
 
 @pytest.mark.parametrize("reader", [nn.Dropout(0.1), nn.LayerNorm(4 * 16), nn.Identity()], ids=["dropout", "norm", ""])
@@ -200,7 +201,10 @@ def test_a_block_has_the_output_and_gradients_of_the_stock_one_in_fp64(interpret
     a rounding to 16 bit errs by up to UNIT, in the root mean square by half of that. A gradient passes some 30 of them,
     whose errors add as random numbers do, to 3 UNIT. The largest error that was seen is 3.5 UNIT."""
     config = with_dropout((FAMILIES | MORE_FAMILIES)[family](), 0.0)
-    decoder, stock = make_decoder(config, precision, "fp32", True), Decoder(model_from_config(config).double().train())
+    decoder, stock = (
+        make_decoder(config, precision, "fp32", Kernels.ALL),
+        Decoder(model_from_config(config).double().train()),
+    )
     values_for(decoder, kind)
     stock.model.load_state_dict(decoder.model.state_dict())
     with torch.no_grad():
@@ -216,7 +220,9 @@ def test_a_block_has_the_output_and_gradients_of_the_stock_one_in_fp64(interpret
 
 def trained(**kind):
     with with_plain_kernels():
-        step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN | kind)
+        step, store = make_step(
+            tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=Kernels.ALL, **PLAIN | kind
+        )
         with Counting() as counting:
             outcome = trainings.train(step, store, make_batches(1), [1e-3])
     return outcome, counting.operations, step._decoder
@@ -236,7 +242,7 @@ def test_a_product_that_is_made_again_makes_its_activation_again(interpreted):
     module = TwoReaders()
     for layer in (module.up, module.down):
         layer.weight.data = layer.weight.data.to(BF16)
-    cast_explicitly(module, FP32, True)
+    cast_explicitly(module, FP32, Kernels.ALL)
     module.act.forward = ActivationForward(module.act, GELU_TANH)
     x = torch.randn(2, 5, 8)
     with torch.no_grad(), ProductRecorder() as recorder:
@@ -276,7 +282,7 @@ def test_a_user_who_changes_the_product_gets_the_activations_output(interpreted,
     """Also before the next step: in an evaluation, or a forward pass of the model."""
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
         monkeypatch.setattr(nn.modules.module, name, type(getattr(nn.modules.module, name))())
-    decoder = make_decoder(with_dropout(FAMILIES[family](), 0.0), "bf16", "fp32", True)
+    decoder = make_decoder(with_dropout(FAMILIES[family](), 0.0), "bf16", "fp32", Kernels.ALL)
     values_for(decoder)
     mlp = decoder.blocks[0].mlp
     with torch.no_grad():
@@ -293,7 +299,7 @@ def test_a_user_who_changes_the_product_gets_the_activations_output(interpreted,
 
 @pytest.mark.parametrize("name", ["gate_proj", "act_fn"])
 def test_a_user_may_change_the_other_layers_of_a_gated_mlp(interpreted, name):
-    decoder = make_decoder(FAMILIES["llama"](), "bf16", "fp32", True)
+    decoder = make_decoder(FAMILIES["llama"](), "bf16", "fp32", Kernels.ALL)
     values_for(decoder)
     mlp, x = decoder.blocks[0].mlp, torch.randn(2, 3, decoder.blocks[0].mlp.gate_proj.weight.shape[1])
     before = mlp(x)

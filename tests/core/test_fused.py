@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import lowmem.core.kernels
 from lowmem.core import optimizers
 from lowmem.core import step as core_step
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layers import accumulated, cast_explicitly
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
@@ -39,6 +39,7 @@ from tests.core.test_loss import CAPPED, PLAINLY, SCALED, chunked, errors, opera
 from tests.core.test_loss import plain as plain_loss
 from tests.core.test_products import Counting
 from tests.core.test_step import PLAIN, make_batches, train
+from tests.stream_order.arrangements import with_plain_kernels
 
 triton = pytest.importorskip("triton")
 
@@ -152,16 +153,19 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
 )
 def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer, arrangement):
     batches = make_batches(2, seq=12)
-    kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": True}
+    kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": Kernels.ALL}
     plain = train(batches, **kind, **PLAIN)
     assert train(batches, **kind, **arrangement).differences(plain) == []
+
+
+LEFT_OUT = (Kernels.NORMS | Kernels.SUMS, Kernels.SUMS, Kernels.ACTIVATIONS, Kernels.ROTARY)  # what may fail alone
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpreted, family):
     """Two micro-batches, one of them at a time; four products a block for GPT-2, seven for Llama."""
     with Counting() as counting:
-        outcome = train(make_batches(1), family=family, precision="bf16", fused_kernels=True, **PLAIN)
+        outcome = train(make_batches(1), family=family, precision="bf16", fused_kernels=Kernels.ALL, **PLAIN)
     blocks, ours = len(outcome.step.segments), torch.ops.lowmem
     products = {"gpt2": 4, "llama": 7}[family] * blocks
     assert counting.operations[ours.cross_entropy.default] == 2
@@ -177,11 +181,29 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
     assert {function for function in counting.operations if function.namespace == "lowmem"} == {ours.add_rows.default}
 
 
+def test_a_step_without_some_kernels_runs_only_the_others():
+    ours = {
+        Kernels.SUMS: {"drop"}, Kernels.NORMS: {"normalize", "normalize_backward"},
+        Kernels.ACTIVATIONS: {"gated", "gated_backward"}, Kernels.ROTARY: {"rotate"},
+    }  # fmt: skip
+    for left_out in (Kernels.NONE, *LEFT_OUT):
+        ran = set()
+        for family in ("gpt2", "llama"):
+            with with_plain_kernels(), Counting() as counting:
+                train(make_batches(1), family=family, precision="bf16", fused_kernels=Kernels.ALL & ~left_out, **PLAIN)
+            ran |= {
+                function._overloadpacket.__name__ for function in counting.operations if function.namespace == "lowmem"
+            }
+        for kernel, operators in ours.items():
+            assert operators <= ran if kernel not in left_out else not operators & ran, (left_out, kernel)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, family):
     """By the gradients of all parameters, as the first moments after a step: ||kernels - fp32|| is 0.90 to 1.03 times
     ||without - fp32|| for each of four seeds, GPT-2 and Llama. (Losses and norms of a few steps are few numbers: their
-    distances differ by a factor of two from seed to seed.) Without dropout, whose masks the kernels draw themselves."""
+    distances differ by a factor of two from seed to seed.) Without dropout, whose masks the kernels draw themselves.
+    Also without some kernels."""
     batches = make_batches(1)
 
     def moments(**kind):
@@ -189,8 +211,11 @@ def test_a_run_with_kernels_stays_as_near_to_fp32_as_one_without(interpreted, fa
         return torch.cat([tensor for name, tensor in states.items() if name.endswith(" m")])
 
     truth = moments()
-    distances = {fused: (moments(precision="bf16", fused_kernels=fused) - truth).norm() for fused in (True, False)}
-    assert 0 < distances[True] <= 1.1 * distances[False] < 0.02 * truth.norm()
+    without, *distances = (
+        (moments(precision="bf16", fused_kernels=kernels) - truth).norm()
+        for kernels in (Kernels.NONE, Kernels.ALL, *(Kernels.ALL & ~each for each in LEFT_OUT))
+    )
+    assert all(0 < distance <= 1.1 * without < 0.02 * truth.norm() for distance in distances)
 
 
 LOSSES = [(False, PLAINLY), (True, PLAINLY), (False, CAPPED), (True, CAPPED), (False, SCALED)]
@@ -243,7 +268,7 @@ def test_a_fused_product_gives_autograds_gradients_or_adds_the_weights_to_its_ac
     module.weight.data = module.weight.data.to(dtype)
     fused_too = copy.deepcopy(module)
     cast_explicitly(nn.Sequential(module), torch.float32)
-    cast_explicitly(nn.Sequential(fused_too), torch.float32, fused=True)
+    cast_explicitly(nn.Sequential(fused_too), torch.float32, Kernels.ALL)
     x, gradient = torch.randn(2, 5, 24), torch.randn(2, 5, 40).to(dtype)
 
     def gradients(module):
@@ -369,13 +394,14 @@ def accesses_of(
 
 
 def test_without_a_gpu_the_kernels_are_expected_of_turing_and_later():
-    assert fused.expected((7, 5)) and fused.expected((9, 0))
-    assert not fused.expected((6, 1)) and not fused.expected((7, 0))
+    assert fused.expected((7, 5)) == fused.expected((9, 0)) == Kernels.ALL
+    assert fused.expected((6, 1)) == fused.expected((7, 0)) == Kernels.NONE
 
 
 def test_where_triton_does_not_compile_the_reason_is_a_sentence(compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "they do not run here" in fused.why_not.__wrapped__(CPU)  # for this "card", which is none
+    failures = fused.failures.__wrapped__(CPU)  # for this "card", which is none
+    assert failures.keys() == {Kernels.ALL} and "they do not run here" in failures[Kernels.ALL]
 
 
 @pytest.fixture
@@ -385,24 +411,29 @@ def one_size(monkeypatch):
     monkeypatch.setattr(fused, "SIZES", (97,))
 
 
-@pytest.mark.parametrize(("name", "wrong", "said"), [
-    ("join", lambda real, *given: (given[2].copy_(given[0]), None)[1], "a kernel splits or joins weights otherwise"),
-    ("cross_entropy", lambda real, *given: real(*given[:4], given[4] and 1.1 * given[4], *given[5:]),
+@pytest.mark.parametrize(("name", "wrong", "left_out", "said"), [
+    ("join", lambda real, *given: (given[2].copy_(given[0]), None)[1], Kernels.ALL,
+     "a kernel splits or joins weights otherwise"),
+    ("cross_entropy", lambda real, *given: real(*given[:4], given[4] and 1.1 * given[4], *given[5:]), Kernels.ALL,
      r"the loss or a gradient of it is 0\.1.*"),
     ("normalize_backward", lambda real, *given: real(*given[:6], given[6] + 0.1, *given[7:]),  # the offset
-     r"a norm, a sum or a gradient of them is 0\..*"),
+     Kernels.NORMS | Kernels.SUMS, r"a norm or a gradient of it is 0\..*"),
     ("drop", lambda real, x, added, y, seeds, *others: real(x, added, y, seeds + (added is None), *others),
-     r"a norm, a sum or a gradient of them is 0\..*"),
+     Kernels.SUMS, r"a sum, its norm or a gradient of them is 0\..*"),
     ("gated_backward", lambda real, *given: real(*given[:-2], given[-2] + 0.1, given[-1]),  # the cubic term
-     r"an MLP's activation or a gradient of it is 0\..*"),
+     Kernels.ACTIVATIONS, r"an MLP's activation or a gradient of it is 0\..*"),
     ("rotate", lambda real, q, k, cos, sin, *others: real(q, k, cos, 1.1 * sin, *others),
-     r"a rotary embedding or a gradient of it is 0\..*"),
+     Kernels.ROTARY, r"a rotary embedding or a gradient of it is 0\..*"),
 ])  # fmt: skip
-def test_what_is_computed_otherwise_is_found(one_size, monkeypatch, name, wrong, said):
+def test_what_is_computed_otherwise_is_found_and_only_its_kernels_are_left_out(
+    one_size, monkeypatch, name, wrong, left_out, said
+):
     with imported_anew("1") as modules:
         (module,) = [module for module in modules if hasattr(module, name)]
         monkeypatch.setattr(module, name, partial(wrong, getattr(module, name)))
-        assert re.fullmatch(said, fused.why_not.__wrapped__(CPU))
+        failures = fused.failures.__wrapped__(CPU)
+    assert failures.keys() == {left_out}
+    assert re.fullmatch(said, failures[left_out])
 
 
 def test_kernels_that_agree_are_used_and_the_loss_is_tried_in_every_variant_that_models_want_of_it(
@@ -415,7 +446,7 @@ def test_kernels_that_agree_are_used_and_the_loss_is_tried_in_every_variant_that
         real(logits, bias, labels, losses, scale, outer, inner)
 
     monkeypatch.setattr(interpreted, "cross_entropy", noting)
-    assert fused.why_not.__wrapped__(CPU) is None
+    assert fused.failures.__wrapped__(CPU) == {}
     kinds = itertools.product(DTYPES[1:], (False, True), (False, True), (False, True))
     assert variants == {kind for kind in kinds if not (kind[1] and kind[3])}, "a bias or a cap"
 
@@ -430,33 +461,50 @@ def test_only_our_kernels_update_beside_what_computes(interpreted, monkeypatch):
     beside = []
     transfers_for = core_step.transfers_for
     monkeypatch.setattr(core_step, "transfers_for", lambda *given: beside.append(given[1]) or transfers_for(*given))
-    for fused_kernels, optimizer in ((True, "adamw"), (True, "adamw8bit"), (False, "adamw")):
+    for fused_kernels, optimizer in ((Kernels.ALL, "adamw"), (Kernels.ALL, "adamw8bit"), (Kernels.NONE, "adamw")):
         make_step(tiny_model("gpt2"), precision="bf16", fused_kernels=fused_kernels, optimizer=optimizer)
     assert beside == [True, False, False]
 
 
+ERRORS = {  # {function of fused.py: kernels that are left out if it finds an error}
+    "largest_ulps": Kernels.ALL,
+    "loss_error": Kernels.ALL,
+    "norm_error": Kernels.NORMS | Kernels.SUMS,
+    "activation_error": Kernels.ACTIVATIONS,
+    "rotary_error": Kernels.ROTARY,
+}
+
+
 @pytest.fixture
-def why_not(monkeypatch):
-    """Returns a function that says why kernels do not run whose comparisons give `errors` of each kind, and `ulps`."""
+def failures(monkeypatch):
+    """Returns a function that returns which kernels fail, and why, if comparisons find `errors`."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "halves_agree", lambda *_: True)
 
-    def said(ulps: dict[str, float], **errors: list[float]) -> str | None:
-        for name in ("loss_error", "norm_error", "activation_error", "rotary_error"):
-            found = itertools.chain(errors.get(name, []), itertools.repeat(0.0))
-            monkeypatch.setattr(fused, name, Mock(side_effect=found))
-        monkeypatch.setattr(fused, "largest_ulps", lambda *_, **__: {"weight": 0.0, "m": 0.0} | ulps)
-        return fused.why_not.__wrapped__(CPU)
+    def failing(**errors: list[float | Exception]) -> dict[Kernels, str]:
+        for name in ERRORS:
+            each = itertools.chain(errors.get(name, []), itertools.repeat(0.0))
+            if name == "largest_ulps":
+                each = (error if isinstance(error, Exception) else {"weight": 0.0, "m": error} for error in each)
+            monkeypatch.setattr(fused, name, Mock(side_effect=each))
+        return fused.failures.__wrapped__(CPU)
 
-    return said
-
-
-def test_a_kernel_that_computes_something_else_is_not_used(why_not):
-    assert why_not({"weight": 100.0}) == "a kernel is 100 units of the last place off"
+    return failing
 
 
-def test_a_kernel_that_writes_nan_is_not_used(why_not):
+@pytest.mark.parametrize("name", ERRORS)
+def test_kernels_that_compute_something_else_write_nan_or_do_not_compile_are_left_out(failures, name):
     """Seen to fail: max() passes over a NaN that is not the first number."""
-    assert "nan" in why_not({"m": math.nan})
-    for kind in ("loss_error", "norm_error", "activation_error", "rotary_error"):
-        assert "nan" in why_not({}, **{kind: [0.0, math.nan]}), kind
+    assert failures() == {}
+    for values, said in (([100.0], "is 100 "), ([0.0, math.nan], "nan"), ([OSError("no ptxas")], "OSError: no ptxas")):
+        found = failures(**{name: values})
+        assert found.keys() == {ERRORS[name]} and said in found[ERRORS[name]]
+
+
+def test_a_sum_that_fails_does_not_cost_the_norms_and_several_kernels_fail_independently(failures, monkeypatch):
+    norms = len(DTYPES[1:]) * len(fused.KINDS_OF_NORMS)
+    found = failures(norm_error=[0.0] * norms + [1.0], rotary_error=[1.0])
+    assert found.keys() == {Kernels.SUMS, Kernels.ROTARY}
+    monkeypatch.setattr(fused, "failures", lambda device: found)
+    assert fused.running(CPU) == Kernels.PRODUCTS | Kernels.NORMS | Kernels.ACTIVATIONS
+    assert fused.running(CPU).names == ["products", "norms", "activations"]

@@ -10,7 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from families import FAMILIES, MORE_FAMILIES, POST_NORM
 from lowmem.core import norms
-from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
+from lowmem.core.kernels import (
+    Kernels,
+    operators,  # noqa: F401  defines torch.ops.lowmem
+)
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import LEAST_ROWS, PROGRAMS, Norm, Rule, round_for_products, rule_of
 from lowmem.models.build import make_decoder
@@ -132,7 +135,7 @@ class Block(nn.Module):
 def test_a_norm_writes_16_bit_only_for_products_of_its_block(uses, in_one_block, digits):
     """The norm after a last block and the dense layer of a head are updated at different times."""
     model = Block(uses, digits)
-    cast_explicitly(model, FP32, True)
+    cast_explicitly(model, FP32, Kernels.ALL)
     before = dict(model.named_parameters())
     blocks = [model] if in_one_block else [model.norm, model.layer]
     round_for_products(model, blocks, lambda: model(torch.empty(2, 8, device="meta")), BF16)
@@ -153,7 +156,7 @@ def test_every_family_with_norms_writes_some_of_them_in_16_bit(family):
 def rounded(config, residual: str = "fp32") -> dict[str, set]:
     """{last part of a norm's name: dtypes that such norms write}."""
     found: dict[str, set] = {}
-    for name, module in make_decoder(config, "bf16", residual, True).model.named_modules():
+    for name, module in make_decoder(config, "bf16", residual, Kernels.ALL).model.named_modules():
         if isinstance(forward := vars(module).get("forward"), Norm):
             found.setdefault(name.split(".")[-1], set()).add(forward.rounded)
     return found
@@ -202,20 +205,20 @@ def test_norms_whose_output_is_added_to_the_residual_stream_stay_in_its_dtype(fa
 def test_a_models_buffers_are_as_without_kernels(family):
     """Seen to fail: GPT-J and CodeGen lost their positions to the meta device, and no GPU could train them."""
 
-    def buffers(fused: bool) -> dict:
-        model = make_decoder((FAMILIES | MORE_FAMILIES)[family](), "bf16", "fp32", fused).model
+    def buffers(kernels: Kernels) -> dict:
+        model = make_decoder((FAMILIES | MORE_FAMILIES)[family](), "bf16", "fp32", kernels).model
         others = [value for module in model.modules() for value in vars(module).values()]
         assert not any(isinstance(value, torch.Tensor) and value.is_meta for value in others)
         return dict(model.named_buffers())
 
-    plain, fused = buffers(False), buffers(True)
+    plain, fused = buffers(Kernels.NONE), buffers(Kernels.ALL)
     assert plain.keys() == fused.keys()
     assert all(fused[name].device.type == "cpu" and fused[name].equal(plain[name]) for name in plain)
 
 
 def test_without_kernels_and_in_fp32_no_norm_is_replaced():
-    for precision, fused in (("fp32", True), ("bf16", False)):
-        model = make_decoder(FAMILIES["gpt2"](), precision, "fp32", fused).model
+    for precision, kernels in (("fp32", Kernels.ALL), ("bf16", Kernels.NONE)):
+        model = make_decoder(FAMILIES["gpt2"](), precision, "fp32", kernels).model
         assert not any(isinstance(vars(module).get("forward"), Norm) for module in model.modules())
 
 
@@ -223,7 +226,7 @@ def test_without_kernels_and_in_fp32_no_norm_is_replaced():
 def test_on_tensors_without_data_an_output_has_the_shape_and_dtype(name):
     module = NORMS[name](16).to("meta")
     model = nn.Sequential(module)
-    cast_explicitly(model, FP32, True)
+    cast_explicitly(model, FP32, Kernels.ALL)
     y = model(torch.empty(2, 3, 16, device="meta", requires_grad=True))
     y.sum().backward()
     assert y.shape == (2, 3, 16) and all(parameter.grad.shape == (16,) for parameter in module.parameters())

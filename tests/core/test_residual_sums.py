@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from experiments.harness import trainings
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, POST_NORM, with_dropout
 from lowmem.core.decoder import Decoder
+from lowmem.core.kernels import Kernels
 from lowmem.core.layers import cast_explicitly
 from lowmem.core.norms import Drops, Rule, normalize_sum, normalized
 from lowmem.core.recompute import Dropout
@@ -29,7 +30,7 @@ ALL = FAMILIES | MORE_FAMILIES | POST_NORM | ENCODER_DECODERS
 
 def changes(family: str, residual: str = "fp32", dropout: float = 0.1) -> set[str]:
     """The changed calls of each block: D dropout, N norm, S a sum with its norm, A a sum without."""
-    decoder = make_decoder(with_dropout(ALL[family](), dropout), "bf16", residual, True)
+    decoder = make_decoder(with_dropout(ALL[family](), dropout), "bf16", residual, Kernels.ALL)
     return {letters(getattr(block.forward, "calls", ())) for block in decoder.blocks}
 
 
@@ -80,7 +81,7 @@ TWO_NORMS = {"gpt_neox", "falcon"}  # whose gradients are added in another order
 
 @pytest.mark.parametrize("family", ALL)
 def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpreted, family):
-    decoder = make_decoder(with_dropout(ALL[family](), 0.0), "bf16", "fp32", True)
+    decoder = make_decoder(with_dropout(ALL[family](), 0.0), "bf16", "fp32", Kernels.ALL)
     values_for(decoder)
     with torch.no_grad():
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
@@ -98,7 +99,7 @@ def test_without_dropout_a_block_has_the_bits_of_its_own_sums_and_norms(interpre
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "t5"])
 def test_a_second_run_of_a_block_has_the_same_masks_and_another_seed_others(interpreted, family):
-    decoder = make_decoder(with_dropout(ALL[family](), 0.3), "bf16", "fp32", True)
+    decoder = make_decoder(with_dropout(ALL[family](), 0.3), "bf16", "fp32", Kernels.ALL)
     values_for(decoder)
     with torch.no_grad():
         hidden, extras = decoder.embed(*decoder.example(decoder.head_weight.shape[0]))
@@ -239,7 +240,7 @@ def test_a_dropout_that_anything_else_reads_or_that_changes_its_input_is_not_mov
 
 
 def fused_step(own_sums: bool):
-    step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=True, **PLAIN)
+    step, store = make_step(tiny_model("gpt2", dropout=0.1), precision="bf16", fused_kernels=Kernels.ALL, **PLAIN)
     for forward in step._decoder.block_forwards:
         forward.own_sums = own_sums
     return step, store
@@ -282,7 +283,7 @@ def test_a_norm_is_not_joined_to_a_sum_if_the_tensor_is_written_in_between(writt
             return total + self.second(total).to(BF16)
 
     block = Block().to("meta")
-    cast_explicitly(block, FP32, True)
+    cast_explicitly(block, FP32, Kernels.ALL)
     x = torch.ones(1, 2, 8, device="meta")
     with Watch(block, x) as watch:
         block(x)
@@ -294,7 +295,7 @@ def test_sums_are_fused_with_a_mask_and_at_other_lengths_too(family):
     """With a mask, transformers repeats keys for grouped queries, which takes more operations."""
     config = ALL[family]()
     config.sliding_window = 16
-    decoder = make_decoder(config, "bf16", "fp32", True)
+    decoder = make_decoder(config, "bf16", "fp32", Kernels.ALL)
     values_for(decoder)
     ids = torch.arange(48).view(2, 24) % 97
     for documents in (None, torch.arange(48).view(2, 24) // 7):

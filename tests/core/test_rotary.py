@@ -12,6 +12,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
 from lowmem.core import rotary
+from lowmem.core.kernels import Kernels
 from lowmem.core.rotary import rotary_forward, rotate, rotate_plainly
 from lowmem.models.build import make_decoder
 from stand_in import plain_layers
@@ -167,7 +168,7 @@ def test_a_decorated_forward_is_left_alone_unless_it_renames_arguments():
 
 
 def test_a_model_with_the_kernel_can_be_copied_and_pickled():
-    model = make_decoder(FAMILIES["qwen3"](), "bf16", "fp32", True).model
+    model = make_decoder(FAMILIES["qwen3"](), "bf16", "fp32", Kernels.ALL).model
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         attention = again.model.layers[0].self_attn
         assert vars(attention)["forward"]._module is attention
@@ -197,9 +198,9 @@ def test_families_that_rotate_halves_use_the_kernel(family):
         model = make_decoder((FAMILIES | MORE_FAMILIES)[family](), *kind).model
         return sum(isinstance(vars(module).get("forward"), rotary.RotaryAttention) for module in model.modules())
 
-    blocks = rotaries("bf16", "fp32", True)
+    blocks = rotaries("bf16", "fp32", Kernels.ALL)
     assert bool(blocks) == (family in HAVE)
-    assert not rotaries("bf16", "fp32", False) and not rotaries("fp32", "fp32", True)
+    assert not rotaries("bf16", "fp32", Kernels.NONE) and not rotaries("fp32", "fp32", Kernels.ALL)
 
 
 @pytest.mark.parametrize("shape", [(32, 8, 128), (40, 8, 128), (56, 8, 128), (14, 2, 64)], ids=str)

@@ -44,6 +44,7 @@ from transformers import (
     StableLmConfig,
 )
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.core.precision import WORKING_DTYPES
@@ -97,21 +98,21 @@ def steps(gpu: Gpu, family: str) -> Iterator[Call]:
         return ()
 
     half = "bf16" if gpu.capability >= (8, 0) else "fp16"
-    for precision, residual, fused, (seq, micro_batch, masked) in (
-        (half, "fp32", True, (1024, 4, False)),
-        (half, "16bit", False, (1000, 3, True)),
-        ("fp32", "fp32", False, (1000, 3, False)),
+    for precision, residual, kernels, (seq, micro_batch, masked) in (
+        (half, "fp32", Kernels.ALL, (1024, 4, False)),
+        (half, "16bit", Kernels.NONE, (1000, 3, True)),
+        ("fp32", "fp32", Kernels.NONE, (1000, 3, False)),
     ):
         config = with_dropout(FAMILIES[family](), 0.0 if masked else 0.1)
         card = replace(CARDS["a100"], capability=gpu.capability, multiprocessors=gpu.multiprocessors)
-        target = gpu_target(card, fused)
+        target = gpu_target(card, kernels)
         target = replace(target, device_model=replace(target.device_model, hidden_bytes=watch))
         layout = Layout(micro_batch, states_on_gpu=1)
         case = StepCase(
             seq, 2 * micro_batch, layout, WORKING_DTYPES.get(precision, torch.float32), OPTIMIZERS["adamw"],
             document_mask=masked,
         )  # fmt: skip
-        record_step(make_decoder(config, precision, residual, fused), case, target, {})
+        record_step(make_decoder(config, precision, residual, kernels), case, target, {})
     yield from seen.values()
 
 

@@ -9,8 +9,9 @@ Small models; sizes up to LEFT_OUT_BYTES are left out (random numbers' states, a
 import difflib
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from transformers import GPT2Config, GPTJConfig, GPTNeoConfig, LlamaConfig, T5Co
 
 from lowmem import device as devices
 from lowmem.core.homes import DiskStates
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS, Hyperparameters
 from lowmem.core.parameters import Store
@@ -55,6 +56,7 @@ MODELS = {
 SEQ, BATCH = 256, 4
 PAIR = 48, 16  # tokens of a source and of a target: more than 3,072 pairs of positions would be sorted (temporaries.py)
 LENGTHS = (30, 250, 9, 100)
+LEFT_OUT = (Kernels.NORMS | Kernels.SUMS, Kernels.SUMS, Kernels.ACTIVATIONS, Kernels.ROTARY)
 CASES = {  # the layout, and what else differs from a plain step
     "kept": (Layout(2, kept=99, states_on_gpu=1), {}),
     "recomputed": (Layout(2, 1, 2), {}),
@@ -101,7 +103,7 @@ def simulated(case: StepCase, decoder, device: torch.device) -> list[Event]:
     """The same of a plan for the card that is here."""
     sizes: dict[int, int] = {}
     events = []
-    target = gpu_target(card_of_name_reported(torch.cuda.get_device_name(device)))
+    target = gpu_target(card_of_name_reported(torch.cuda.get_device_name(device)), decoder.fused_kernels)
     for storage, size, _ in record_step(decoder, case, target, {}, whole_first_step=True).tape:
         if size == FREED:
             events.append(("free", sizes.pop(storage)))
@@ -122,34 +124,35 @@ def _lines(events: list[Event]) -> list[str]:
     return [f"{action} {size}" for run in runs for action, size in run]
 
 
+def kinds(precisions: list[str]) -> Iterator[tuple[str, str, str, Kernels]]:
+    """Yields each (family, precision, name of a case, fused kernels) that is compared."""
+    with_kernels = [(Kernels.ALL, precision) for precision in precisions]
+    for family, name, (kernels, precision) in product(MODELS, CASES, [*with_kernels, (Kernels.NONE, precisions[-1])]):
+        layout, more = CASES[name]
+        # Scaled gradients wait until all of them are known to be finite. Pairs have no lengths.
+        if not (layout.fate is Fate.APPLIED and precision == "fp16") and not (family == "t5" and "lengths" in more):
+            yield family, precision, name, kernels
+    for family, name, left_out in product(("gpt2", "llama"), ("kept", "recomputed", "products kept"), LEFT_OUT):
+        yield family, precisions[-1], name, Kernels.ALL & ~left_out
+
+
 def main() -> None:
     device = torch.device("cuda", 0)
     devices.make_deterministic(device)
     precisions = ["fp16", *(["bf16"] if torch.cuda.get_device_capability(device) >= (8, 0) else [])]
-    assert fused.why_not(device) is None
-    for family, name in ((family, name) for family in MODELS for name in CASES):
+    assert fused.running(device) == Kernels.ALL
+    for family, precision, name, kernels in kinds(precisions):
         layout, more = CASES[name]
         if family == "t5":
-            if "lengths" in more:
-                continue
             more = more | {"target_tokens": PAIR[1]}
-        for precision in precisions:
-            if layout.fate is Fate.APPLIED and precision == "fp16":
-                continue  # scaled gradients wait until all of them are known to be finite
-            case = StepCase(
-                SEQ if family != "t5" else sum(PAIR),
-                BATCH,
-                layout,
-                WORKING_DTYPES[precision],
-                OPTIMIZERS["adamw"],
-                **more,
-            )
-            torch._C._cuda_clearCublasWorkspaces()
-            devices.collect_garbage()  # else the case before is freed at some moment of this one's record
-            found = requested(case, make_decoder(MODELS[family], precision, "fp32", True), device)
-            planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", True), device)
-            row = {"case": f"{family}, {precision}, {name}", "requests": len(found)}
-            print(json.dumps(row | {"differences": differences(found, planned)}))
+        seq = SEQ if family != "t5" else sum(PAIR)
+        case = StepCase(seq, BATCH, layout, WORKING_DTYPES[precision], OPTIMIZERS["adamw"], **more)
+        torch._C._cuda_clearCublasWorkspaces()
+        devices.collect_garbage()  # else the case before is freed at some moment of this one's record
+        found = requested(case, make_decoder(MODELS[family], precision, "fp32", kernels), device)
+        planned = simulated(case, make_decoder(MODELS[family], precision, "fp32", kernels), device)
+        row = {"case": f"{family}, {precision}, {name}", "kernels": kernels.names, "requests": len(found)}
+        print(json.dumps(row | {"differences": differences(found, planned)}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import GPT2Config, T5Config
 from experiments.gpu_acceptance import bitwise
 from experiments.harness.trainings import CPU, IN_BACKWARD, LAYOUTS, PLAIN, UNCLIPPED, Shape
 from lowmem.core.batch import LEAST_POSITIONS
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import get_optimizer
 from lowmem.core.parameters import Store
@@ -44,7 +44,7 @@ MOST_LOSS_DIFFERENCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 @pytest.fixture
 def plain_lines(monkeypatch):
     """No fused kernels, as on a card that Triton does not know."""
-    monkeypatch.setattr(fused, "why_not", lambda device: "this test compares the plain lines")
+    monkeypatch.setattr(fused, "failures", lambda device: {Kernels.ALL: "this test compares the plain lines"})
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_other_optimizers_leave_the_bits_of_the_cpu(on_cpu, plain_lines, optimiz
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 def test_fused_kernels_train_as_the_plain_lines_do(on_cpu, precision):
     case = {"states_on_gpu": 0, "defer": True}
-    assert fused.why_not(CUDA) is None
+    assert fused.running(CUDA) == Kernels.ALL
     before = counts()["launches"]
     outcome, truth = bitwise.train(SHAPE, CUDA, precision, **PLAIN | case), on_cpu(precision)
     assert counts()["launches"] > before
@@ -195,6 +195,17 @@ def test_a_run_with_everything_the_card_has(train, tmp_path, capsys):
     assert "without fused kernels" not in capsys.readouterr().err
 
 
+def test_a_run_without_some_kernels_says_so_and_plans_for_the_others(train, tmp_path, capsys, monkeypatch):
+    failures = {Kernels.NORMS | Kernels.SUMS: "a norm is 3 off", Kernels.ROTARY: "no ptxas"}
+    monkeypatch.setattr(fused, "failures", lambda device: failures)
+    assert train(tmp_path / "out", "--device", "cuda", "--precision", "bf16") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "without fused kernels of norms and sums, which takes more memory and time: a norm is 3 off" in said
+    assert "without fused kernels of rotary, which takes more memory and time: no ptxas" in said
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert plan["choice"]["fused_kernels"] == ["products", "activations"]
+
+
 def test_a_cap_that_the_card_does_not_have_becomes_all_that_it_has(train, tmp_path, capsys):
     """As 11 GiB, the default, on a card of 8."""
     assert train(tmp_path / "out", *ON_CARD, "--gpu-limit", "12GiB") == 0
@@ -210,7 +221,7 @@ def test_what_was_tried_before_training_is_given_back():
     gc.disable()
     try:
         config = GPT2Config(n_layer=3, n_embd=128, n_head=2, n_positions=256, vocab_size=211)
-        decoder = make_decoder(config, "bf16", "fp32", True)
+        decoder = make_decoder(config, "bf16", "fp32", Kernels.ALL)
         Store(decoder, CUDA, torch.bfloat16, get_optimizer("adamw"), Layout(1, states_on_gpu=99))
         del decoder
         torch._C._cuda_clearCublasWorkspaces()

@@ -35,6 +35,7 @@ from experiments.gpu_acceptance.jobs import JOBS, Job
 from experiments.harness import child, measured, rows
 from experiments.harness.at_peak import differences, live_at_peak, tape_of_history
 from experiments.harness.child import Setting
+from lowmem.core.kernels import Kernels
 from lowmem.cudasim import roofline
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
@@ -426,7 +427,7 @@ def test_a_simulated_timeline_waits_as_long_as_the_plan_says(tmp_path):
 
 def test_a_step_without_its_update_copies_nothing_changes_nothing_and_drops_its_gradients():
     layout = dataclasses.replace(layouts.DRY_GRID[0], states="streamed")
-    decoder = layout.decoder(fused_kernels=False)
+    decoder = layout.decoder(Kernels.NONE)
     case = layout.case(len(decoder.units))
     step = measured.random_step(decoder, case, torch.device("cpu"))
     store = step.store

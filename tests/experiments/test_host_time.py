@@ -10,7 +10,7 @@ from experiments.harness import rows as row_file
 from experiments.host_time import run, table
 from experiments.host_time.cases import CALLS, META, operator_cases, product_case, step_case, update_case
 from lowmem.core import optimizers
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.recorder import Recorder
 from lowmem.planning.simulated_step import gpu_target
@@ -18,7 +18,7 @@ from lowmem.planning.simulated_step import gpu_target
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+@pytest.fixture(params=[Kernels.NONE, Kernels.ALL], ids=["plain", "fused"])
 def target(request):
     return run.without_gpu_time(gpu_target(CARDS["rtx3060"], request.param))
 
@@ -55,8 +55,10 @@ def test_the_fused_product_and_update_count_as_operators_of_this_project(target)
     assert operations == pytest.approx(1) if target.fused_kernels else operations > 20
 
 
-@pytest.mark.parametrize("case", [*operator_cases(), product_case(False), update_case(optimizers.update, "eager")],
-                         ids=lambda case: case.name)  # fmt: skip
+PLAIN = product_case(Kernels.NONE), update_case(optimizers.update, "eager")
+
+
+@pytest.mark.parametrize("case", [*operator_cases(), *PLAIN], ids=lambda case: case.name)
 def test_a_case_runs_on_a_device_and_makes_its_row(case):
     times = run.in_rounds([case], CPU, rounds=2)
     assert set(times) == {case.name, "python loop", "cpu additions"} and len(times[case.name]) == 2
@@ -70,9 +72,9 @@ def test_a_case_runs_on_a_device_and_makes_its_row(case):
 
 
 def test_a_step_counts_more_operations_with_more_blocks():
-    target = run.without_gpu_time(gpu_target(CARDS["rtx3060"], True))
+    target = run.without_gpu_time(gpu_target(CARDS["rtx3060"], Kernels.ALL))
     (first, _), (second, _), (third, operations) = (
-        run.clock_of(step_case("gpt2", blocks, True), target) for blocks in (1, 2, 3)
+        run.clock_of(step_case("gpt2", blocks, Kernels.ALL), target) for blocks in (1, 2, 3)
     )
     assert second - first == pytest.approx(third - second) and 0 < first < second
     assert operations == round(operations) > 100

@@ -10,6 +10,7 @@ from transformers import GPT2Config
 from experiments.harness.models import MODELS
 from experiments.plan_accuracy import promise, promise_ram, table
 from experiments.plan_accuracy.cases import CARDS, CASES, NO_CAP, PROMISED, PROMISED_RAM, TIGHT
+from lowmem.core.kernels import Kernels
 from lowmem.cudasim.gpus import CARDS as ALL_CARDS
 from lowmem.models.build import make_decoder
 from lowmem.planning import caps, fastest
@@ -89,8 +90,8 @@ QUICK = replace(TINY, segment_blocks=1, group=1)  # leaves a search little to lo
 @pytest.fixture(scope="module")
 def simulations():
     config = GPT2Config(n_layer=6, n_embd=64, n_head=2, vocab_size=1000, n_positions=32)
-    decoder = partial(make_decoder, config, "bf16", TINY.residual, True)
-    target = gpu_target(ALL_CARDS["rtx3060"], fused_kernels=True)
+    decoder = partial(make_decoder, config, "bf16", TINY.residual, Kernels.ALL)
+    target = gpu_target(ALL_CARDS["rtx3060"], fused_kernels=Kernels.ALL)
     return Simulations(decoder, step_case(TINY, "bf16"), target)
 
 

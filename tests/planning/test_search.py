@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
@@ -39,7 +40,7 @@ TOLERANCE = 1.01  # of the fastest layout's seconds
 
 
 def decoder(config=CONFIG):
-    return make_decoder(config, "bf16", "fp32", fused_kernels=True)
+    return make_decoder(config, "bf16", "fp32", fused_kernels=Kernels.ALL)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,7 @@ def question(request) -> tuple[list, Simulations]:
     config, seq = SWEPT[name]
     case = replace(CASE, seq=seq, clip_norm=clip_norm)
     simulations = Simulations(
-        lambda: make_decoder(config, "bf16", "fp32", fused_kernels=True), case, gpu_target(CARDS["rtx3090"])
+        lambda: make_decoder(config, "bf16", "fp32", fused_kernels=Kernels.ALL), case, gpu_target(CARDS["rtx3090"])
     )
     micro_batch = 1 if name == "llama" else None  # the search over micro-batches is that of the other questions
     settings = Settings(seq=seq, batch=BATCH, clip_norm=clip_norm, micro_batch=micro_batch)

@@ -13,7 +13,7 @@ from experiments.harness.at_peak import tape_of_cpu
 from families import ENCODER_DECODERS, FAMILIES, MORE_FAMILIES, with_dropout
 from lowmem.core import optimizers
 from lowmem.core.decoder import Decoder
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import OPTIMIZERS, Hyperparameters
 from lowmem.core.parameters import Store
@@ -52,7 +52,7 @@ def target_of(family: str) -> int | None:
     return 12 if family in ENCODER_DECODERS else None
 
 
-def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: bool = False) -> Decoder:
+def decoder_of(config, dtype: torch.dtype = torch.float32, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
     precision = next(name for name, kind in WORKING_DTYPES.items() if kind is dtype)
     return make_decoder(config, precision, "fp32", fused_kernels)
 
@@ -130,7 +130,7 @@ REPLAYED = [
     Layout(1, 2, 1, kept=4, states_on_gpu=2), Layout(1, 2, 2, kept=1, weights_on_gpu=1),
     Layout(1, 4, 1, kept=1, boundaries_in_ram=True),
 ]  # fmt: skip
-KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+KINDS = [(torch.float32, Kernels.NONE), (torch.bfloat16, Kernels.NONE), (torch.bfloat16, Kernels.ALL)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_replaying_leaves_the_tape_that_running_everything_leaves(family, dtype,
     config = config_of(family, 0.1)
     device_model = DeviceModel(seconds=seconds_by_size, host_seconds=(1e-5, 6e-6))
     update = fused.update if fused_kernels else optimizers.update
-    target = Target(device_model, update=update, copies=1e9)
+    target = Target(device_model, update=update, fused_kernels=fused_kernels, copies=1e9)
     masked = family == "llama"
     case = StepCase(SEQ, 8, layout, dtype, OPTIMIZERS["adamw"], document_mask=masked, target_tokens=target_of(family))
     everything = record_step(decoder_of(config, dtype, fused_kernels), case, target)

@@ -10,6 +10,7 @@ import torch
 from experiments.gpu_acceptance.levers import SHAPES
 from experiments.harness.rows import read
 from experiments.harness.tables import written
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import OPTIMIZERS
 from lowmem.cudasim.gpus import CARDS
@@ -115,7 +116,7 @@ def test_a_step_of_large_takes_as_long_as_its_kernels_ran_on_an_h200():
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)
     case = StepCase(shape.seq, shape.batch, layout, torch.bfloat16, OPTIMIZERS["adamw"])
     with patch("lowmem.models.build.fuse_sums", lambda decoder, dtype: None):
-        decoder = make_decoder(config, "bf16", "fp32", fused_kernels=True)
+        decoder = make_decoder(config, "bf16", "fp32", fused_kernels=Kernels.ALL)
     seconds = record_step(decoder, case, gpu_target(CARDS["h200"]), {}).seconds
     assert seconds == pytest.approx(row["values"]["all: busy seconds"], rel=0.05)
 

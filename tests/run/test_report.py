@@ -1,6 +1,7 @@
 """A run's identity, its figures, and the remarks before it begins."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 import transformers
 from transformers import GPT2Config
 
+from lowmem.core.kernels import Kernels
 from lowmem.core.layout import Layout
 from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
 from lowmem.run.figures import build_report
-from lowmem.run.identity import run_identity
+from lowmem.run.identity import refuse_another_run, run_identity
 from lowmem.run.report import device_name, opening_remarks, versions
 from lowmem.settings import FIELD_NAMES, Settings
 from tests.test_settings import OPTION_VALUES
@@ -87,8 +90,12 @@ SHARED = {
 }
 
 
-def identity(settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4):
-    plan = Plan(settings, 3_000, 3, 1, precision, Layout(micro_batch, states_on_gpu=3), {}, steps=steps)
+def identity(
+    settings: Settings, *, steps: int = 10, data: str = "abc", precision: str = "bf16", micro_batch: int = 4,
+    fused_kernels: Kernels = Kernels.ALL,
+):  # fmt: skip
+    layout = Layout(micro_batch, states_on_gpu=3)
+    plan = Plan(settings, 3_000, 3, 1, precision, layout, {}, steps=steps, fused_kernels=fused_kernels)
     return run_identity(GPT2Config(), plan, data)
 
 
@@ -104,9 +111,20 @@ def test_a_setting_that_changes_the_bits_is_part_of_the_identity(name):
     assert (identity(changed) != identity(base)) == (name in SHARED)
 
 
-@pytest.mark.parametrize("change", [{"steps": 11}, {"data": "abd"}, {"precision": "fp16"}, {"micro_batch": 8}])
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 11}, {"data": "abd"}, {"precision": "fp16"}, {"micro_batch": 8}, {"fused_kernels": Kernels.PRODUCTS}],
+)
 def test_so_is_what_settings_turned_into(change):
     assert identity(Settings(), **change) != identity(Settings())
+
+
+def test_a_checkpoint_from_when_all_kernels_ran_or_none_goes_on():
+    for known, kernels in ((True, Kernels.ALL), (False, Kernels.NONE)):
+        wanted = identity(Settings(), fused_kernels=kernels)
+        refuse_another_run(Path("step-1"), {"identity": wanted | {"fused_kernels": known}}, wanted)
+    with pytest.raises(InputError, match=r'fused_kernels \["products", .*\] -> \[\]'):
+        refuse_another_run(Path("step-1"), {"identity": wanted | {"fused_kernels": True}}, wanted)
 
 
 # --- what is said

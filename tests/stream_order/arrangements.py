@@ -33,6 +33,7 @@ from lowmem.core import kernels
 from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.homes import host_tensor
+from lowmem.core.kernels import Kernels
 from lowmem.core.parameters import Store
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery
@@ -157,7 +158,12 @@ def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
 
 def _prepare(case: dict, device: torch.device, kernels: bool, **memory) -> tuple[TrainingStep, Store]:
     with patch.object(stores, "PIECE", PIECE):
-        return SHAPE.make_step(**{"precision": "bf16"} | case, device=device, fused_kernels=kernels, **memory)
+        return SHAPE.make_step(
+            **{"precision": "bf16"} | case,
+            device=device,
+            fused_kernels=Kernels.ALL if kernels else Kernels.NONE,
+            **memory,
+        )
 
 
 def _train(

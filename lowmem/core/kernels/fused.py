@@ -1,11 +1,12 @@
 """Compiles operators.py's operators, compares them with the plain PyTorch code, and defines updates that use them.
 
-If Triton is missing, or a kernel does not compile or does not agree, the plain code runs, and plans assume it.
+The plain code runs in the place of kernels that do not compile or do not agree, and plans assume it. So it is for all
+kernels if Triton is missing.
 """
 
 import importlib.util
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lowmem.core import optimizers
 from lowmem.core.activations import ACTIVATIONS, Activation, sum_of_rows
+from lowmem.core.kernels import Kernels
 from lowmem.core.logits import LogitFunction
 from lowmem.core.loss import IGNORED, linear_cross_entropy
 from lowmem.core.norms import Drops, Rule, normalize_sum
@@ -32,6 +34,7 @@ SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
 MOST_ACTIVATION_ERROR = MOST_ROTARY_ERROR = 5e-3  # the same
+Dtypes = tuple[torch.dtype, ...]
 MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
 
 
@@ -58,54 +61,91 @@ def update(
         torch.ops.lowmem.split(working, low, master)
 
 
-def expected(capability: tuple[int, int]) -> bool:
-    """Returns True if a plan for a card of this compute capability may assume that the fused kernels run. Returns False
+def expected(capability: tuple[int, int]) -> Kernels:
+    """Returns the fused kernels that a plan for a card of this compute capability may assume: all of them. Returns none
     for cards before Turing, and on a machine with a GPU but without Triton."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
-    return here and capability >= OLDEST_CAPABILITY
+    return Kernels.ALL if here and capability >= OLDEST_CAPABILITY else Kernels.NONE
 
 
 @cache
-def why_not(device: torch.device) -> str | None:
-    """Returns None if the fused kernels run on `device` and agree with the plain PyTorch code. Otherwise returns the
-    reason, as a clause without a full stop. Compiles and runs the kernels to find out. This takes some ten seconds the
-    first time on a machine; later Triton's cache has the kernels."""
+def failures(device: torch.device) -> dict[Kernels, str]:
+    """Compiles and runs the fused kernels, and compares them with the plain PyTorch code. Returns {kernels to be left
+    out: the reason}, an empty dict if all agree. A reason is a clause without a full stop. This takes some ten seconds
+    the first time on a machine; later Triton's cache has the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
-        return "Triton compiles for cards from Turing on"
+        return {Kernels.ALL: "Triton compiles for cards from Turing on"}
     in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # what runs may ask for
-    try:
-        worst = _largest(
-            ulps
-            for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
-            for ulps in largest_ulps(device, name, dtype, size=size).values()
-        )
-        norm = _largest(norm_error(device, *kind) for kind in product(in_16_bit, KINDS_OF_NORMS, (0.0, 0.3)))
-        activation = _largest(
-            activation_error(device, *kind) for kind in product(in_16_bit, ACTIVATIONS, (False, True))
-        )
-        rotary = _largest(rotary_error(device, dtype) for dtype in in_16_bit)
-        halves = all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES)
-        loss = _largest(
-            loss_error(device, dtype, size, with_bias, differentiate, function)
-            for dtype, size, differentiate, (with_bias, function) in product(
-                in_16_bit, SIZES, (False, True), KINDS_OF_LOGITS
-            )
-        )
-    except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
-        last = (str(error).strip() or "no reason given").splitlines()[-1]
-        return f"they do not run here ({type(error).__name__}: {last})"
-    if not halves:
+    trials = {
+        Kernels.ALL: _try_products,
+        Kernels.NORMS | Kernels.SUMS: _try_norms,
+        Kernels.SUMS: _try_sums,
+        Kernels.ACTIVATIONS: _try_activations,
+        Kernels.ROTARY: _try_rotary,
+    }
+    found: dict[Kernels, str] = {}
+    for kernels, trial in trials.items():
+        if any(kernels in failed for failed in found):
+            continue
+        try:
+            reason = trial(device, in_16_bit)
+        except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
+            last = (str(error).strip() or "no reason given").splitlines()[-1]
+            reason = f"they do not run here ({type(error).__name__}: {last})"
+        if reason is not None:
+            found[kernels] = reason
+    return found
+
+
+def running(device: torch.device) -> Kernels:
+    """Returns the fused kernels that run on `device`, and agree with the plain PyTorch code."""
+    return reduce(lambda kernels, failed: kernels & ~failed, failures(device), Kernels.ALL)
+
+
+def _try_products(device: torch.device, in_16_bit: Dtypes) -> str | None:
+    """Tries updates, the loss, and the products of its gradients. Returns a reason not to use them, None if they
+    agree. So do the functions below for other kernels."""
+    worst = _largest(
+        ulps
+        for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
+        for ulps in largest_ulps(device, name, dtype, size=size).values()
+    )
+    if not worst <= MOST_ULPS:
+        return f"an update is {worst:.3g} units of the last place off"
+    if not all(halves_agree(device, dtype, size) for dtype in in_16_bit for size in SIZES):
         return "a kernel splits or joins weights otherwise"
-    if not loss <= MOST_LOSS_ERROR:
-        return f"the loss or a gradient of it is {loss:.3g} off"
-    if not norm <= MOST_NORM_ERROR:
-        return f"a norm, a sum or a gradient of them is {norm:.3g} off"
-    if not activation <= MOST_ACTIVATION_ERROR:
-        return f"an MLP's activation or a gradient of it is {activation:.3g} off"
-    if not rotary <= MOST_ROTARY_ERROR:
-        return f"a rotary embedding or a gradient of it is {rotary:.3g} off"
-    return None if worst <= MOST_ULPS else f"a kernel is {worst:.3g} units of the last place off"
+    loss = _largest(
+        loss_error(device, dtype, size, with_bias, differentiate, function)
+        for dtype, size, differentiate, (with_bias, function) in product(
+            in_16_bit, SIZES, (False, True), KINDS_OF_LOGITS
+        )
+    )
+    return _reason("the loss or a gradient of it", loss, MOST_LOSS_ERROR)
+
+
+def _try_norms(device: torch.device, in_16_bit: Dtypes) -> str | None:
+    errors = (norm_error(device, dtype, rule) for dtype, rule in product(in_16_bit, KINDS_OF_NORMS))
+    return _reason("a norm or a gradient of it", _largest(errors), MOST_NORM_ERROR)
+
+
+def _try_sums(device: torch.device, in_16_bit: Dtypes) -> str | None:
+    errors = (norm_error(device, *kind) for kind in product(in_16_bit, KINDS_OF_NORMS, (0.0, 0.3)))
+    return _reason("a sum, its norm or a gradient of them", _largest(errors), MOST_NORM_ERROR)
+
+
+def _try_activations(device: torch.device, in_16_bit: Dtypes) -> str | None:
+    errors = (activation_error(device, *kind) for kind in product(in_16_bit, ACTIVATIONS, (False, True)))
+    return _reason("an MLP's activation or a gradient of it", _largest(errors), MOST_ACTIVATION_ERROR)
+
+
+def _try_rotary(device: torch.device, in_16_bit: Dtypes) -> str | None:
+    error = _largest(rotary_error(device, dtype) for dtype in in_16_bit)
+    return _reason("a rotary embedding or a gradient of it", error, MOST_ROTARY_ERROR)
+
+
+def _reason(subject: str, error: float, most: float) -> str | None:
+    return None if error <= most else f"{subject} is {error:.3g} off"
 
 
 def loss_error(
@@ -133,31 +173,36 @@ def loss_error(
     return _relative_error(pairs)
 
 
-def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float = 0.0, rows: int = 40) -> float:
+def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
     """Returns the largest relative error on `device` of a LayerNorm or RMSNorm (`rule`) with an output in `dtype`, of
     the sum that it normalizes, and of their gradients. Each is compared as one vector. The reference is the rule in
     fp64 on the CPU, with the dropout mask found in the sum. `p`: probability of dropout; if it is not 0, another sum
-    with dropout follows the norm, and the share of numbers that are dropped is compared, too."""
+    with dropout follows the norm, and the share of numbers that are dropped is compared, too. None: the norm's input is
+    no sum."""
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
-    branch, inputs = branch.to(dtype), [x, branch, weight, *[bias] * rule.centered]
+    inputs = [x, branch.to(dtype) if p is not None else None, weight, bias if rule.centered else None]
     gradients = [torch.randn(rows, 1280, generator=generator).to(kind) for kind in (torch.float32, dtype)]
-    there = [tensor.detach().to(device, copy=True).requires_grad_() for tensor in inputs]
-    leaves = [tensor.double().requires_grad_() for tensor in inputs]
+    there = [None if each is None else each.detach().to(device, copy=True).requires_grad_() for each in inputs]
+    leaves = [None if each is None else each.double().requires_grad_() for each in inputs]
     drops = [Drops(p, Drops.draw(2, device), number) if p else None for number in range(2)]
-    total, y = normalize_sum(*there[:2], drops[0], *there[2:], *[None] * (len(there) == 3), rule, dtype)
-    last = add_dropped(total, y, drops[1])
-    masks = [((a != b).double() / (1 - p)).cpu() for a, b in ((total, there[0]), (last, total))]
-    true_total = leaves[0] + masks[0] * leaves[1]
-    truth = rule(true_total, *leaves[2:], *[None] * (len(there) == 3))
-    true_last = true_total + masks[1] * truth
-    torch.autograd.backward((last, y), [gradient.to(device) for gradient in gradients])
-    torch.autograd.backward((true_last, truth), [gradient.double() for gradient in gradients])
-    pairs = zip((total, y, last), (true_total, truth, true_last), strict=True)
-    of_inputs = ((one.grad, leaf.grad) for one, leaf in zip(there, leaves, strict=True))
+    total, y = normalize_sum(*there[:2], drops[0], *there[2:], rule, dtype)
+    if p is None:
+        truth = rule(leaves[0], *leaves[2:])
+        found, true, masks = [y], [truth], []
+    else:
+        last = add_dropped(total, y, drops[1])
+        masks = [((a != b).double() / (1 - p)).cpu() for a, b in ((total, there[0]), (last, total))]
+        true_total = leaves[0] + masks[0] * leaves[1]
+        truth = rule(true_total, *leaves[2:])
+        found, true = [total, last, y], [true_total, true_total + masks[1] * truth, truth]
+    outputs = gradients[-len(found[-2:]) :]
+    torch.autograd.backward(found[-2:], [gradient.to(device) for gradient in outputs])
+    torch.autograd.backward(true[-2:], [gradient.double() for gradient in outputs])
+    of_inputs = ((one.grad, leaf.grad) for one, leaf in zip(there, leaves, strict=True) if one is not None)
     # The masks are random. Their share of zeros may be 0.02 off, which is ten standard deviations.
-    off = max(abs((mask == 0).double().mean().item() - p) for mask in masks)
-    return _largest((_relative_error((*pairs, *of_inputs)), 0.0 if off < 0.02 else off))
+    off = max((abs((mask == 0).double().mean().item() - p) for mask in masks), default=0.0)
+    return _largest((_relative_error((*zip(found, true, strict=True), *of_inputs)), 0.0 if off < 0.02 else off))
 
 
 def activation_error(device: torch.device, dtype: torch.dtype, activation: Activation, is_gated: bool) -> float:

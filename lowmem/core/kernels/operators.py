@@ -53,8 +53,9 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Of the rows with one id, all but
-    one must be zero. Then no order of additions changes a bit, and PyTorch need not sort them."""
+    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Without D, adds numbers to
+    numbers. Of the rows with one id, all but one must be zero. Then no order of additions changes a bit, and PyTorch
+    need not sort them."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:
