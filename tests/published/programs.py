@@ -7,7 +7,7 @@ Shape suffixes: B sequences, T tokens of each, D width, H heads.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -18,13 +18,14 @@ from transformers import GPT2Config, LlamaConfig
 from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.models.build import build_model
 from tests.cuda.recorded_model import AdamW, Model, Size, cross_entropy
+from tests.published.checked_transformer import CheckedModel, InPlaceAdamW, cross_entropy_of_logits
 from tests.published.points import Point
 from tests.published.torchtune_llama import build_torchtune
 from tests.published.vision_transformer import build_vision_transformer
 
 META = torch.device("meta")
 NANOGPT, BOOK, MASK, NATIVE, FLASH = "nanogpt", "book", "book, mask", "book, native", "book, flash"  # kinds of GPT
-Step = Callable[[], None]
+Step = Callable[[], Iterator[None] | None]
 
 
 def build(point: Point) -> tuple[nn.Module, Step]:
@@ -44,23 +45,40 @@ def _autocast(point: Point, forward: Callable[[], Tensor]) -> Tensor:
 
 
 def _cs336(point: Point) -> tuple[nn.Module, Step]:
-    shape = point.shape
+    shape, group, kind = point.shape, point.group, point.group["step"]
     size = Size(shape["layers"], shape["width"], shape["heads"], shape["inner_width"], META)
-    model, tokens, kind = Model(shape["tokens"], size), _tokens(point), point.group["step"]
-    optimizer = AdamW(model.parameters())
+    with_checks = group["program"] == "cs336 with checks"
+    model, tokens = (CheckedModel if with_checks else Model)(shape["tokens"], size), _tokens(point)
+    optimizer = _OPTIMIZERS[group.get("optimizer", "in Python")](model.parameters())
+    loss_of = _LOSSES[group.get("loss", "mean" if kind == "forward" else "cross-entropy")]
 
-    def step() -> None:
-        if kind == "forward":
-            model(tokens).mean()
-        elif kind == "forward and backward" and point.group.get("loss") == "mean":
-            model(tokens).mean().backward()
-        else:
+    def step() -> Iterator[None]:
+        if kind != "forward" and group.get("loss") != "mean":
             optimizer.zero_grad()
-            _autocast(point, lambda: cross_entropy(model(tokens), tokens)).backward()
-            if kind == "whole step":
-                optimizer.step()
+        with torch.set_grad_enabled(group.get("loss") != "none"):
+            loss = _autocast(point, lambda: loss_of(model(tokens), tokens))
+        if group.get("waits"):
+            yield
+        if kind != "forward":
+            loss.backward()
+            if group.get("waits"):
+                yield
+        if kind == "whole step":
+            optimizer.step()
 
     return model, step
+
+
+_OPTIMIZERS = {
+    "in Python": AdamW, "in Python, in place": InPlaceAdamW, "foreach": partial(torch.optim.AdamW, foreach=True),
+}  # fmt: skip
+_LOSSES = {
+    "none": lambda logits, targets: logits,
+    "mean": lambda logits, targets: logits.mean(),
+    "cross-entropy": cross_entropy,
+    "of logits": cross_entropy_of_logits,
+    "torch": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+}
 
 
 def _llama(point: Point) -> tuple[nn.Module, Step]:
@@ -121,8 +139,9 @@ def _gpt2_medium(point: Point) -> tuple[nn.Module, Step]:
 
 
 _PROGRAMS = {
-    "cs336": _cs336, "llama-3.2-1b": _llama, "nanogpt": partial(_gpt, NANOGPT), "book": partial(_gpt, BOOK),
-    "gpt2-medium": _gpt2_medium, "torchtune": lambda point: build_torchtune(**point.shape),
+    "cs336": _cs336, "cs336 with checks": _cs336, "llama-3.2-1b": _llama,
+    "nanogpt": partial(_gpt, NANOGPT), "book": partial(_gpt, BOOK), "gpt2-medium": _gpt2_medium,
+    "torchtune": lambda point: build_torchtune(**point.shape),
     "vision transformer": lambda point: build_vision_transformer(**point.shape),
 }  # fmt: skip
 GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1

@@ -3,7 +3,7 @@
 The step runs on tensors without data, as in lowmem/planning/simulated_step.py, and the same clocks say how long: the
 host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -18,7 +18,7 @@ from lowmem.planning.simulated_step import Target
 STEPS = 2  # the first one has no gradients and no optimizer states to begin with
 
 
-def simulate(card: Card, model: nn.Module, step: Callable[[], None], host_share: float = 1.0) -> float:
+def simulate(card: Card, model: nn.Module, step: Callable[[], Iterator[None] | None], host_share: float = 1.0) -> float:
     """Returns the seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device. The GPU is
     waited for before and after it. An operation takes the host `host_share` of the clock's time."""
     target = plain_target(card)
@@ -26,7 +26,7 @@ def simulate(card: Card, model: nn.Module, step: Callable[[], None], host_share:
     return record(replace(target, device_model=replace(target.device_model, host_seconds=host_seconds)), model, step)[0]
 
 
-def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[float, Tape]:
+def record(target: Target, model: nn.Module, step: Callable[[], Iterator[None] | None]) -> tuple[float, Tape]:
     """Returns the step's seconds on `target`, and the tape of all calls."""
     recorder = Recorder(target.device_model, lambda frame: "step")
     with recorder, target.device_model.functions(), modes_in_backward(target.device_model.functions):
@@ -35,6 +35,7 @@ def record(target: Target, model: nn.Module, step: Callable[[], None]) -> tuple[
         for _ in range(STEPS):
             clock = recorder.clock
             began = clock.host = clock.gpu = max(clock.host, clock.gpu)
-            step()
+            for _ in step() or ():  # where a step yields, the host waits for the GPU
+                clock.host = max(clock.host, clock.gpu)
         seconds = max(clock.host, clock.gpu) - began
     return seconds, recorder.tape
