@@ -98,10 +98,12 @@ def why_no_gpu() -> str | None:
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
     """Returns True if a card of compute capability `major`.`minor` runs code built for `architecture`. Code for sm_75
-    or sm_90a runs on cards of the same major version with this minor version or a later one. Code for compute_90 runs
-    on all later cards."""
+    runs on cards of the same major version with this minor version or a later one, code for sm_90a on 9.0 alone. Code
+    for compute_90 runs on all later cards."""
     kind, number = architecture.split("_")
     built = divmod(int("".join(filter(str.isdigit, number))), 10)
+    if number.endswith("a"):
+        return built == (major, minor)
     return built <= (major, minor) and (kind == "compute" or built[0] == major)
 
 

@@ -32,12 +32,24 @@ def test_a_card_is_taken_where_there_is_code_for_its_version_or_code_to_compile(
 
 
 @pytest.mark.parametrize(
-    ("capability", "built"), [((6, 1), TODAY), ((7, 0), TODAY), ((12, 0), ["sm_90a", "sm_100"]), ((8, 0), ["sm_86"])]
+    ("capability", "built"),
+    [
+        ((6, 1), TODAY),
+        ((7, 0), TODAY),
+        ((12, 0), ["sm_90a", "sm_100"]),
+        ((8, 0), ["sm_86"]),
+        ((12, 1), ["sm_120a", "compute_120a"]),
+    ],
 )
 def test_a_card_without_code_is_refused_by_name(monkeypatch, capability, built):
     card(monkeypatch, capability, built)
     with pytest.raises(InputError, match=rf"a card \(sm_{capability[0]}{capability[1]}\); it has sm_"):
         select_device("auto")
+
+
+def test_code_for_one_card_alone_runs_there(monkeypatch):
+    card(monkeypatch, (12, 0), ["sm_75", "sm_120a"])
+    assert select_device("auto").type == "cuda"
 
 
 def test_a_gpu_that_is_not_there_is_an_error_only_for_who_asks_for_it(monkeypatch):
