@@ -58,6 +58,8 @@ class Updates:
         )
         pieces = self._store.pieces
         pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
+        if self._downwards is not downwards and self._pieces:  # StateWindow.begin needs the order of the last pass
+            self.states.synchronize()
         self.states.begin(pieces)
         self._wait_for_gradients()
         # Last: if Ctrl-C comes earlier, no update waits.

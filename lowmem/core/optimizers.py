@@ -70,7 +70,7 @@ class Optimizer:
     name: str
     entries: dict[str, tuple[int, torch.dtype]]  # {name: (parameters per entry, dtype)} of state but `low`
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
-    any_stream: bool = False  # its kernel (fused.py) runs on the current CUDA stream, whichever that is
+    any_stream: bool = False  # its kernel (fused.py) allocates nothing, and runs on the current CUDA stream
 
     @property
     def state_bits(self) -> int:

@@ -267,7 +267,7 @@ class TrainingStep:
         step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some units."""
         self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
-        if any(part.gradient is not None for part in self.store.parts):
+        if any(part.has_gradient for part in self.store.parts):
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:

@@ -64,7 +64,7 @@ def save_checkpoint(
     steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier checkpoints intact,
     if the disk or a quota is full or the folder cannot be written.
     """
-    if any(part.gradient is not None for part in store.parts):
+    if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
 

@@ -8,12 +8,13 @@ GPU. An evaluation also gets smaller micro-batches.
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
-from lowmem.core.layout import Layout
+from lowmem.core.layout import Fate, Layout
 from lowmem.core.step import EVALUATION, HALFWAY, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
@@ -201,8 +202,15 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the step time for states in pageable memory. That is the time of the computation plus the
-    time of copies in and out, at PAGEABLE_SHARE of the bus's speed, without overlap."""
-    copying = 2 * plan.ram["train"].get("streamed_states", 0) / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
+    """Returns `plan` with the step time for states, weights and gradients in pageable memory. That is the time of the
+    computation plus the time of their copies, at PAGEABLE_SHARE of the bus's speed, without overlap. Weights in RAM are
+    copied for each forward and each backward pass of each group, too."""
+    layout, held = plan.layout, plan.ram["train"]
+    passes = (4 if layout.fate is Fate.DROPPED else 2) * math.ceil(
+        plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group)
+    )
+    copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))
+    copied += (passes + 2) * held.get("streamed_weights", 0)
+    copying = copied / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)

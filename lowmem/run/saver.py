@@ -58,7 +58,7 @@ class Saver:
             yield
         except CapExceeded:
             if not self._session.step.halfway and self._session.ranks.count == 1:
-                with suppress(NotSaved, Stopped):
+                with suppress(NotSaved, Stopped, CapExceeded):
                     self.save(done)
             raise
 

@@ -23,6 +23,7 @@ import lowmem.run.main
 import lowmem.run.prepare
 import lowmem.run.recovery
 import lowmem.run.train
+from lowmem.core.layout import Layout
 from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
 from lowmem.errors import LowmemError
@@ -268,11 +269,18 @@ def test_without_page_locking_a_step_is_predicted_to_wait_for_its_copies():
     """Also if another phase takes more RAM than training."""
     card, ram = SimpleNamespace(bus_bytes_per_second=12e9), {"streamed_states": 15e9, "process": 2e9}
     timed = {"card": card, "ram": {"prepare": {"process": 30e9}, "train": ram}}
-    timed |= {"step_seconds": 10.0, "waiting_seconds": 0.5}
+    timed |= {"step_seconds": 10.0, "waiting_seconds": 0.5, "settings": Settings(batch=8), "ranks": 1}
+    timed |= {"layout": Layout(2, group=2)}
     plan = dataclasses.make_dataclass("TimedPlan", timed)(**timed)
     slower = with_pageable_copies(plan)
     assert slower.waiting_seconds == 2 * 15e9 / (12e9 * PAGEABLE_SHARE)  # in and out
     assert slower.step_seconds == 9.5 + slower.waiting_seconds
+    ram["streamed_weights"] = 3e9  # in for two passes of both groups, and in and out for their updates
+    assert with_pageable_copies(plan).waiting_seconds == (2 * 15e9 + 6 * 3e9) / (12e9 * PAGEABLE_SHARE)
+    plan = dataclasses.replace(plan, layout=Layout(2, group=4, fate="dropped"))
+    assert with_pageable_copies(plan).waiting_seconds == (2 * 15e9 + 6 * 3e9) / (12e9 * PAGEABLE_SHARE)
+    ram["streamed_gradients"] = 1e9
+    assert with_pageable_copies(plan).waiting_seconds == (2 * 16e9 + 6 * 3e9) / (12e9 * PAGEABLE_SHARE)
 
 
 def test_page_locking_that_is_refused_is_said_and_the_new_time_is_in_the_plan(train, tmp_path, monkeypatch):

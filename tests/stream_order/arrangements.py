@@ -34,6 +34,7 @@ from lowmem.core import parameters as stores
 from lowmem.core.batch import Batch
 from lowmem.core.homes import host_tensor
 from lowmem.core.kernels import Kernels
+from lowmem.core.layout import Fate
 from lowmem.core.parameters import Store
 from lowmem.core.step import StepResult, TrainingStep
 from lowmem.run.recovery import Recovery
@@ -51,7 +52,7 @@ class Arrangement:
 
     `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run on a stream of their own.
     `evaluated`, `saved`: after which steps; `runs_out`: {step: the matrix product, counted from 1, at which memory runs
-    out}, after which that step is begun again.
+    out}, after which that step is begun again; `fates`: {step: what happens to final gradients from then on}.
     """
 
     case: dict[str, int | bool | str]
@@ -59,6 +60,7 @@ class Arrangement:
     evaluated: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     runs_out: dict[int, int] = field(default_factory=dict)
+    fates: dict[int, Fate] = field(default_factory=dict)
 
     def plain(self) -> dict:
         """The training that has to leave the same bits: everything on the device, updated at once."""
@@ -72,6 +74,7 @@ FP32, FP16, SGD, EIGHT_BIT = (
     {"optimizer": "sgd"},
     {"optimizer": "adamw8bit"},
 )
+TURNING = {1: Fate.DROPPED, 2: Fate.HELD}  # updates of one step go upwards, those of the next downwards
 ARRANGEMENTS = {
     "deferred": Arrangement(STREAMED),
     "deferred, one unit streamed, evaluated and saved": Arrangement(
@@ -108,6 +111,10 @@ ARRANGEMENTS = {
     "every second unit on a disk, weights streamed, in backward": Arrangement(
         IN_BACKWARD["in backward, half on a disk, weights streamed"]
     ),
+    "from the first unit to the last, then backwards": Arrangement(STREAMED | {"group": 4}, fates=TURNING),
+    "from the last unit to the first, then forwards, on a disk": Arrangement(
+        LAYOUTS["on a disk"] | TWICE, fates={1: Fate.HELD, 2: Fate.DROPPED}
+    ),
     "memory runs out in a forward pass": Arrangement(STREAMED | {"group": 2}, runs_out={1: 9}),
     "memory runs out in a backward pass, evaluated": Arrangement(
         STREAMED | {"kept": 2.0}, runs_out={1: 20}, evaluated=(1,)
@@ -128,6 +135,8 @@ def run(
 
     def one_step(index: int, batch: Batch) -> StepResult:
         recovery.number = index
+        if index in arrangement.fates:
+            step.change_layout(replace(step.layout, fate=arrangement.fates[index]))
         with MemoryRunsOut(arrangement.runs_out.get(index)):
             return step(batch, index, LEARNING_RATE)
 

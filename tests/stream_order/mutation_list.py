@@ -72,6 +72,10 @@ BEGIN = """\
         self.states.begin(pieces)
         self._wait_for_gradients()
 """
+TURNING = """\
+            self.states.synchronize()
+        self.states.begin(pieces)
+"""
 DOWNWARDS = """\
         if self._downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
@@ -233,6 +237,8 @@ UPDATES = [
         HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)")),
     _updates("updates are made ready without a wait for what computes", BEGIN,
         "        self.states.begin(pieces)\n"),
+    _updates("updates in the other order do not wait for those before", TURNING,
+        TURNING.replace("self.states.synchronize()", "pass")),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
     _updates("updates in backward wait for the first gradients alone", "        if self._downwards:  # their",
         "        if self._downwards and self._next == 0:  # their"),
