@@ -61,6 +61,9 @@ def sections() -> str:
             "FLOP at the rate of large matrix products (`experiments/gpu_acceptance/planned_levers.py`)",
             planned_levers.table(planned_levers.ROWS.committed()),
             planned_levers.reached(planned_levers.ROWS.committed()),
+            "**Predicted: GPT-2-XL with few sequences**, under 11 GiB of GPU memory and 16 GiB of RAM. Without "
+            "clipping, updates need not wait for the norm of all gradients; the plan chooses when they are made",
+            planned_levers.clipping_table(planned_levers.ROWS.committed()),
             "**Predicted against measured**",
             speed.memory_table(measured),
             "RAM of training runs on the CPU, GiB:",

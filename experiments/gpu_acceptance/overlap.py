@@ -91,7 +91,7 @@ def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
 def _update_left_out(step: TrainingStep) -> Iterator[None]:
     with (
         patch.object(step.operations, "update", lambda *arguments: None),
-        patch.object(step.states._window, "transfers", _NoCopies()),
+        patch.object(step.state_window._window, "transfers", _NoCopies()),
     ):
         yield
 

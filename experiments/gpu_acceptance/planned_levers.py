@@ -2,7 +2,8 @@
 
     python -m experiments.gpu_acceptance.planned_levers [--only NAME ...] [--jobs N] [--out DIR]
 
-64 x 1,024 tokens, exact AdamW with clipping, on the card's own memory. The changes are those of levers.py, and
+64 x 1,024 tokens, exact AdamW with clipping, on the card's own memory. Few sequences: GPT-2-XL under 11 GiB and 16 GiB
+of RAM, with clipping and without. The changes are those of levers.py, and
 `rotary`: one kernel each way (core/rotary.py). A plan without a change may have another layout, because memory and
 time are then different. The limit is the time of the model's own FLOP, with nothing recomputed and causal attention
 counted half, at the rate that the card's large matrix products reach. 20 minutes on one core.
@@ -24,10 +25,12 @@ from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.planner import make_plan
 from lowmem.planning.question import Question
 from lowmem.settings import Settings
+from lowmem.units import GIB
 
 SEQ, BATCH = 1024, 64
 LEVERS = ("norms", "sums", "activations", "rotary", "skipped product", "head")
 WITHOUT_EFFECT = {"gpt2": ("rotary",), "": ("head",)}  # GPT-2 has none; the others' vocabularies are multiples of 8
+CLIPPING, FEW, CAPS = "clipping", (1, 4, 16), {"gpu_limit_bytes": 11 * GIB, "ram_limit_bytes": 16 * GIB}
 CARDS = {
     "gpt2-large": ("rtx3060", "rtx3090", "rtx4090", "t4", "h100"),
     "gpt2-xl": ("rtx3060", "rtx3090", "rtx4090", "t4", "h100"),
@@ -44,11 +47,13 @@ LEFT = (  # why goals are missed
 
 @dataclass(frozen=True)
 class Case:
-    """A plan of `model` on `card` without the changes `levers`."""
+    """A plan of `model` on `card` without the changes `levers`. `few`: sequences of a batch under CAPS; None: BATCH on
+    the card's own memory."""
 
     model: str
     card: str
     levers: tuple[str, ...]
+    few: int | None = None
 
     @property
     def way(self) -> str:
@@ -56,16 +61,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.card}, {self.way}"
+        few = "" if self.few is None else f"{self.few} x {SEQ} tokens, "
+        return f"{self.model}, {self.card}, {few}{self.way}"
 
     def row(self) -> dict:
-        return {"kind": "planned", "model": self.model, "card": self.card, "way": self.way, "seq": SEQ, "batch": BATCH}
+        shape = {"seq": SEQ, "batch": self.few or BATCH}
+        return {"kind": "planned", "model": self.model, "card": self.card, "way": self.way} | shape
 
     def plan(self) -> dict:
         card, config = card_named(self.card), load_config(self.model, "random")
+        caps = {"gpu_limit_bytes": None} if self.few is None else CAPS
+        clipped = {"clip_norm": None} if CLIPPING in self.levers else {}
         settings = Settings(
-            model=self.model, init="random", seq=SEQ, batch=BATCH, gpu=card.name, gpu_limit_bytes=None, plan_only=True
-        )
+            model=self.model, init="random", seq=SEQ, batch=self.few or BATCH, gpu=card.name, plan_only=True,
+            **caps, **clipped,
+        )  # fmt: skip
         with without(self.levers):
             kernels = kernels_without(self.levers, expected(card.capability))
             plan = make_plan(Question(settings, config, precision_of(card), card, fused_kernels=kernels))
@@ -106,6 +116,19 @@ def table(rows: list[dict]) -> str:
     return markdown((*header, *(f"without {lever}" for lever in LEVERS)), lines)
 
 
+def clipping_table(rows: list[dict]) -> str:
+    """Returns a table of steps with few sequences, with clipping and without."""
+    found = {row["name"]: row for row in rows}
+    pairs = [[found.get(case.name) for case in pair] for pair in CLIPPED]
+    lines = [
+        [row["card"], row["batch"], f"{row['step_seconds']:.3g} s", f"{bare['step_seconds']:.3g} s",
+         f"{bare['step_seconds'] / row['step_seconds']:.2f}", bare["choice"]["fate"]]
+        for row, bare in pairs if row is not None and bare is not None
+    ]  # fmt: skip
+    header = ("card", "sequences", "step with clipping", "without", "without / with", "gradients without")
+    return markdown(header, lines)
+
+
 def reached(rows: list[dict]) -> str:
     """Returns sentences on which of GOALS are reached."""
     found = {row["name"]: row for row in rows}
@@ -137,7 +160,13 @@ def line(row: dict) -> str:
     return f"{row['name']}: {row['step_seconds']:.4g} s, {share:.3f} of the limit ({row['planning_seconds']:.0f} s)"
 
 
-CASES = tuple(case for model, cards in CARDS.items() for card in cards for case in cases_of(model, card))
+CLIPPED = [
+    [Case("gpt2-xl", card, levers, few) for levers in ((), (CLIPPING,))] for card in CARDS["gpt2-xl"] for few in FEW
+]
+CASES = (
+    *(case for model, cards in CARDS.items() for card in cards for case in cases_of(model, card)),
+    *(case for pair in CLIPPED for case in pair),
+)
 ROWS = PlannedRows(
     "experiments.gpu_acceptance.planned_levers", __doc__.split("\n")[0], RESULTS / "planned_levers.jsonl", CASES, line,
     jobs=1, code=("experiments/gpu_acceptance/levers.py",),

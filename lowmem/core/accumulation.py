@@ -15,7 +15,7 @@ from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowme
 from lowmem.core.layers import accumulated
 from lowmem.core.lookups import accumulated_by_rows
 from lowmem.core.parameters import Part, Store
-from lowmem.core.recorder import repeated
+from lowmem.core.recorder import called_again
 
 
 class Accumulation:
@@ -26,7 +26,7 @@ class Accumulation:
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
                 part = store.part_of(name)
-                accumulated(parameter, partial(repeated, _add_product, part, name))
+                accumulated(parameter, partial(called_again, _add_product, part, name))
                 if parameter.dim() == 2:
                     accumulated_by_rows(parameter, partial(_add_rows, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
@@ -61,7 +61,7 @@ def _add_rows(part: Part, name: str, ids: Tensor, rows: Tensor) -> None:
 
 def _add_gradient(part: Part, name: str, parameter: nn.Parameter) -> None:
     if parameter.grad is not None:  # a fused layer adds it by itself
-        repeated(_add, part, name, parameter.grad)
+        called_again(_add, part, name, parameter.grad)
         parameter.grad = None
 
 

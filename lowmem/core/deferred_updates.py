@@ -33,7 +33,7 @@ class Updates:
     """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
-        self.states, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
+        self.state_window, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
         self._updated = None  # event of the last update, for which later kernels wait
         self.hyper = hyper
         self.units = units
@@ -59,11 +59,15 @@ class Updates:
         pieces = self._store.pieces
         pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
         if self._downwards is not downwards and self._pieces:  # StateWindow.begin needs the order of the last pass
-            self.states.synchronize()
-        self.states.begin(pieces)
+            self.state_window.synchronize()
+        self.state_window.begin(pieces)
         self._wait_for_gradients()
         # Last: if Ctrl-C comes earlier, no update waits.
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
+
+    def end(self) -> None:
+        """Must be called when a pass downwards has updated all units. The step is made then."""
+        self.halfway = False
 
     def refuse_halfway(self) -> None:
         """Raises UpdateInterrupted if a step failed while it was applying updates during backward."""
@@ -77,7 +81,7 @@ class Updates:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):
             return
-        if not self.states.fits:
+        if not self.state_window.fits:
             self.move_states(self._store.states_on_gpu)
         if self._downwards:  # their gradients are newer than `begin`
             self._wait_for_gradients()
@@ -86,24 +90,24 @@ class Updates:
                 self._update_next()
         finally:  # kernels launched later may read the weights and use the memory that the updates freed
             self._transfers.wait(Lane.COMPUTE, self._updated)
-        self.states.fetch_ahead()
+        self.state_window.fetch_ahead()
 
     def flush(self) -> None:
         """Applies all pending updates. Returns when every optimizer state is back where it is stored."""
         self.run_until(self.units)
-        self.states.synchronize()
+        self.state_window.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
         """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units. May be
         called in the middle of a pass. Returns True if the states in RAM are page-locked."""
-        self.states.synchronize()
+        self.state_window.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
         try:
             locked = self._store.stream(states_on_gpu)
-            self.states.fit(self._store.pieces)
+            self.state_window.fit(self._store.pieces)
         finally:
-            self.states.begin(self._pieces[self._next :])
+            self.state_window.begin(self._pieces[self._next :])
         return locked
 
     def _due(self, units: int) -> bool:
@@ -118,7 +122,7 @@ class Updates:
         """Updates the next piece (a range of a unit's elements). After the last piece of a part (a unit's matrices or
         vectors), frees that part's gradient."""
         piece = self._pieces[self._next]
-        part, state = piece.part, self.states.take(piece)
+        part, state = piece.part, self.state_window.take(piece)
         self._torn = True
         if part.has_gradient:  # else this step has used none of its parameters
             with self._transfers.updating():
@@ -129,7 +133,7 @@ class Updates:
                     raise
                 part.version += 1
             self._updated = self._transfers.mark(Lane.UPDATES)
-        self.states.give_back(piece)
+        self.state_window.give_back(piece)
         self._next += 1
         self._torn = False
         if piece is part.pieces[-1]:

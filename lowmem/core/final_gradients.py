@@ -78,5 +78,5 @@ class FinalGradients:
         norm = self._store.ranks.norm([(part, self._norms[id(part)]) for part in parts])
         self._norms = {}
         if self.fate is Fate.APPLIED:
-            self._updates.halfway = False  # the step is made
+            self._updates.end()
         return norm

@@ -33,6 +33,7 @@ class Layout:
     # How much the model's n blocks save for backward, from 0 to 2 n:
     #     kept <= n    the last `kept` blocks save input and matrix products; the others, only inputs of segments
     #     kept > n     the last `kept` - n blocks save their whole graph; the others save input and matrix products
+    # For n = 4, with I, P and A for input, products and all:   0 IIII   2 IIPP   4 PPPP   6 PPAA   8 AAAA
     kept: int = 0
     states_on_gpu: int = 0  # number of units, from unit 0 on, whose states are on the GPU; other states are streamed
     states_on_disk: int = 0  # number of units with streamed states that have their matrices' states on a disk

@@ -84,7 +84,7 @@ class Operations:
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
-        output = self._repeated("forward", lambda: run()[0], segment, extras, (hidden, dropout))
+        output = self._recorded_or_run("forward", lambda: run()[0], segment, extras, (hidden, dropout))
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class Operations:
         run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
-        return self._repeated("backward", run, segment, extras, (gradient, saved.boundary, dropout))
+        return self._recorded_or_run("backward", run, segment, extras, (gradient, saved.boundary, dropout))
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
         """Runs the embeddings forward again and then backward, from the `gradient` [B, T, D] for the first block's
@@ -135,11 +135,11 @@ class Operations:
         on the device."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
-        gradient = state[GRADIENT] if piece.part.gradient_left else piece.part.gradient[place]
+        gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]
         moments = {name: tensor for name, tensor in state.items() if name not in (WORKING, GRADIENT)}
         self._update(self.optimizer, working, moments, gradient, hyperparameters, piece.decay)
 
-    def _repeated(
+    def _recorded_or_run(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
         """Returns `run()`, or repeats operations that `recordings` noted in an earlier call. That call had the same

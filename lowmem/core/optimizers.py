@@ -109,12 +109,12 @@ def update(
     and later ones are unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
-    for part, kept, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
-        master = join(part, kept.get("low"))
+    for part, of_state, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
+        master = join(part, of_state.get("low"))
         scratch = torch.empty_like(master)
-        optimizer.rule(master, kept, of_part, hyper, weight_decay, scratch)
-        if "low" in kept:
-            split_into(master, part, kept["low"], scratch)
+        optimizer.rule(master, of_state, of_part, hyper, weight_decay, scratch)
+        if "low" in of_state:
+            split_into(master, part, of_state["low"], scratch)
 
 
 update_in_slices = partial(update, at_once=CPU_SLICE)
@@ -124,17 +124,17 @@ def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, .
     """Returns AdamW's constants for one update: 1 - lr wd, 1 - b1, b2, 1 - b2, sqrt(1 - b2^t), eps, lr / (1 - b1^t)."""
     correction1 = 1 - hyper.beta1**hyper.update
     correction2 = 1 - hyper.beta2**hyper.update
-    kept, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
-    return kept, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, math.sqrt(correction2), hyper.epsilon, step_size
+    decay_factor, step_size = 1 - hyper.learning_rate * weight_decay, hyper.learning_rate / correction1
+    return decay_factor, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, math.sqrt(correction2), hyper.epsilon, step_size
 
 
 def _adamw(
     master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, scratch: Tensor
 ) -> None:  # fmt: skip
-    kept, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
+    decay_factor, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
     m, v = state["m"], state["v"]
     gradient.mul_(hyper.gradient_scale)
-    master.mul_(kept)
+    master.mul_(decay_factor)
     m.lerp_(gradient, one_minus_beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
     denominator = torch.sqrt(v, out=scratch).div_(root).add_(epsilon)

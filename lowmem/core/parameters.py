@@ -74,7 +74,7 @@ class Part:
     `gradient` [n] fp32 or None.
 
     `unit`: number of the unit; 0 is the embeddings. `version`: another number after an update or a checkpoint has
-    changed weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_left`:
+    changed weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_in_ram`:
     whether it waits there now. `elements`: number of elements of all parameters, with padding. If several `ranks` store
     a model together, n is the size of one rank's share. Then `gradient` has n elements for each of these ranks, until
     it is summed over the ranks.
@@ -93,7 +93,7 @@ class Part:
         # One NaN: the value of all parameters while their weights are not on the device.
         self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
         self.gradient: Tensor | None = None
-        self.gradient_left = False
+        self.gradient_in_ram = False
         self._places: dict[str, tuple[int, torch.Size]] = {}
         size = 0
         for name, parameter in unit[1].parameters.items():
@@ -151,10 +151,10 @@ class Part:
     @property
     def has_gradient(self) -> bool:
         """Returns True if there is a gradient, on the device or in RAM."""
-        return self.gradient is not None or self.gradient_left
+        return self.gradient is not None or self.gradient_in_ram
 
     def drop_gradient(self) -> None:
-        self.gradient, self.gradient_left = None, False
+        self.gradient, self.gradient_in_ram = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Copies `master`, fp32 weights, into parameter `name` from its element `start` on. Skips elements that other

@@ -38,7 +38,7 @@ _WHOLE = {
 _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zeros_like.default, _aten.ones_like.default}
 
 
-def is_kept(operation, args: Sequence) -> bool:
+def is_saved(operation, args: Sequence) -> bool:
     """Returns True if ProductRecorder records the output of `operation` for `args`: of matrix products, attention and
     convolutions. A batched product [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
@@ -48,7 +48,7 @@ def is_kept(operation, args: Sequence) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedProduct:
     """Holds the recorded output of one operation."""
 
     result: object
@@ -56,14 +56,14 @@ class Kept:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records the outputs of matrix products, attention and convolutions in `kept`, in order. If an output is changed
-    in place afterwards, its entry becomes None."""
+    """Records the outputs of matrix products, attention and convolutions in `products`, in order. If an output is
+    changed in place afterwards, its entry becomes None."""
 
     def __init__(self):
         super().__init__()
-        self.kept: list[Kept | None] = []
+        self.products: list[SavedProduct | None] = []
         self._paused = False
-        self._numbers: dict[int, int] = {}  # {address of a kept tensor's storage: number of the product}
+        self._numbers: dict[int, int] = {}  # {address of a saved tensor's storage: number of the product}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -72,17 +72,17 @@ class ProductRecorder(TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 number = self._numbers.pop(tensor.untyped_storage()._cdata, None)
                 if number is not None:
-                    self.kept[number] = None
-        if is_kept(func, args) and not self._paused:
+                    self.products[number] = None
+        if is_saved(func, args) and not self._paused:
             copies = tree_map_only(Tensor, Tensor.detach, result)  # autograd attaches its graph to the originals
             for tensor in tensors_in(copies):
-                self._numbers[tensor.untyped_storage()._cdata] = len(self.kept)
+                self._numbers[tensor.untyped_storage()._cdata] = len(self.products)
             state = _generator(result).get_state() if _draws(func, args, kwargs) else None
-            self.kept.append(Kept(copies, state))
+            self.products.append(SavedProduct(copies, state))
         return result
 
     def without(self, layer: nn.Module) -> AbstractContextManager:
-        """Leaves the products of `layer` out of `kept`, inside `with`."""
+        """Leaves the products of `layer` out of `products`, inside `with`."""
         forward = layer.forward
 
         @wraps(forward)
@@ -94,23 +94,23 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from `kept`
-    (of a ProductRecorder) instead of computing them. An operation whose entry is None is computed. Leaves out the
-    activation before a product that is not computed (activations.py)."""
+    """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from
+    `products` (of a ProductRecorder) instead of computing them. Computes an operation whose entry is None. Leaves
+    out the activation before a product that is not computed (activations.py)."""
 
-    def __init__(self, kept: Sequence[Kept | None]):
+    def __init__(self, products: Sequence[SavedProduct | None]):
         super().__init__()
-        self._kept = deque(kept)
+        self._products = deque(products)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.lowmem.gated.default and self._kept and self._kept[0] is not None:
+        if func is torch.ops.lowmem.gated.default and self._products and self._products[0] is not None:
             return args[0]  # for the next product, which does not read it
-        if is_kept(func, args) and self._kept:
-            kept = self._kept.popleft()
-            if kept is not None:
-                if kept.generator_state is not None:
-                    _generator(kept.result).set_state(kept.generator_state)
-                return kept.result
+        if is_saved(func, args) and self._products:
+            saved = self._products.popleft()
+            if saved is not None:
+                if saved.generator_state is not None:
+                    _generator(saved.result).set_state(saved.generator_state)
+                return saved.result
         return func(*args, **(kwargs or {}))
 
 
@@ -177,7 +177,7 @@ def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
     with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor), Trace() as trace:
         run()
     operations = trace.operations
-    products = [number for number, each in enumerate(operations) if is_kept(each.function, each.args)]
+    products = [number for number, each in enumerate(operations) if is_saved(each.function, each.args)]
     if not products:
         return None
     last = operations[products[-1]]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lowmem.core.decoder import Decoder, Extra
-from lowmem.core.products import Kept, ProductRecorder, ProductReplayer, product_skipped
-from lowmem.core.recorder import repeated
+from lowmem.core.products import ProductRecorder, ProductReplayer, SavedProduct, product_skipped
+from lowmem.core.recorder import called_again
 
 INPUT, PRODUCTS, ALL = "input", "products", "all"
 
@@ -55,7 +55,7 @@ class SavedSegment:
     """Holds the tensors that a segment (blocks that are recomputed together) has saved for its backward."""
 
     boundary: Tensor  # the segment's input [B, T, D]
-    products: list[Kept | None] | None = None
+    products: list[SavedProduct | None] | None = None
     output: Tensor | None = None  # the segment's output, with its graph
     in_ram: bool = False  # the boundary is not on the device now (segment_windows.py)
 
@@ -76,7 +76,7 @@ def forward(
     with ProductRecorder() as recorder, nullcontext() if last is None else recorder.without(last):
         # With autograd on, attention also returns the tensors that its backward needs. `detach` drops the graph.
         output = _run(decoder, segment.blocks, boundary, extras, dropout).detach()
-    return output, SavedSegment(hidden, products=recorder.kept)
+    return output, SavedSegment(hidden, products=recorder.products)
 
 
 def backward(
@@ -102,6 +102,6 @@ def backward(
 
 def _run(decoder: Decoder, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> Tensor:
     for index in segment:
-        repeated(Dropout.begin, dropout, index, hidden.device)
+        called_again(Dropout.begin, dropout, index, hidden.device)
         hidden = decoder.block(index, hidden, extras[index])
     return hidden

@@ -40,7 +40,7 @@ _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strid
 _active: "Recorder | None" = None
 
 
-def repeated(function: Callable[..., None], *arguments) -> None:
+def called_again(function: Callable[..., None], *arguments) -> None:
     """Calls `function(*arguments)`. If a Recorder is active, it records this call instead of the operations inside. A
     Recording then calls `function` again each time."""
     if _active is None:

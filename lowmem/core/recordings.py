@@ -3,7 +3,7 @@
 Repeating calls no module and builds no graph. It calls the same operations in the same order, and frees each result
 where the recorded run freed it. So bits and memory are those of the recorded run.
 
-Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. `repeated`
+Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. `called_again`
 (recorder.py) marks a call of such a function: a repeat calls the function itself. A segment is not repeated if Python
 code reads tensors' values in it, or if it has a user's hook.
 """

@@ -151,13 +151,16 @@ class BoundaryWindow:
     def buffer_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def begin(self, hidden: Sequence[Tensor] = (), segments: Sequence[Segment] = ()) -> None:
-        """Forgets the saved inputs of the previous group of micro-batches. Makes the buffer in RAM large enough for the
-        next group: `hidden` has the first block's input [B, T, D] of each micro-batch, `segments` are all segments of
-        the model."""
+    def forget(self) -> None:
+        """Forgets the saved inputs of the last group of micro-batches."""
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
+
+    def begin(self, hidden: Sequence[Tensor], segments: Sequence[Segment]) -> None:
+        """Begins a group of micro-batches. Makes the buffer in RAM large enough for its saved inputs: `hidden` has the
+        first block's input [B, T, D] of each micro-batch, `segments` are all segments of the model."""
+        self.forget()
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
             self._window.transfers.synchronize()
@@ -217,7 +220,7 @@ class GradientWindow:
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)
-            part.gradient, part.gradient_left = None, True
+            part.gradient, part.gradient_in_ram = None, True
 
     def release(self) -> None:
         """Frees the device memory of gradients that were copied to RAM, for kernels launched from now on. Later copies

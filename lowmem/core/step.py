@@ -92,12 +92,11 @@ class TrainingStep:
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
         self._set_layout(store.layout)
-        concurrent = (
-            Kernels.PRODUCTS in decoder.fused_kernels and store.optimizer.any_stream
-        )  # our kernels allocate nothing
+        # Updates may run beside other kernels if they allocate nothing.
+        concurrent = Kernels.PRODUCTS in decoder.fused_kernels and store.optimizer.any_stream
         self.transfers = transfers or transfers_for(store.device, concurrent, store.host_buffer)
         self._updates = Updates(store, len(decoder.units), hyper, self.transfers, self.operations)
-        self.states = self._updates.states
+        self.state_window = self._updates.state_window
         self._weights = store.ranks.window(decoder, store) or WeightWindow(
             self.transfers, decoder, store, [each.blocks for each in self.segments]
         )
@@ -205,12 +204,12 @@ class TrainingStep:
             self._weights.bring(segment.blocks, following and following.blocks)
             for index in range(len(hidden)):
                 self._unless_abandoned()
-                hidden[index], kept = self.operations.segment_forward(
+                hidden[index], saved_segment = self.operations.segment_forward(
                     segment, hidden[index], extras[index], work.dropouts[index]
                 )
-                saved[index].append(kept)
+                saved[index].append(saved_segment)
                 if self.layout.boundaries_in_ram:
-                    self.boundaries.leave(segment, kept)
+                    self.boundaries.leave(segment, saved_segment)
         return hidden, extras, saved
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
@@ -344,7 +343,7 @@ class TrainingStep:
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
             parameter.grad = None  # a gradient that was not added to its accumulator
         self._accumulation.clear()
-        self.boundaries.begin()
+        self.boundaries.forget()
         self._gradient_window.release()
         self.store.ranks.discard()
         for part in () if self._updates.waiting else self.store.parts:

@@ -251,7 +251,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
         "streamed_weights": sum(part.working.nbytes for part in store.parts if part.weights_streamed),
         "streamed_boundaries": step.boundaries.buffer_bytes,
         "streamed_gradients": store.gradient_bytes,
-        "disk_buffers": step.states.buffer_bytes,
+        "disk_buffers": step.state_window.buffer_bytes,
     }
     return in_ram, tuple(states), tuple(on_disk), sum(part.working.nbytes for part in store.parts)
 

@@ -18,7 +18,7 @@ from lowmem.core.products import (
     ProductRecorder,
     ProductReplayer,
     _skippable_layer,
-    is_kept,
+    is_saved,
     product_skipped,
     skippable_layers,
 )
@@ -223,14 +223,14 @@ def second_run(function, x: Tensor) -> tuple[Tensor, Tensor]:
     with ProductRecorder() as recorder:
         first = function(x)
     torch.manual_seed(7)
-    with ProductReplayer(recorder.kept):
+    with ProductReplayer(recorder.products):
         second = function(x)
     return first, second
 
 
 def test_what_is_drawn_after_a_kept_operation_that_draws_is_the_same_again(monkeypatch):
     """As attention with dropout on a GPU: it is not run again, and what comes after it must not get its numbers."""
-    monkeypatch.setattr(products, "is_kept", lambda operation, args: args[1:2] == (0.25,))
+    monkeypatch.setattr(products, "is_saved", lambda operation, args: args[1:2] == (0.25,))
     x = torch.ones(100, requires_grad=True)
     function = lambda x: torch.native_dropout(torch.native_dropout(x, 0.25, True)[0], 0.5, True)[0]  # noqa: E731
     first, second = second_run(function, x)
@@ -313,5 +313,5 @@ def test_attention_after_the_last_product_leaves_no_layer_to_skip():
 
 def test_queries_times_keys_are_recomputed_and_what_they_weigh_is_kept():
     long, head = torch.empty(2, 64, 8), torch.empty(2, 8, 64)
-    assert not is_kept(aten.bmm.default, (long, head))
-    assert is_kept(aten.bmm.default, (torch.empty(2, 64, 64), long))
+    assert not is_saved(aten.bmm.default, (long, head))
+    assert is_saved(aten.bmm.default, (torch.empty(2, 64, 64), long))

@@ -13,7 +13,7 @@ from experiments.harness import trainings
 from experiments.harness.trainings import PLAIN, STREAMED, WEIGHTS_STREAMED, make_step
 from families import FAMILIES, MORE_FAMILIES
 from lowmem.core import recorder
-from lowmem.core.recorder import Recording, repeated
+from lowmem.core.recorder import Recording, called_again
 from lowmem.core.recordings import MOST_SHAPES, RUNS_BEFORE, Recordings
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
@@ -165,7 +165,7 @@ RECORDED = {
     "a list of tensors": lambda m, x: torch.cat([x, m.shift.expand_as(x), x[:, :1]], 1),
     "several results": lambda m, x: torch.add(*torch.split(torch.cat([x, 3 * x], 1), 3, 1)),
     "places of numbers": lambda m, x: x[:, m.places],
-    "random numbers": lambda m, x: torch.dropout(x, 0.5, True) if repeated(torch.manual_seed, 1) is None else x,
+    "random numbers": lambda m, x: torch.dropout(x, 0.5, True) if called_again(torch.manual_seed, 1) is None else x,
     "numbers of Python": lambda m, x: x * torch.tensor(2.0).add_(x.sum()) + x[:, [0]],
     "a tensor as a keyword argument": lambda m, x: torch.ops.aten.add.Tensor(x, other=m.shift),
     "a list of tensors as a keyword argument": lambda m, x: written(x),
@@ -213,7 +213,7 @@ def test_parameters_are_those_of_the_moment_and_calls_are_made_anew():
     module, x, calls = table(), torch.ones(2, 3), []
 
     def run():
-        repeated(calls.append, x)
+        called_again(calls.append, x)
         return x @ module.weight.T
 
     kept = Recordings()
@@ -277,11 +277,11 @@ def test_a_result_is_freed_where_it_was_freed():
 
     def run():
         first = x * 2
-        repeated(note, first)
+        called_again(note, first)
         second = first + 1
-        repeated(note, second)
+        called_again(note, second)
         del first
-        repeated(dead.append, second)
+        called_again(dead.append, second)
         return second * 3
 
     class Dead(list):

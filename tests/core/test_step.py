@@ -149,7 +149,7 @@ def test_the_staging_ring_changes_no_bit(monkeypatch, precision, piece, ahead):
     monkeypatch.setattr(window, "AHEAD", ahead)
     for case in ({"states_on_gpu": 2}, ON_DISK):
         outcome = train(batches, precision=precision, **case)
-        assert len(outcome.step.states._window.slots) == ahead + 1
+        assert len(outcome.step.state_window._window.slots) == ahead + 1
         assert outcome.differences(plain) == []
 
 
@@ -539,7 +539,7 @@ def test_a_step_that_is_interrupted_when_its_updates_begin_makes_none(monkeypatc
     step(first, 0, 1e-3)
     step.flush()
     before = {name: tensor.clone() for name, tensor in store.masters()}
-    at_call(monkeypatch, step.states, "begin", interrupt, 1)
+    at_call(monkeypatch, step.state_window, "begin", interrupt, 1)
     with pytest.raises(KeyboardInterrupt):
         step(second, 1, 1e-3)
     step.flush()

@@ -242,7 +242,7 @@ def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
 
         step._updates._update_next = moving
         results.append(step(batches[1], 1, 1e-3))
-        assert step.store.states_on_gpu == 1 and any(slot.tensors for slot in step.states._window.slots)
+        assert step.store.states_on_gpu == 1 and any(slot.tensors for slot in step.state_window._window.slots)
         assert outcome(step, results).differences(truth) == []
 
 

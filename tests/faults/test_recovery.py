@@ -398,7 +398,7 @@ def test_a_staging_ring_without_slots_is_made_before_it_is_used(states_on_gpu, m
     with monkeypatch.context() as patch:
         patch.setattr(StateWindow, "fit", failing)
         results, _ = train_on(training, [2], 100, 100)
-    assert training.names == ["cache", "micro_batch"] and len(calls) == 2 and training.step.states.fits
+    assert training.names == ["cache", "micro_batch"] and len(calls) == 2 and training.step.state_window.fits
     assert results[0].updated and training.bits()
 
 

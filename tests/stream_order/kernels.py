@@ -18,20 +18,25 @@ from stand_in.plain_layers import rotate as rotate
 
 
 def adamw(
-    working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, gradient_scale: float, kept: float,
-    one_minus_beta1: float, beta2: float, one_minus_beta2: float, root: float, epsilon: float, step_size: float,
+    working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, gradient_scale: float,
+    decay_factor: float, one_minus_beta1: float, beta2: float, one_minus_beta2: float, root: float, epsilon: float, step_size: float,
 ) -> None:  # fmt: skip
     gradient = gradient * gradient_scale
     m.lerp_(gradient, one_minus_beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
-    master = precision.join(working, low) * kept
+    master = precision.join(working, low) * decay_factor
     _write(working, low, master.addcdiv_(m, (v.sqrt() / root).add_(epsilon), value=-step_size))
 
 
 def sgd(
-    working: Tensor, low: Tensor | None, gradient: Tensor, gradient_scale: float, kept: float, learning_rate: float
+    working: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
+    gradient_scale: float,
+    decay_factor: float,
+    learning_rate: float,
 ) -> None:
-    master = precision.join(working, low) * kept
+    master = precision.join(working, low) * decay_factor
     _write(working, low, master.sub_(gradient * gradient_scale, alpha=learning_rate))
 
 

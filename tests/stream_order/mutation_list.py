@@ -69,12 +69,12 @@ RELEASE_GRADIENTS = "        self._window.release(0, Lane.STATES_IN)\n"
 # Of deferred_updates.py
 WAIT_FOR_GRADIENTS = "        self._transfers.wait(Lane.UPDATES, self._transfers.mark(Lane.COMPUTE))\n"
 BEGIN = """\
-        self.states.begin(pieces)
+        self.state_window.begin(pieces)
         self._wait_for_gradients()
 """
 TURNING = """\
-            self.states.synchronize()
-        self.states.begin(pieces)
+            self.state_window.synchronize()
+        self.state_window.begin(pieces)
 """
 DOWNWARDS = """\
         if self._downwards:  # their gradients are newer than `begin`
@@ -97,10 +97,10 @@ UPDATE = """\
                     raise
                 part.version += 1
 """
-GIVE_BACK = "        self.states.give_back(piece)\n"
+GIVE_BACK = "        self.state_window.give_back(piece)\n"
 FLUSH = """\
         self.run_until(self.units)
-        self.states.synchronize()
+        self.state_window.synchronize()
 """
 
 _lanes: Callable[..., Mutation] = partial(Mutation, "core/transfers.py")
@@ -236,9 +236,9 @@ UPDATES = [
     _updates("what computes waits for states, not for updates", HOLD,
         HOLD.replace("self._updated", "self._transfers.mark(Lane.STATES_IN)")),
     _updates("updates are made ready without a wait for what computes", BEGIN,
-        "        self.states.begin(pieces)\n"),
+        "        self.state_window.begin(pieces)\n"),
     _updates("updates in the other order do not wait for those before", TURNING,
-        TURNING.replace("self.states.synchronize()", "pass")),
+        TURNING.replace("self.state_window.synchronize()", "pass")),
     _updates("updates in backward do not wait for their gradients", DOWNWARDS, ""),
     _updates("updates in backward wait for the first gradients alone", "        if self._downwards:  # their",
         "        if self._downwards and self._next == 0:  # their"),

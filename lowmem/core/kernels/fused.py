@@ -50,8 +50,8 @@ def update(
         numbers = optimizers.adamw_numbers(hyper, weight_decay)
         torch.ops.lowmem.adamw(working, low, state["m"], state["v"], gradient, hyper.gradient_scale, *numbers)
     elif optimizer.name == "sgd":
-        kept = 1 - hyper.learning_rate * weight_decay
-        torch.ops.lowmem.sgd(working, low, gradient, hyper.gradient_scale, kept, hyper.learning_rate)
+        decay_factor = 1 - hyper.learning_rate * weight_decay
+        torch.ops.lowmem.sgd(working, low, gradient, hyper.gradient_scale, decay_factor, hyper.learning_rate)
     elif optimizer.name != "adamw8bit" or low is None:
         optimizers.update(optimizer, working, state, gradient, hyper, decay)
     else:

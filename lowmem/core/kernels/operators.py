@@ -17,7 +17,7 @@ too.
 import torch
 from torch import Tensor
 
-_numbers = "float gradient_scale, float kept"
+_numbers = "float gradient_scale, float decay_factor"
 _adamw_numbers = f"{_numbers}, float one_minus_beta1, float beta2, float one_minus_beta2, float root, float epsilon"
 _SCHEMAS = {
     "adamw": f"(Tensor(a!) working, Tensor(b!)? low, Tensor(c!) m, Tensor(d!) v, Tensor gradient, {_adamw_numbers}, "

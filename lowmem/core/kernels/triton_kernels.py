@@ -117,7 +117,7 @@ def _tanh(x):
 @triton.jit
 def _adamw(
     working_at, low_at, n, m_at, v_at, gradient_at,
-    gradient_scale, kept, one_minus_beta1, beta2, one_minus_beta2, root_of_correction2, epsilon, step_size,
+    gradient_scale, decay_factor, one_minus_beta1, beta2, one_minus_beta2, root_of_correction2, epsilon, step_size,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +125,7 @@ def _adamw(
     g = tl.load(gradient_at + place, there) * gradient_scale
     m = tl.load(m_at + place, there)
     v = tl.load(v_at + place, there)
-    w = _read(working_at, low_at, place, there, KIND) * kept
+    w = _read(working_at, low_at, place, there, KIND) * decay_factor
     m = m + one_minus_beta1 * (g - m)
     v = v * beta2 + one_minus_beta2 * g * g
     denominator = tl.div_rn(tl.sqrt_rn(v), root_of_correction2) + epsilon
@@ -137,12 +137,13 @@ def _adamw(
 
 @triton.jit
 def _sgd(
-    working_at, low_at, n, gradient_at, gradient_scale, kept, learning_rate, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
+    working_at, low_at, n, gradient_at, gradient_scale, decay_factor, learning_rate, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     g = tl.load(gradient_at + place, there) * gradient_scale
-    w = _read(working_at, low_at, place, there, KIND) * kept - learning_rate * g
+    w = _read(working_at, low_at, place, there, KIND) * decay_factor - learning_rate * g
     _write(working_at, low_at, place, there, w, KIND)
 
 
