@@ -19,7 +19,8 @@ from stand_in.plain_layers import rotate as rotate
 
 def adamw(
     working: Tensor, low: Tensor | None, m: Tensor, v: Tensor, gradient: Tensor, gradient_scale: float,
-    decay_factor: float, one_minus_beta1: float, beta2: float, one_minus_beta2: float, root: float, epsilon: float, step_size: float,
+    decay_factor: float, one_minus_beta1: float, beta2: float, one_minus_beta2: float, root: float, epsilon: float,
+    step_size: float,
 ) -> None:  # fmt: skip
     gradient = gradient * gradient_scale
     m.lerp_(gradient, one_minus_beta1)
