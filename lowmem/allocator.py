@@ -17,8 +17,8 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Performs the operations of `tape` (see above), one a line, on `allocator`. Skips blank lines. Raises InputError
-    for any other line; the message has `tape_name` and the line's number."""
+    """Performs the operations in `tape`, one per line, on `allocator`. Skips blank lines. Raises InputError for a line
+    that is not a valid operation; the message has `tape_name` and the line's number."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

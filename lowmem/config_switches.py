@@ -1,4 +1,4 @@
-"""Handles two kinds of fields of a config.json: training overrides some, and others prevent loading.
+"""Removes two kinds of fields from a config.json: those that training overrides, and those that prevent loading.
 
 Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. These fields do
 not change the model's function. Training sets them to the values that it needs, and prints a remark. The exported
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Two attributes of a config. Each is {field: the user's value}.
-OWN = "own_switches"  # values that training overrides, and that the export has again
+OWN = "own_switches"  # training overrides these values; the export has them again
 LEFT_OUT = "left_out_switches"  # values that are not exported
 _OFF = ("gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript")
-_NEEDED = dict.fromkeys(_OFF, (False, None)) | {"return_dict": (True,)}  # {field: values that training can have}
+_NEEDED = dict.fromkeys(_OFF, (False, None)) | {"return_dict": (True,)}  # {field: values that are kept}
 _DTYPES = (None, "float32", "float", "float64", "double", "float16", "half", "bfloat16")
 _FOR_LOADING = {  # {field: values with which transformers can build a model here}
     "use_return_dict": (),
@@ -32,7 +32,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 def without_switches(fields: dict) -> dict:
     """Returns the `fields` of a config.json without those that training overrides or that prevent loading. The result
-    has the overridden fields under the key OWN. It has those that prevent loading under the key LEFT_OUT."""
+    stores removed fields as dicts: the overridden ones under the key OWN, the others under LEFT_OUT. A dict that would
+    be empty is missing. Treats nested configs (`*_config`) alike. Renames the rope type "su" to "longrope"."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -42,7 +43,7 @@ def without_switches(fields: dict) -> dict:
         elif isinstance(value, dict) and name.endswith("_config"):
             kept[name] = without_switches(value)
     rope = fields.get("rope_scaling")
-    if isinstance(rope, dict) and rope.get("type") == "su":  # the first Phi-3's name; transformers 5 half knows it
+    if isinstance(rope, dict) and rope.get("type") == "su":  # in the first Phi-3; not fully known to transformers 5
         kept["rope_scaling"] = rope | {"type": "longrope"}
     return kept | {where: found for where, found in taken.items() if found}
 
@@ -50,9 +51,9 @@ def without_switches(fields: dict) -> dict:
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
     """Returns True if transformers cannot load a model with this `value` of the field `name`. `fields`: all fields."""
     if name in ("dtype", "torch_dtype"):
-        return not isinstance(value, dict) and value not in _DTYPES  # a dict has one for each part
+        return not isinstance(value, dict) and value not in _DTYPES  # a dict has a dtype for each part
     if name == "bos_token_id":
-        return not isinstance(value, int | None)  # version 4 allowed a list
+        return not isinstance(value, int | None)  # transformers 4 allowed a list
     if name == "problem_type":  # transformers refuses a classifier of one class, for any model
         labels = fields.get("id2label")
         one = len(labels) == 1 if isinstance(labels, dict) else fields.get("num_labels") == 1
@@ -62,7 +63,8 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
     """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training needs no id, because it
-    masks padding by position. Raises InputError, whose message begins with `where`, if the config forbids None."""
+    masks padding by position. Records the id in the config: -1 under OWN, any other under LEFT_OUT. Raises InputError,
+    whose message begins with `where`, if the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -74,13 +76,13 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
             raise InputError(
                 f"{where}: pad_token_id is {pad}, and the model has {size} ids; set it to one of them"
             ) from error
-        found = OWN if pad == -1 else LEFT_OUT  # beyond the vocabulary transformers builds no model
+        found = OWN if pad == -1 else LEFT_OUT  # with any other id, transformers builds no model
         setattr(holder, found, {**getattr(holder, found, {}), "pad_token_id": pad})
 
 
 def as_given(fields: dict) -> dict:
-    """Returns the fields of a config as the user gave them, from `fields` that went through `without_switches`. Leaves
-    out the fields with which transformers cannot load the model."""
+    """Returns the `fields` of a config for the export. Fields that training overrode have the user's values again.
+    Fields that prevented loading are left out. `fields`: a config that went through `without_switches`."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):

@@ -15,15 +15,16 @@ RETURNED_FROM_BYTES = 6 * MIB  # CPU memory blocks of at least this size go back
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 CUBLAS_WORKSPACES = ":4096:8"  # eight buffers of 4 MiB
 _NVIDIA_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")  # on Linux; in WSL
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first is torch's from 2.9 on
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch 2.9 and newer read the first
 
 
 def set_environment() -> None:
-    """Sets environment variables of CUDA and the options of glibc's allocator. Changes nothing that the user has set.
-    Call it before CUDA starts. Expandable segments keep reserved memory within 0.2% of allocated memory. A fixed
-    workspace makes matrix products reproducible. glibc returns the memory of large freed tensors to the system. By
-    default, it keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB more RAM. Getting new pages takes a
-    fifth of the time of a step of 128 tokens, and no measurable time with 1,024 tokens."""
+    """Sets environment variables for CUDA and tokenizers, and options of glibc's allocator, except where the user has
+    set some. Must be called before CUDA starts. Expandable segments keep reserved memory within 0.2% of allocated
+    memory. A fixed cuBLAS workspace makes matrix products reproducible. The options of glibc return the memory of large
+    freed tensors to the system. By default, glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB
+    more RAM. The options cost time, because new tensors need new pages. That is a fifth of a step of 128 tokens, and
+    not measurable with 1,024 tokens."""
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
@@ -36,16 +37,18 @@ def set_environment() -> None:
 
 
 def release_freed_memory() -> None:
-    """Collects garbage and returns the heap's free memory to the system. Reference cycles keep memory that only loading
-    needed, and glibc keeps small freed tensors. Without this call, the RAM of one GPT-Neo command varied by 0.3 GiB."""
+    """Collects garbage and returns the heap's free memory to the system. Until then, reference cycles keep memory that
+    only loading needed, and glibc keeps small freed tensors. Without this call, the RAM of a command that trains
+    GPT-Neo varied by 0.3 GiB."""
     collect_garbage()
-    with suppress(OSError, AttributeError):  # no C library that knows it
+    with suppress(OSError, AttributeError):  # a C library without malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def expandable_segments() -> bool:
-    """Returns True if PyTorch's CUDA allocator uses expandable segments, as the environment variables say. Without any,
-    returns True, as `set_environment` sets them. Raises InputError for what cudasim/allocator.py does not model."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments, according to ALLOCATOR_VARIABLES. Returns True
+    if neither variable is set, because `set_environment` then switches them on. Raises InputError if the two variables
+    differ, or for a setting that cudasim/allocator.py does not model."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -65,8 +68,8 @@ def expandable_segments() -> bool:
 
 
 def select_device(wanted: str) -> torch.device:
-    """Returns the device for `wanted`: "cuda", "cpu" or "auto" (a GPU if PyTorch finds one). Raises InputError if
-    "cuda" is wanted and there is none, or if PyTorch has no code for the card."""
+    """Returns the device for `wanted`: "cuda", "cpu", or "auto" (a GPU if PyTorch finds one, else the CPU). Raises
+    InputError if `wanted` is "cuda" and PyTorch finds no GPU, or if PyTorch has no code for the card."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -98,8 +101,8 @@ def why_no_gpu() -> str | None:
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
     """Returns True if a card of compute capability `major`.`minor` runs code built for `architecture`. Code for sm_75
-    runs on cards of the same major version with this minor version or a later one, code for sm_90a on 9.0 alone. Code
-    for compute_90 runs on all later cards."""
+    runs on cards with the same major version and this or a later minor version. Code for sm_90a runs only on cards of
+    capability 9.0. Code for compute_90 runs on all later cards, too."""
     kind, number = architecture.split("_")
     built = divmod(int("".join(filter(str.isdigit, number))), 10)
     if number.endswith("a"):
@@ -139,19 +142,19 @@ _frozen = False
 
 def take_workspaces(device: torch.device) -> None:
     """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
-    thread allocates its workspace at its first product and keeps it (cuda_ops.py). Call this before any other
+    thread allocates its workspace at its first product and keeps it (cudasim/cuda_ops.py). Call this before any other
     allocation: then the workspaces are next to each other, as the plan assumes. Does nothing on the CPU."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         product = matrix @ matrix
-        torch.addmm(matrix.detach()[0], product, matrix).sum().backward()  # with a bias: cuBLASLt has its own
+        torch.addmm(matrix.detach()[0], product, matrix).sum().backward()  # a bias: cuBLASLt, with its own workspace
 
 
 def finish_failed_backward(device: torch.device) -> None:
     """Makes PyTorch's backward thread release the memory of a backward pass that failed. The thread keeps the error,
-    and the tensors that the error refers to, until it next holds Python's lock. So this runs two empty backward passes,
-    which allocate nothing, and waits for them. The first releases the error. The second drops the open tasks of the
-    failed pass. Does nothing on the CPU."""
+    and the tensors that the error refers to, until it next acquires Python's lock (GIL). So this function runs two
+    empty backward passes, which allocate nothing, and waits for them. The first releases the error. The second drops
+    the unfinished tasks of the failed pass. Does nothing on the CPU."""
     if device.type != "cuda":
         return
     with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
@@ -168,8 +171,8 @@ def forget_allocations(device: torch.device) -> None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Makes PyTorch choose CUDA kernels that give the same bits each time, without cuDNN attention, TF32 and sums in
-    reduced precision. Does nothing on the CPU, whose kernels are deterministic by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time. Switches off cuDNN attention, TF32 and sums
+    in reduced precision. Does nothing on the CPU, whose kernels are deterministic by default."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

@@ -32,8 +32,9 @@ class InputError(LowmemError):
 
 
 class PlanError(LowmemError):
-    """Says that no plan fits under the caps, or that a disk has no room. If caps are too small, the message names the
-    smallest caps that suffice, and other solutions. `ways_out`: these as dicts, as in plan.json; may be empty."""
+    """Says that no plan fits under the caps, or that a disk has no room. If the caps are too small, the message names
+    the smallest caps that suffice, and options with which the model fits. `ways_out`: these options as dicts, as in
+    plan.json; empty if none are known."""
 
     exit_code = 3
 
@@ -52,4 +53,4 @@ class Stopped(LowmemError):
     """Says that a signal ended the training run. A valid checkpoint was saved before."""
 
     exit_code = 75
-    said_by = 0  # of all ranks, which raise it together
+    said_by = 0  # rank 0 prints the message; all ranks raise this error together

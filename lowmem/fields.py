@@ -1,7 +1,7 @@
 """Checks the value of one setting: its type, its range, and how a text or a path is written.
 
-settings.py calls `checked` for every field. Combinations of values are checked there. run/cli.py also calls `checked`,
-for every value of a --config file. So one message can name all bad values.
+settings.py calls `checked` for every field, and then checks combinations of fields itself. run/cli.py also calls
+`checked`, for every value of a --config file. So one message can name all bad values.
 """
 
 import sys
@@ -43,8 +43,8 @@ def each(specs: Specs | None) -> tuple[str, ...]:
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """Returns the type of a field's values, and True if the field may be None. `hint`: the field's type annotation,
-    such as int | None."""
+    """Returns the type of a field's values, and True if the field may also be None. `hint`: the field's type
+    annotation; int | None gives (int, True)."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
@@ -55,8 +55,9 @@ def may_be_several(hint: Any) -> bool:
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` as the field `name` of Settings stores it. `hint`: its type annotation. Sizes may be texts, such
-    as "11GiB". Raises InputError for a value of another type or out of range, an empty text, or a bad path."""
+    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type annotation. Sizes may be
+    texts, such as "11GiB". Raises InputError for a value of another type or out of range, for an empty text, and for a
+    path that `read_path_option` refuses."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)
@@ -73,9 +74,10 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` in the type that the field `name` of Settings has. `hint`: the field's type annotation. Converts
-    sizes and intervals that are texts, whole numbers for a float field, and lists of texts. Raises InputError for any
-    other value that is not of that type; the message has the option of `name`."""
+    """Returns `value` in the type that the field `name` of Settings has. `hint`: the field's type annotation. Parses
+    texts of sizes and intervals. Converts an int to float for a float field, and a list of texts to a tuple (to a str
+    if the list has one text). Raises InputError, whose message names the option, for any other value of a wrong
+    type."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

@@ -49,7 +49,7 @@ class Damaged(InputError):
 
 class HashedFile:
     """Writes a new file and computes the hash of its bytes. `forget`: True to start writing each chunk to the disk at
-    once, and to drop written pages from the page cache."""
+    once, and to drop written pages from the page cache. False leaves both to the kernel."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -96,9 +96,9 @@ def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. They are
-    the length of the JSON header (8 bytes, little-endian), then the header with each tensor's offsets. `separators` are
-    those of json.dumps."""
+    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. These bytes
+    are the length of the JSON header (8 bytes, little-endian), and the header with each tensor's offsets. `separators`:
+    an argument of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -145,14 +145,15 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """Returns the error for a file that could not be read. It is Damaged if the file is missing, and LowmemError if the
-    disk or the network failed."""
+    """Returns the error to raise if the file `path` could not be read because of `error`. It is Damaged if there is no
+    such file, and LowmemError if the disk or the network failed."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
 
 class Manifest:
-    """Reads a folder's manifest, and the files it lists. Raises Damaged if the manifest is missing or was changed."""
+    """Reads a folder's manifest, and the files that it lists. The constructor raises Damaged if the manifest is missing
+    or was changed, and LowmemError if it cannot be read."""
 
     def __init__(self, folder: Path):
         path = folder / MANIFEST
@@ -177,7 +178,9 @@ class Manifest:
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
         """Yields a function that fills a buffer with the next bytes of the file `name`. The caller must read the whole
-        file in the block. Raises Damaged if the file has another size or, at the end, other bytes than were written."""
+        file in the `with` block. Raises Damaged if the file has another size than the manifest says. Also raises
+        Damaged, at the end of the block, if the bytes are not those that were written. Raises LowmemError if the disk
+        fails."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
             with open(path, "rb") as file:
@@ -198,7 +201,8 @@ class Manifest:
 
     @staticmethod
     def skip(fill: Fill, size_bytes: int) -> None:
-        """Reads the next bytes of a file, which its hash covers, and drops them. `fill`: what `checked` yields."""
+        """Reads the next `size_bytes` bytes of a file, so that they are in its hash, and drops them. `fill`: the
+        function that `checked` yields."""
         buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
         for start in range(0, size_bytes, CHUNK_BYTES):
             fill(buffer[: size_bytes - start])

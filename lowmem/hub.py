@@ -15,8 +15,9 @@ GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Returns the names under which the hub's cache may have `model`. A GPT-2 may be there with its owner, as
-    openai-community/gpt2, and under the older name without an owner."""
+    """Returns the names under which the hub's cache may have `model`. For a GPT-2 of OpenAI, these are the name with
+    its owner (openai-community/gpt2) and the older name without an owner (gpt2). For any other model, and for a folder,
+    returns only `model`."""
     short = model.removeprefix(_OWNER)
     if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)

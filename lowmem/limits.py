@@ -7,7 +7,8 @@ RAM is measured as the peak of the process's resident set, which the kernel reco
 buffers, because they are anonymous mappings that are registered with CUDA later (core/homes.py). Memory from
 cudaHostAlloc (torch's pin_memory) belongs to the driver and is not used here. The peak does not count other processes
 (wandb's), swapped memory, or the page cache. Each phase of a training run resets the peak, so that the report has one
-peak per phase. Linux adds up the processors' counts only now and then: on 2 processors, a peak once fell by 0.3 MiB.
+peak per phase. Linux sums the counts of all processors only now and then, so values may be slightly too low: on 2
+processors, a peak once fell by 0.3 MiB.
 """
 
 import resource
@@ -43,9 +44,9 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator a little below the GPU limit (by OVERSHOOT_BYTES), or at `allocator_bytes` if
-        that is less. `planned_bytes`: GPU memory that the plan needs; None: the GPU limit. Raises LowmemError if the
-        card has less free memory than that."""
+        """Caps PyTorch's GPU allocator OVERSHOOT_BYTES below the GPU limit, or at `allocator_bytes` if that is less
+        (None: no such cap). `planned_bytes`: GPU memory that the plan needs; None: as much as the GPU limit. Raises
+        LowmemError if the card has less free memory than `planned_bytes`. Does nothing on the CPU."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
@@ -82,8 +83,8 @@ class Budget:
             self.enter(before)
 
     def peaks(self) -> dict[str, int | None]:
-        """Returns the largest memory use since the training run began, {name in metrics.jsonl: bytes}. Without a GPU,
-        the GPU's values are None."""
+        """Returns the peaks of memory since the training run began, as {name in metrics.jsonl: bytes}. Without a GPU,
+        the values of GPU memory are None."""
         cuda = self.device.type == "cuda"
         return {
             "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
@@ -92,8 +93,8 @@ class Budget:
         }
 
     def check(self, where: str) -> None:
-        """Raises CapExceeded if a measured peak is above its cap. `where`: words for the message that say what training
-        has just done, such as "step 12"."""
+        """Raises CapExceeded if a measured peak is above its cap. `where`: the beginning of the message, such as "step
+        12", which names the last thing that training has done."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),
@@ -105,10 +106,11 @@ class Budget:
 
 
 def ram_peak_bytes() -> int:
-    """Returns the peak of this process's resident set so far, page-locked memory included."""
+    """Returns the peak size of this process's resident set, page-locked memory included, since the process began or
+    since the last `reset_ram_peak`."""
     with suppress(OSError):
         for line in (_PROC / "self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):  # begins with the program; ru_maxrss may be its parent's
+            if line.startswith("VmHWM:"):  # ru_maxrss may include the parent's peak
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -167,7 +169,8 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Returns the bytes of page cache that the kernel would free before the control group runs out of memory."""
+    """Returns the bytes of page cache that the kernel would free before the control group runs out of memory. Returns 0
+    if the group's statistics cannot be read."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Reads the values of options that are texts or paths. They may be typed, read from a file, or given in code.
+"""Reads the values of options that are texts or paths. A value may be typed, read from a file, or given in code.
 
 A shell replaces `~` and `$NAME` at the start of a word, but not after `--out=`, and not in a YAML file or in Python.
-Here `~` and `~user` become the home folder, and `$NAME` is refused.
+The functions here replace `~` and `~user` by the home folder, and refuse `$NAME`.
 """
 
 import os
@@ -19,8 +19,9 @@ def shown(text: str) -> str:
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Returns `text`, the value of `option`. Raises InputError if it is empty, except for --sample-prompt. Also raises
-    InputError if it is not UTF-8, because no file, tracker or tokenizer could take it."""
+    """Returns `text`, the value of `option`. Raises InputError for text that is not UTF-8, because no file, tracker or
+    tokenizer could take it. Also raises InputError if the text is blank or has a null character, except for
+    --sample-prompt."""
     if option != "--sample-prompt" and ("\0" in text or not text.strip()):
         raise InputError(f"{option} must not be empty.")
     if _NOT_UTF8.search(text):
@@ -29,8 +30,9 @@ def read_text_option(option: str, text: str) -> str:
 
 
 def read_path_option(option: str, path: str) -> str:
-    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for an unknown user,
-    for a variable such as `$HOME`, and for text that is not UTF-8."""
+    """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for an unknown user
+    or a variable such as `$HOME`, unless there is a file of that name. Also raises InputError for a blank path and for
+    text that is not UTF-8."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

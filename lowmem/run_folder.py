@@ -82,7 +82,8 @@ def is_run(folder: Path) -> bool:
 
 
 def missing_of_run(folder: Path) -> str:
-    """Returns which files of every training run are missing in `folder`, in words; "" if none is."""
+    """Returns the names of the files that every training run writes and that `folder` lacks, joined by " and ". Returns
+    "" if `folder` lacks none of them."""
     there = {"settings.json": os.path.isfile(folder / "settings.json"), "plan.json": _is_plan(folder / "plan.json")}
     return " and ".join(name for name, found in there.items() if not found)
 
@@ -105,13 +106,14 @@ def why_not_writable(out: Path) -> str | None:
             return f"a disk is mounted at {path}, which no folder can replace; make {name} a link to a folder on it"
         if not os.access(path.parent, os.W_OK | os.X_OK):
             return f"{name} is a link to {path}, and the folder around that cannot be written"
-        if (missing := missing_of_run(out.resolve())) and set(os.listdir(path)) - {"lost+found"}:  # of an empty disk
+        if (missing := missing_of_run(out.resolve())) and set(os.listdir(path)) - {"lost+found"}:  # on empty disks
             return f"it has a folder {name}, which a run would replace, but no {missing} of a run"
     return None
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """Returns the error for a folder `out` that cannot be written. `reason`: the system's, or why_not_writable's."""
+    """Returns the error for a folder `out` that cannot be written. `reason`: from the system or from
+    `why_not_writable`."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 

@@ -1,9 +1,9 @@
 """Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
 Names end with their unit of measurement (``gpu_limit_bytes``). Each field is also a command-line option
-(run/options.py). Its type defines the values that can be typed. Its metadata have the text for ``--help``, and marks
-(Mark). Scripts fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves them
-as ``settings.json``.
+(run/options.py). A field's type defines the values that can be typed. Its metadata have the text for ``--help``, and
+marks (Mark). Scripts fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves
+the settings as ``settings.json``.
 
 ``None`` leaves the choice to the planner (``micro_batch``, ``group``, ``segment_blocks``), to the environment
 (``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and the memory caps, it means no limit.
@@ -20,15 +20,15 @@ from lowmem.fields import SAVE_EVERY, Specs, checked, option_name
 from lowmem.units import GIB, format_size
 
 TRACKERS = ("tensorboard", "wandb")  # programs that a run can report to
-_ALONE = ("none", "all")  # values of --report-to that cannot be combined with trackers
+_ALONE = ("none", "all")  # values of --report-to that cannot be combined with others
 DEFAULT_EPOCHS = 1.0  # the length of a run if neither steps nor epochs are given
 MOST_TOKENS = 2**26  # per step: four times Llama 3's largest batch; more tokens make planning slow
 AUTO = "auto, the planner chooses"  # shown for options that store "auto" as None
 
 
 class Mark(Flag):
-    """Marks a setting by what its value changes: RUN if it changes the trained weights, so that a resumed run must have
-    the same value, and TOKENS if it changes the tokens of a data set. A setting may have both marks."""
+    """Says which results depend on a setting. RUN: the trained weights, so a resumed run must have the same value.
+    TOKENS: the tokens of a data set. A setting may have both marks."""
 
     RUN = auto()
     TOKENS = auto()
@@ -38,9 +38,8 @@ RUN, TOKENS = Mark
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
-    """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, unless the field's type
-    says it. `shown`: the default in words, if `default` is None. `marks`: RUN if the bits of a training run depend on
-    the setting, TOKENS if the tokens of the data do."""
+    """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, empty if the field's
+    type is enough. `shown`: the default in words, if `default` is None. `marks`: see Mark; None for no marks."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
@@ -245,7 +244,7 @@ class Settings:
             yield "--states-folder is for streamed states: leave out --states resident."
         if self.gradients == "streamed" and self.clip_norm is None and self.precision != "fp16":
             yield "--gradients streamed is for gradients that wait to be clipped: leave out --clip-norm 0."
-        for name in ("gradients", "boundaries"):  # without --micro-batch one is chosen that makes it the whole batch
+        for name in ("gradients", "boundaries"):  # else the planner makes the group the whole batch
             if getattr(self, name) == "streamed" and self.group not in (None, most) and self.micro_batch is not None:
                 yield f"--{name} streamed takes the whole batch as one group: leave out --group."
         if self.plan_only and self.preview is not None:
@@ -269,7 +268,8 @@ class Settings:
         return self.plan_only or self.preview is not None
 
     def _reported_to(self) -> set[str]:
-        """Returns the names in `report_to`, which is a text with commas."""
+        """Returns the names in `report_to`, which separates them by commas, in lower case. Returns an empty set for
+        None."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
@@ -294,7 +294,7 @@ def marked(settings: Any, mark: Mark) -> dict[str, Any]:
 
 
 def in_words(name: str, value: Any) -> str:
-    """Returns the value of the setting `name`, as --help and the report show it."""
+    """Returns `value`, a value of the setting `name`, in the words that --help and the report show."""
     if value is None:
         return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
     if isinstance(value, bool):

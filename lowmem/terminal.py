@@ -1,4 +1,4 @@
-"""Prints sentences, wrapped to the width of the terminal. If the terminal has gone away, that is not an error."""
+"""Prints sentences, wrapped to the width of the terminal. Output to a closed terminal or pipe raises no error."""
 
 import errno
 import os
@@ -15,9 +15,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores a failure of output in the block. If the terminal or the other end of a pipe is closed, drops all later
-    output, so training goes on. `needed`: True if the block writes an answer to stdout; any other failure, such as a
-    full disk, then raises LowmemError."""
+    """Ignores failures of output in the `with` block. If the terminal or the other end of a pipe is closed, drops all
+    later output, so that training goes on. `needed`: True if the block writes an answer to stdout; any other failure,
+    such as a full disk, then raises LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:
@@ -50,12 +50,13 @@ def has_room_for_a_bar() -> bool:
         return False
     try:
         return os.get_terminal_size(sys.stderr.fileno()).lines > 1
-    except (OSError, ValueError):  # not a file of the system, as in a notebook
+    except (OSError, ValueError):  # stderr has no file descriptor, as in a notebook
         return True
 
 
 def for_terminal(text: str, stream: TextIO | None) -> str:
-    """Returns `text`. If `stream` is a terminal, its lines are wrapped between words at the terminal's width."""
+    """Returns `text`, with lines wrapped at the terminal's width if `stream` is a terminal, else unchanged. `stream`:
+    None counts as no terminal."""
     at_terminal = stream is not None and stream.isatty()
     return filled(text, shutil.get_terminal_size().columns) if at_terminal else text
 

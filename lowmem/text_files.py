@@ -1,8 +1,8 @@
 """Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
 Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Text that is not
-UTF-8 is refused, with the place. So is a file of another kind than its name says. JSON and YAML may not give a key
-twice. Plain values of YAML stay text: `yes`, `010`, `1:30`.
+UTF-8 is refused, with the place. A file that is not of the kind that its name says is refused, too. JSON and YAML may
+not give a key twice. Unquoted values of YAML, such as `yes`, `010` and `1:30`, stay text.
 """
 
 import codecs
@@ -42,7 +42,7 @@ _KINDS = {  # {first bytes of a file: (its kind, advice)}
 
 
 def refuse_pointer(path: Path) -> bytes:
-    """Returns the first bytes of the file `path`. Raises InputError if the file is a Git LFS pointer."""
+    """Returns the first 512 bytes of the file `path`. Raises InputError if the file is a Git LFS pointer."""
     with path.open("rb") as file:
         start = file.read(512)  # enough to recognize a file's kind: the header of a tar archive
     if start.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -52,7 +52,7 @@ def refuse_pointer(path: Path) -> bytes:
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
     """Raises InputError if the file is a Git LFS pointer, or if its first bytes show that it is of an unexpected kind.
-    `binary`: the first bytes of the expected kind, b"" if they vary. None: text is expected."""
+    `binary`: the first bytes of the expected kind; b"" if these vary from file to file; None if text is expected."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -101,7 +101,7 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
     """Returns the value of the JSON `text`. Raises InputError for bad JSON. The message names `source` and the line,
-    counted from `first_line`. For an error of syntax, it ends with `advice`."""
+    counted from `first_line`. For a syntax error, the message ends with `advice`."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -119,9 +119,9 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns a folder with the files of `folder`, in which text files have no byte-order marks. `instead`, {name:
-    content}, replaces or adds files. Returns `folder` itself if nothing changes. Otherwise returns a temporary folder
-    with the changed files and with links to the others."""
+    """Returns a folder with the files of `folder`, in which text files have no byte-order marks. `instead`: files to
+    replace or add, as {name: content}; None for none. Returns `folder` itself if nothing changes. Otherwise returns a
+    temporary folder, with the changed files and with links to the others."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in (".json", ".txt", ".jinja") and path.is_file():
@@ -195,7 +195,7 @@ def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, AttributeError) as error:
-        # A ReaderError, for a control character, has a position; the last three are raised for tags: !!bool maybe.
+        # A ReaderError, for a control character, has a position. Bad tags (`!!bool maybe`) raise the last three.
         mark, position = getattr(error, "problem_mark", None), getattr(error, "position", 0)
         line = mark.line if mark else text.count("\n", 0, position)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value is not what its tag says")
