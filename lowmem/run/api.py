@@ -49,10 +49,10 @@ def _check_kind(settings: Settings) -> None:
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
     """Returns the plan for training on the card that `settings.gpu` names, which need not be in this machine. If
-    `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs, each with one process of
-    torchrun, on each of `machines` machines. The plan's bytes and seconds are those of one GPU. Loads no weights.
-    Raises PlanError if nothing fits; its message names the smallest caps that fit. Raises InputError for a model that
-    cannot be trained block by block."""
+    `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in each of `machines` machines;
+    each GPU has one process of torchrun. The plan's bytes and seconds are those of one GPU. Loads no weights. Raises
+    PlanError if nothing fits; its message names the smallest caps that fit. Raises InputError for a model that cannot
+    be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -63,8 +63,8 @@ def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
 def train(settings: Settings) -> dict:
     """Does a whole training run, as the scripts do, and returns the content of its report.json. In the main thread,
     SIGINT, SIGTERM or SIGHUP makes the run finish its step, save, and raise Stopped. A second signal drops the current
-    step, a third ends the process (signals.py). Errors that a user can cause raise LowmemError. Errors of the system
-    (OSError, OutOfMemoryError) are raised as they are."""
+    step, a third ends the process (signals.py). Raises LowmemError for errors that a user can cause. Errors of the
+    system (OSError, OutOfMemoryError) are raised as they are."""
     _check_kind(settings)
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
@@ -122,8 +122,9 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 
 
 def _checkpoints_of(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, a run folder or a folder of checkpoints, newest first. First tidies up after
-    a save that was killed in a run folder, unless another training run is writing to it."""
+    """Returns the checkpoints in `folder`, newest first. `folder`: a run folder, or a folder of checkpoints. In a run
+    folder, first removes the unfinished files of a save that was killed, unless another training run has locked the
+    folder."""
     if folder.name == "checkpoints":
         folder = folder.parent
     if found := checkpoints_in(folder):

@@ -1,7 +1,7 @@
 """Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
 
     checkpoints/step-00000123/
-      block-0-matrices.safetensors   one file for a unit's matrices, one for its vectors: flat `working`, `m`, ...
+      block-0-matrices.safetensors   a block's matrices as flat tensors: `working`, `m`, ...; vectors apart
       state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
       metrics.jsonl                  a row per step until then, without times and memory
       manifest.json                  size and hash of each file; written last
@@ -43,8 +43,8 @@ _ADVICE |= {errno.EFBIG: "Raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args` has two texts: a sentence with the step and the system's
-    error, which says whether there are earlier checkpoints, and advice to the user."""
+    """Says that a checkpoint could not be written. `args` has two texts. The first is a sentence with the step and the
+    system's error, and says if there are earlier checkpoints. The second is advice to the user."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -55,14 +55,14 @@ def save_checkpoint(
     folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None,
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
-    """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. It has the weights and optimizer states
-    in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the content of its
-    metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
+    """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. The checkpoint has the weights and
+    optimizer states in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the content of
+    its metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
 
-    Call TrainingStep.flush before, so that no update is pending. All ranks must call this; rank 0 writes. Keeps the
-    newest `keep_last` checkpoints and that of step `best`, and removes older ones. Also removes checkpoints of later
-    steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier checkpoints intact,
-    if the disk or a quota is full or the folder cannot be written.
+    Call TrainingStep.flush before; raises RuntimeError if updates are pending. All ranks must call this; rank 0 writes.
+    Keeps the newest `keep_last` checkpoints and that of step `best`, if given, and removes older ones. Also removes
+    checkpoints of later steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier
+    checkpoints intact, if the disk or a quota is full or the folder cannot be written.
     """
     if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
@@ -133,7 +133,7 @@ def _file_name(part: Part) -> str:
 
 def _header(part: Part) -> bytes:
     """Returns the header of the .safetensors file for `part`: the file's bytes before its tensors. The header's
-    metadata have {parameter: [start, *shape]}, its place in the flat tensors."""
+    metadata have the place of each parameter in the flat tensors, {parameter: [start, *shape]}."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
 
@@ -185,8 +185,8 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
     metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps its share of the tensors.
 
     Raises InputError, before `store` is changed, if a training run with this `identity` (identity.py) cannot go on from
-    the checkpoint. A missing file or tensor, or one of another model, optimizer or precision, also raises InputError.
-    Raises Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
+    the checkpoint. Also raises InputError for a missing file or tensor, and for those of another model, optimizer or
+    precision. Raises Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
@@ -212,7 +212,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
                         chunk.copy_(host)
                     drop_pages(chunk)
                 manifest.skip(fill, (entries - before - here) * tensor.itemsize)
-        part.version += 1  # so that no window uses weights that it copied before
+        part.version += 1  # so that no window goes on with older weights that it has copied
     return state | {"metrics": metrics}
 
 
@@ -247,7 +247,7 @@ def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
             found = json_object(file.read(min(header_bytes, CHUNK_BYTES)))
     except (OSError, struct.error):
         found = {}
-    manifest.verify(name)  # a damaged file is reported as that
+    manifest.verify(name)  # raises Damaged for a damaged file
     wanted = json_object(header[8:])
     for key in [*wanted, *found]:
         if found.get(key) != wanted.get(key):

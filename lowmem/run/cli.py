@@ -62,9 +62,9 @@ class Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). If an option is
-    repeated, the later value replaces the earlier one. For a field that takes several values (SEVERAL), it is added.
-    Raises InputError if two names of one option have different values."""
+    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). Stores no flag that is
+    switched off. If an option is repeated, the later value replaces the earlier one. For a field that takes several
+    values (SEVERAL), the later value is added. Raises InputError if two names of one option have different values."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -85,7 +85,7 @@ class _Record(argparse.Action):
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
     """Returns a script's `defaults`, overridden by the command line `argv` (without the program's name) and by the file
-    of its --config. Raises InputError for unknown options and bad values. ``--help`` exits with 0."""
+    that its --config names. Raises InputError for unknown options and bad values. ``--help`` exits with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)
@@ -200,14 +200,15 @@ def _listed(of: str, problems: list[str]) -> str:
 
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
-    """Returns the field of Settings that `key` in a settings file names, and `value` as Settings stores it."""
+    """Returns the field of Settings that `key` in a settings file names, and `value` as Settings stores it. The value
+    is NOTHING for a flag that is switched off. Raises InputError for an unknown key or a bad value."""
     if _dashed(key) == "config":
         raise InputError(f"{key}: a settings file cannot name another one.")
     if _dashed(key) not in NAMES:
         raise InputError(_explain_unknown(key))
     field, parse = NAMES[_dashed(key)]
     if field in SEVERAL and isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
-        parse = str  # `checked` looks at its items
+        parse = str  # `checked` checks the items of the list
     elif field == "report_to" and isinstance(value, list) and all(isinstance(item, str) for item in value):
         value = ",".join(value) or "none"
     elif not isinstance(value, str | int | float | NoneType):
@@ -242,7 +243,8 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """Returns the keyword arguments of add_argument for the option `name`. One that is on or off needs no value."""
+    """Returns the keyword arguments of add_argument for the option `name`. An option that is on or off needs no value:
+    `--name` alone means "on"."""
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

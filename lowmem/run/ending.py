@@ -37,13 +37,13 @@ class Ending:
 
     def __init__(self, session: Session):
         self.failed: list[str] = []
-        self._exported = False  # whether the weights are in model/
+        self._exported = False  # True as soon as the weights are in model/
         self._all_ranks_here = session.ranks.count > 1  # True in code that all ranks execute, if there are several
         self._session = session
 
     def was_finished(self) -> bool:
         """Returns True if this training run is finished already: its steps and export were done with the same settings.
-        Then also logs how to train longer."""
+        In this case, also logs how to train longer."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
@@ -64,9 +64,10 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Catches an error in the block, logs it as a failure of `name` and adds it to `failed`. Later parts of the end
-        are then still done. Does not catch CapExceeded, Stopped and NO_ERRORS, such as KeyboardInterrupt. If all ranks
-        execute the block, does not catch an error of a single rank: the other ranks would wait for it."""
+        """Runs the `with` block as one part of the end of training. Catches an error in the block, logs it as a failure
+        of `name`, and adds it to `failed`, so that later parts are still done. Does not catch CapExceeded, Stopped and
+        the exceptions in NO_ERRORS, such as KeyboardInterrupt. If all ranks execute the block, catches only errors that
+        all ranks raise together. After an error of a single rank, the other ranks would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -115,9 +116,10 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported. This is `done`, the last one. With --keep-best it is the step
-        with the lowest held-out loss, whose checkpoint is loaded first. Returns `done` if that checkpoint is damaged or
-        missing. Returns None if the weights in the store are incomplete after a failed load."""
+        """Returns the step whose weights are exported. Without --keep-best, this is `done`, the last step. With
+        --keep-best, loads the checkpoint with the lowest held-out loss, and returns its step. Returns `done` if that
+        checkpoint is damaged or missing. If loading it fails halfway, loads the checkpoint of `done` instead, and
+        returns None if that fails, too: the weights are then incomplete."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done

@@ -1,7 +1,7 @@
 """Protects training from environment variables that other packages read. A bad value must not cause a bare traceback.
 
 PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) makes its
-import fail. plots.py handles MPLBACKEND, lowmem/device.py CUDA's variables.
+import fail. plots.py handles MPLBACKEND, and lowmem/device.py handles CUDA's variables.
 """
 
 import getpass
@@ -26,8 +26,9 @@ _FALSE_ALARMS = {  # {logger: the beginning of a message that is not true here}
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Makes sure that no warning in the block is raised as an error. If a filter turns warnings into errors, Python's
-    default filters apply there instead. Also drops misleading log messages (_FALSE_ALARMS), even after the block."""
+    """Makes sure that no warning in the `with` block is raised as an error. If a filter turns warnings into errors,
+    Python's default filters apply in the block instead. Also drops misleading log messages (_FALSE_ALARMS), even after
+    the block."""
     for name in _FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
@@ -44,8 +45,9 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """Turns an error of a package's import in the block into an InputError. The message names the environment variables
-    whose values the error quotes. ImportError and InputError pass unchanged. Refuses PYTHONOPTIMIZE=2."""
+    """Turns an error that a package raises while it is imported in the `with` block into an InputError. The message
+    names the environment variables whose values the error quotes. ImportErrors, InputErrors and errors of lowmem itself
+    are raised unchanged. Raises InputError for PYTHONOPTIMIZE=2. Sets USER if the system has no name for the user."""
     try:  # in a container, a user may have a number and no name; PyTorch before 2.13 asks for the name on import
         getpass.getuser()
     except (KeyError, OSError):

@@ -44,8 +44,9 @@ def due(session: Session, done: int) -> bool:
 
 
 def is_missing(session: Session) -> bool:
-    """Returns True if the model must be evaluated before the first step of `session`. That is so for a new training
-    run. It is also so for a resumed one, if a signal or an error prevented the evaluation after its last step."""
+    """Returns True if the model must be evaluated before the first step of `session`. A new training run needs this
+    evaluation. A resumed run needs it if a signal or an error prevented the evaluation that was due after its last
+    step."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
@@ -126,10 +127,10 @@ def sample(
         config = decoder.model.config
         inputs = {
             "input_ids": inputs["input_ids"].new_tensor([source]), "decoder_start_token_id": decoder_start(config),
-            "use_cache": config.num_decoder_layers <= config.num_layers,  # transformers' has the encoder's layers
+            "use_cache": config.num_decoder_layers <= config.num_layers,  # the cache has as many layers as the encoder
         }  # fmt: skip
     elif tokens[1:][-1:] == [end] and not prompt.endswith(tokenizer.eos_token):
-        inputs = {name: values[:, :-1] for name, values in inputs.items()}  # this tokenizer ends every text
+        inputs = {name: values[:, :-1] for name, values in inputs.items()}  # the tokenizer has added this end
     prompt_tokens = inputs["input_ids"].shape[1]
     positions = most_positions(decoder.model.config) or 2**31
     if not 0 < prompt_tokens < positions:
@@ -160,6 +161,7 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the summed losses in nats, and the number of tokens with a label, of the first `limit` of `batches`."""
+    """Returns the sum of the losses (in nats) of all tokens that have a label, and the number of these tokens. Both are
+    of the first `limit` of `batches`, or of all batches if there are fewer."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

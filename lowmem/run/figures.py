@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lowmem.units import format_seconds, format_size
 
-MEDIAN_OVER = 25  # steps in the median of a smoothed loss; only runs of four times as many have one
+MEDIAN_OVER = 25  # steps in the median of a smoothed loss; only runs of four times as many steps are smoothed
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Best:
 
 
 def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
-    """Returns (step, held-out loss) of each evaluation. `eval_first` is that of step 0."""
+    """Returns a list of (step, held-out loss), one for each evaluation. `eval_first`: the held-out loss at step 0; None
+    if there was no such evaluation."""
     before = [] if eval_first is None else [(0, eval_first)]
     return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
@@ -45,8 +46,8 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
-    """Returns the value of the key `loss` in report.json: training and held-out losses by name. `diverged` is True if
-    the exported weights' held-out loss is NaN or higher than `eval_first`."""
+    """Returns the value of the key `loss` in report.json: training and held-out losses by name, None for unknown ones.
+    `diverged` is True if the exported weights' held-out loss is NaN or higher than `eval_first`."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -122,7 +123,7 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
     """Returns the number of steps of the whole training run. If `settings` have no `steps`, estimates the number from
-    the epochs and the newest of `rows`."""
+    the epochs and the newest of `rows`. Returns 0 if there are no rows either."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -146,8 +147,9 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns a tuple ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap) for each kind of memory. Without a
-    GPU, there is only the tuple for RAM. `measured`: {name in report.json: peak in bytes}, None before training."""
+    """Returns a list with one tuple for each kind of memory: ("GPU" or "RAM", {part of the memory: predicted bytes},
+    measured peak in bytes or None, cap in bytes or None). Without a GPU, the list has only the tuple for RAM.
+    `measured`: {name in report.json: peak in bytes}; None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -55,7 +55,7 @@ def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
     `state`: its state.json. `identity`: from run_identity or known_identity; only its keys are compared."""
     saved = state.get("identity", {})
-    if isinstance(saved.get("fused_kernels"), bool):  # of a checkpoint from when all kernels ran, or none
+    if isinstance(saved.get("fused_kernels"), bool):  # an older checkpoint: all kernels ran, or none
         saved = saved | {"fused_kernels": Kernels.ALL.names if saved["fused_kernels"] else []}
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:
@@ -69,7 +69,7 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
     for key, value in wanted.items():
         name = option_name(key) if key in FIELD_NAMES else key
         if key not in saved:
-            if key not in FIELD_NAMES or value != getattr(Settings, key):  # else an option younger than the checkpoint
+            if key not in FIELD_NAMES or value != getattr(Settings, key):  # else an option newer than the checkpoint
                 yield f"{name} is missing there"
         elif key == "config":  # another version of transformers may know other fields
             known = {field: value[field] for field in value if field in saved[key]}

@@ -17,9 +17,9 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Describes the learning rate over a training run. It rises linearly to `peak` during `warmup_updates`, and stays
-    there until `decay_from`. Then it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays ("constant").
-    The last three fields count optimizer updates from the start."""
+    """Describes the learning rate over a training run. The rate rises linearly to `peak` during `warmup_updates`, and
+    stays there until `decay_from`. Then it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays
+    ("constant"). The last three fields count optimizer updates from the start."""
 
     peak: float
     schedule: str
@@ -28,8 +28,8 @@ class Course:
     decay_from: int
 
     def rate(self, update: int) -> float:
-        """Returns the learning rate of update number `update`, counted from 0. It is never 0 for the first and the last
-        update."""
+        """Returns the learning rate of update number `update`, counted from 0. The rate of the first and of the last
+        update is never 0."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         progress = min(max(update - self.decay_from, 0) / max(self.updates - self.decay_from, 1), 1.0)
@@ -72,8 +72,8 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Says how the learning rate goes on in a run that was extended to more steps. `course`: the new one. `saved`:
-    content of state.json of the checkpoint that the run goes on from."""
+    """Says how the learning rate goes on in a run that was extended to more steps. `course`: the extended run's
+    learning rate. `saved`: content of state.json of the checkpoint that the run goes on from."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(

@@ -68,7 +68,7 @@ class LoadedModel:
         if is_run(folder):
             raise InputError(f"{folder} is the folder of a run of the scripts, which save there: give another folder")
         newest = next(iter(checkpoints_in(folder / "checkpoints")), None)
-        own = 0 < self.done <= done and checkpoint_of(folder, self.done).exists()  # it goes on from there
+        own = 0 < self.done <= done and checkpoint_of(folder, self.done).exists()  # this model goes on from there
         if newest is not None and step_of(newest) > done and not own:  # a save removes later checkpoints
             raise InputError(f"{newest} has more steps than {done}: load(..., resume={folder!s}), or another folder")
         self.step.flush()
@@ -79,7 +79,7 @@ class LoadedModel:
         """Returns the counters of training for a checkpoint's state.json: steps, optimizer updates and loss scale. With
         several machines, also returns the number of ranks that share a model. `done`: number of steps made."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
-        ranks = self.step.store.ranks  # with several machines, the bits depend on how many share a model
+        ranks = self.step.store.ranks  # with several machines, the bits depend on the number that share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
 
     def read(
@@ -95,7 +95,8 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns what a checkpoint and the run that resumes it must have in common, such as the model (identity.py).
-        Leaves out the settings that a loop of your own chooses, such as data, batch and learning rate."""
+        """Returns {name: value} of everything that must be equal in a checkpoint and in the run that resumes it, such
+        as the model (identity.py). Leaves out the settings that a loop of your own chooses, such as data, batch and
+        learning rate."""
         identity = run_identity(self.config, self.plan, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

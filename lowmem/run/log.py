@@ -47,7 +47,8 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: load_checkpoint's."""
+        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: the result of
+        load_checkpoint."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -81,8 +82,8 @@ class RunLog:
             self.say(f"{_when(first_step)}: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
-        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
-        log.txt."""
+        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for log.txt;
+        None for the same sentence."""
         with output():
             tqdm.write(for_terminal(sentence, sys.stderr), file=sys.stderr)
         if self._text is None:

@@ -23,9 +23,13 @@ SECONDS_TO_TELL = 5
 
 def main(defaults: Settings, arguments: list[str] | None = None, ends_process: bool | None = None) -> int:
     """Trains, or only plans, with a script's settings, and returns the exit code. `defaults`: the script's settings.
-    `arguments`: options that override them, None for the process's command line. Until training begins, Ctrl-C ends the
-    process at once. From then on, Ctrl-C is a request to save and stop (signals.py). `ends_process`: whether the
-    process ends after this call, so that signals are counted until then. None: if it is the command line's."""
+    `arguments`: options that override `defaults`, None for the process's command line. Until training begins, Ctrl-C
+    ends the process at once. From then on, Ctrl-C is a request to save and stop (signals.py).
+
+    `ends_process`: True if the process exits after this call. Signals that arrive before its exit then do not change
+    the exit code. False restores the earlier signal handlers on return. None means True if `arguments` is None, else
+    False.
+    """
     escape_what_stdout_lacks()
     settings = defaults
     try:

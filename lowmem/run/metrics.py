@@ -25,8 +25,9 @@ _NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
-    """Returns one row of metrics.jsonl, without held-out losses. Its `tokens` are those with a label. Computed tokens
-    are all that go through the model, prompts and padding included. `peaks`: Budget.peaks()."""
+    """Returns one row of metrics.jsonl, without held-out losses. `tokens` and `tokens_per_second` count the tokens with
+    a label. `computed_tokens_per_second` counts all tokens that go through the model, including prompts and padding.
+    `peaks`: Budget.peaks()."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -43,8 +44,8 @@ def step_row(
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Returns the rows of a metrics.jsonl or samples.jsonl. A killed process may leave a line that is no row; this line
-    and all later ones are left out."""
+    """Returns the rows of a metrics.jsonl or samples.jsonl; [] if there is no such file. A killed process may leave a
+    line that is not a row. That line and all later ones are left out."""
     return _rows_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 
@@ -79,7 +80,7 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 def _step_made(row: dict) -> tuple[str, ...]:
     """Returns step, loss, learning rate and gradient norm of `row`, as texts. Two rows come from the same run if these
-    are equal. Held-out losses are not compared: after a stop, a skipped one is added to the row later."""
+    are equal. Held-out losses are not compared: an evaluation that a stop prevented is added to the row later."""
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 

@@ -1,7 +1,7 @@
 """Names the run folder after the model and the data, if --out is not given.
 
-It is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with. So the same
-command resumes its own run, and another command starts a new one.
+The run folder is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with.
+So the same command resumes its own run, and another command starts a new one.
 """
 
 import glob
@@ -28,8 +28,9 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with a run folder in `out`. If `out` is None, this is a folder in runs/ that is named after
-    the model and the data. `say` gets a sentence if folders of that name hold other runs."""
+    """Returns `settings` with the path of a run folder in the field `out`. Keeps `out` if it is given. Otherwise
+    chooses a folder in runs/, which is named after the model and the data. `say` gets a sentence if folders of that
+    name hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"

@@ -1,5 +1,5 @@
-"""Lists the names of all options, and how their values are parsed. Every field of Settings is an option; its type
-decides how.
+"""Lists the names of all options, and the functions that parse their values. Every field of Settings is an option. The
+field's type decides how its value is parsed.
 
 Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
 they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
@@ -63,7 +63,8 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Returns the one of `names` that `typed` is or means. `synonyms`: {another trainer's word: one of `names`}."""
+    """Returns the one of `names` that `typed` is or means. `synonyms`: {another trainer's word: one of `names`}. Raises
+    ValueError for any other text."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -137,14 +138,14 @@ SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
     "optimizer": {
         **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
         **{"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"},
-        **{"paged_adamw_8bit": "adamw8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"},  # the same numbers
+        **{"paged_adamw_8bit": "adamw8bit", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw"},  # equal results
     },
 }
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """Returns two things about the option of a field of Settings. The first is what --help shows for the value: a
-    placeholder or the choices (`SIZE`, `on|off`). The second is the function that parses the typed text."""
+    """Returns a tuple for the option of `item`, a field of Settings. Its first entry is the placeholder or the choices
+    that --help shows (`SIZE`, `on|off`). The second is the function that parses the typed text."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

@@ -30,7 +30,7 @@ from lowmem.run_folder import missing_of_run, read_run_json
 from lowmem.settings import FIELD_NAMES, Settings, in_words
 from lowmem.units import GIB
 
-MOST_POINTS = 2000  # of a curve; of a longer run, the page has every second, third, ... step
+MOST_POINTS = 2000  # in a curve; for a longer run, the page has every second, third, ... step
 _PLACEHOLDER = "null /* the data of the runs */"
 
 
@@ -62,8 +62,8 @@ def make_page(runs: list[dict]) -> str:
 
 
 def run_data(folder: Path, name: str) -> dict:
-    """Returns everything that the page shows of the training run in `folder`. `name`: the run's name on the page.
-    Raises InputError if the files in `folder` are not those of a run of this version."""
+    """Returns everything that the page shows about the training run in `folder`, as {name in page.html: value}. `name`:
+    the run's name on the page. Raises InputError if the files in `folder` are not those of a run of this version."""
     try:
         plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
         rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")
@@ -139,7 +139,7 @@ def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
 
 def _phases(plan: dict, report: dict) -> list[list]:
     """Returns a list [phase, planned bytes of RAM, measured bytes of RAM] for each phase of the training run, in order.
-    `plan`, `report`: content of plan.json and report.json."""
+    Unknown bytes are None. `plan`, `report`: content of plan.json and report.json."""
     planned = plan.get("ram_phases", {})
     measured = {phase: sizes["measured"] for phase, sizes in report.get("ram_phases", {}).items()}
     return [[phase, planned.get(phase), measured.get(phase)] for phase in {**planned, **measured}]

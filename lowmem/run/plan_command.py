@@ -39,9 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan, as JSON if `as_json`, else as text. The plan is for one of torchrun's processes, if each of
-    `machines` machines has `gpus` of them. If `write`, also writes plan.json and memory.png into the run folder, unless
-    a training run has begun there."""
+    """Prints the plan, as JSON if `as_json`, else as text. The plan is for one of torchrun's processes; each of
+    `machines` machines has `gpus` of these. If `write`, also writes plan.json and memory.png into the run folder,
+    unless a training run has begun there. Raises PlanError if nothing fits; with `as_json`, first prints the refusal as
+    JSON."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 
@@ -59,7 +60,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
         plan = plan_for(question, gpus, machines)
     except PlanError as error:
         if as_json:
-            with suppress(LowmemError), output(needed=True):  # the refusal itself is said all the same
+            with suppress(LowmemError), output(needed=True):  # the refusal is raised in any case
                 print(json.dumps(refused(question.settings, error), indent=2), flush=True)
         raise
     with output(needed=True):

@@ -21,7 +21,8 @@ _MARKED_UP_TO = 20  # rows; fewer are also drawn as dots, because a single row m
 
 
 def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
-    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence why it could not be drawn."""
+    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence that says why the picture could
+    not be drawn."""
     try:
         _import_matplotlib()
         from matplotlib import style
@@ -163,7 +164,8 @@ def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
     """Draws allocated and reserved GPU memory over one step. `timeline`: (seconds, allocated bytes, reserved bytes);
-    each value holds until the next one. `measured_bytes`: peak of reserved memory."""
+    each value holds until the next one. `measured_bytes`: peak of reserved memory. It and the cap are not drawn if
+    None."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]

@@ -1,6 +1,6 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-ask         settings, with which it finds device, config ->  the planner's question
+ask         the settings; it finds device and config     ->  the planner's question
 plan_here   the question and this machine's free memory  ->  the plan
 build       the plan                                     ->  decoder, store and step
 prepare     all of these, run folder, data, checkpoints  ->  Session
@@ -59,13 +59,14 @@ from lowmem.settings import Settings
 from lowmem.units import counted
 
 Say = Callable[[str], None]  # takes a sentence for the user
-_FEW_STEPS = 10  # a run whose epochs have fewer gets a warning
+_FEW_STEPS = 10  # a run of whole epochs with fewer steps gets a warning
 Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of each parameter, whole or in pieces
 
 
 @dataclass
 class Session:
-    """Holds everything that the training loop needs. `model.done`: number of steps that were done before it began."""
+    """Holds everything that the training loop needs. `model.done`: number of steps that were done before the loop
+    began."""
 
     model: LoadedModel
     data: Data
@@ -78,7 +79,7 @@ class Session:
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
     resumed: Path | None = None  # the checkpoint from which the run goes on
-    origin: str | None = None  # the DIR of its --resume DIR, also if --resume auto has continued it since
+    origin: str | None = None  # the DIR if the run began with --resume DIR; --resume auto keeps it
     saved: set[int] = field(default_factory=set)  # steps with a checkpoint of this run in its folder, also removed ones
 
     @property
@@ -104,7 +105,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns the input of planning: precision, GPU, the model's config, and the settings adapted to this config."""
+    """Returns the planner's input: precision, GPU, the model's config, and the settings adapted to this config."""
     precision, card = precision_and_card(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
@@ -216,8 +217,8 @@ def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
 
 @contextmanager
 def prepare(settings: Settings) -> Iterator[Session]:
-    """Yields a training run that is ready for its next step. Locks its folder until the end of the block. If training
-    is refused, leaves nothing in the folder."""
+    """Yields a training run that is ready for its next step. Locks the run folder until the end of the `with` block. If
+    training is refused (InputError, PlanError), leaves nothing in the folder."""
     devices.set_environment()
     devices.release_freed_memory()  # garbage and the earlier peak of a notebook's process are not this run's
     reset_ram_peak()
@@ -302,8 +303,9 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Loads the newest undamaged one of `checkpoints` into the session's model. Without one, writes the initial
-    `weights`. `resuming`: True if a checkpoint's state could be read; the plan has not been printed then."""
+    """Loads the newest undamaged one of `checkpoints` into the session's model. If there is none, writes the initial
+    `weights`, and reads them first if `weights` is None. `resuming`: True if the state of a checkpoint could be read.
+    The plan has then not been printed yet, and is printed here if the checkpoint proves damaged."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

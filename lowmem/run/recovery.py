@@ -1,9 +1,9 @@
 """Continues training if the machine has less memory than was planned (docs/training.md).
 
 If **GPU memory runs out** (another process took it, it is fragmented, or the plan was wrong), the failed work is
-repeated (core/step.py). Before the first attempt, the allocator's cache is freed. Before each further attempt, the step
-gets a smaller layout. If memory ran out in pending updates or an evaluation, only optimizer states are moved off the
-GPU. An evaluation also gets smaller micro-batches.
+repeated (core/step.py). Before it is repeated first, the allocator's cache is freed. Before each further repetition,
+the step gets a smaller layout. If memory ran out in pending updates or an evaluation, only optimizer states are moved
+off the GPU. An evaluation also gets smaller micro-batches.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -45,10 +45,10 @@ class Recovery:
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers itself as the function that makes room for `step`. `smaller_layouts`: layouts to try, in this
-        order. `ram_refuses(moving, moved)` returns the reason why optimizer states cannot move from the GPU to RAM, or
-        None if they can. `moving`: bytes of the states that would move now. `moved`: bytes of these states and of all
-        that moved before; the plan has none of them in RAM."""
+        """Registers itself as the function that makes room for `step`, unless several ranks train together.
+        `smaller_layouts`: layouts to try, in this order. `ram_refuses(moving, moved)` returns the reason why optimizer
+        states cannot move from the GPU to RAM, or None if they can. `moving`: bytes of the states that would move now.
+        `moved`: bytes of these states and of all that moved before; the plan has none of them in RAM."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -96,9 +96,10 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Changes the layout to the one that the training run had when it was saved. `measures`: its earlier measures,
-        of which the last has that layout. If the plan has changed since, for example because of other caps, keeps the
-        new plan's layout, with micro-batches as small as those of the last measure: only equal ones give equal bits."""
+        """Changes the layout to the one that the training run had when it was saved. `measures`: the run's earlier
+        measures; the last one has that layout. If the plan has changed since, for example because of other caps, keeps
+        the new plan's layout. Its micro-batches then become as small as those of the last measure: only equal ones give
+        equal bits."""
         self.measures += measures
         if not measures:
             return

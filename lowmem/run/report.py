@@ -1,4 +1,5 @@
-"""Describes device and versions, on which a result depends, and things that a user might not expect."""
+"""Describes the device and the versions of packages, on which a result depends, and things that a user might not
+expect."""
 
 import platform
 from importlib import metadata
@@ -15,8 +16,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences on the device, and on things that a user might not expect. These are random weights (`init`,
-    the value of --init, is "random"), a byte-level tokenizer, and fields of the config that training changes."""
+    """Returns sentences on the device, and on things that a user might not expect: random weights, a byte-level
+    tokenizer, and fields of the config that training changes. `init`: the value of --init."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")

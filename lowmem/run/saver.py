@@ -16,7 +16,8 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
-    """Saves checkpoints of a training run. `due(done)` says whether --save-every asks for one after `done` steps."""
+    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for a checkpoint after `done`
+    steps."""
 
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
@@ -52,8 +53,9 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """Saves the state after `done` steps if GPU memory runs out or a cap is exceeded in the block. Does not save if
-        only some of the weights are updated, or if there are several ranks. Raises the block's error in any case."""
+        """Saves the state after `done` steps if GPU memory runs out or a cap is exceeded in the `with` block. Does not
+        save if only some of the weights are updated, or if there are several ranks. Raises the block's error in any
+        case."""
         try:
             yield
         except CapExceeded:

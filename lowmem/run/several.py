@@ -1,4 +1,4 @@
-"""Has the parts of a training run that differ if several ranks (torchrun's processes) train together.
+"""Contains the parts of a training run that differ if several ranks (torchrun's processes) train together.
 
 Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is made for one rank: for its share
 of the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
@@ -39,9 +39,10 @@ class QuietLog:
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
-    """Returns `question`, the input of planning, changed for one rank: with its share of the batch and of the RAM cap.
-    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the
-    checkpoint's, used if the settings give none. Raises InputError for settings that several ranks do not support."""
+    """Returns `question`, the planner's input, changed for one rank: with its share of the batch and of the RAM cap.
+    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`:
+    that of the checkpoint, used if the settings give none. Raises InputError for settings that several ranks do not
+    support."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
@@ -88,12 +89,15 @@ def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
     """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. In the plan's
-    `settings`, the batch and the RAM limit are those of all ranks together. `on_this_machine`: number of ranks on a
-    machine. `make`: function that makes a Plan from a Question. `micro_batch`: the checkpoint's, None for a new run. A
-    resumed run needs the same micro-batch for the same bits, and a new plan might choose another.
+    `settings`, the batch and the RAM limit are totals over all ranks. `on_this_machine`: number of ranks on this
+    machine. `make`: function that makes a Plan from a Question. `micro_batch`: micro-batch size of the checkpoint to
+    resume, None for a new run. A resumed run gives the same bits only with the same size, and a new plan might choose
+    another.
 
     Raises PlanError if no mesh fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a
-    machine. Raises it at the first mesh if a plan fits under the caps and the machine has less RAM free than that."""
+    machine. Raises the error of the first mesh at once if no option would help, for example if only the machine's free
+    RAM is too small.
+    """
     for mesh in possible:
         mesh = replace(mesh, network=question.settings.network_rate_bytes)
         try:

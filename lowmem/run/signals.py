@@ -36,7 +36,7 @@ def _ignore_at_the_end() -> None:
 
 @contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Makes SIGINT end the process silently inside the block, as SIGTERM does (a shell reports 130). Python's
+    """Makes SIGINT end the process silently inside the `with` block, as SIGTERM does (a shell reports 130). Python's
     KeyboardInterrupt would print a traceback or be caught by some `except`."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
@@ -49,11 +49,12 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
-    the process. Before the first call of `now`, the second signal does. Works only in the main thread (ValueError
-    elsewhere).
+    the process. Before the first call of `now`, already the second signal ends it. Works only in the main thread
+    (ValueError elsewhere).
 
-    `ends_process`: whether the process ends after the block. It then goes on to count, so that the exit code is that of
-    the run. `requests`: the number of signals. `name`: the first one's name, such as "SIGINT", or None.
+    `ends_process`: True if the process ends after the block. Signals are then counted until its end, so that they do
+    not change the exit code. `requests`: the number of signals. `name`: the first signal's name, such as "SIGINT", or
+    None.
     """
 
     def __init__(self, ends_process: bool = False):

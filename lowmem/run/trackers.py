@@ -1,16 +1,16 @@
 """Shows a training run in TensorBoard and wandb. The record itself is metrics.jsonl.
 
-A tracker never ends training. Whatever happens (not logged in, unreachable, its process killed or frozen), a message
-says so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31
-waits for its service process without a limit, also when Python exits. A service process that does not end is killed.
+A tracker never ends training. If one fails (not logged in, unreachable, its process killed or frozen), a message says
+so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31 waits for
+its service process without a limit, also when Python exits. A service process that does not end is killed.
 
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from. In
 wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step, because wandb's
 layouts (wandb-workspaces) need wandb's server.
 
-The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process, and another process, which
-the RAM cap does not count. A resumed run continues the same wandb run, whose id is in <out>/wandb-run-id. Rows of steps
-that are computed again appear again, under their `train/global_step`.
+The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process. It also starts another
+process, which the RAM cap does not count. A resumed run continues the same wandb run, whose id is in
+<out>/wandb-run-id. Rows of steps that are computed again appear again, under their `train/global_step`.
 """
 
 import math
@@ -47,8 +47,8 @@ class Trackers:
     """Passes values to each tracker of a training run until that tracker fails. Raises InputError if TensorBoard is
     asked for and not installed, and for a WANDB_MODE that wandb does not have.
 
-    The methods `start`, `row`, `sample`, `pictures` and `finish` of a tracker may raise anything. A tracker's `leave`
-    frees its threads and processes, and has its own time limit.
+    The methods `start`, `row`, `together`, `sample`, `pictures` and `finish` of a tracker may raise anything. A
+    tracker's `leave` frees its threads and processes, and has its own time limit.
     """
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
@@ -94,7 +94,8 @@ class Trackers:
 def wandb_mode(settings: Settings) -> str:
     """Returns the mode of wandb. This is the value of --wandb, if given. Otherwise it is "disabled" if --report-to is
     given without wandb. It is also "disabled" if WANDB_DISABLED is set and --report-to does not name wandb. Otherwise
-    it is the value of WANDB_MODE. Without WANDB_MODE, it is "online" if --report-to names wandb, else "disabled"."""
+    it is the value of WANDB_MODE. Without WANDB_MODE, it is "online" if --report-to names wandb, else "disabled".
+    Raises InputError for a WANDB_MODE that wandb does not have."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -125,7 +126,8 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values, those that
-    are not finite, and most steps of a long run, but no evaluation. `constants`: {name: value} of each step."""
+    are not finite, and most steps of a long run, but no evaluation. `constants`: {name: value}, the same at each
+    step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -202,7 +204,7 @@ class _TensorBoard:
         self._writer.flush()
 
     def pictures(self, paths: list[Path], step: int) -> None:
-        from matplotlib.image import imread  # which drew them
+        from matplotlib.image import imread  # the package that drew them
 
         for path in paths:
             self._writer.add_image(f"pictures/{path.stem}", imread(path), step, dataformats="HWC")
@@ -221,7 +223,7 @@ class _Wandb:
 
     def __init__(self, folder: Path, run_name: str | None, mode: str):
         self._folder, self._run_name, self._mode = folder, run_name, mode
-        with suppress(Exception):  # said in `start`
+        with suppress(Exception):  # `start` will report it
             import wandb  # noqa: F401 - the plan, which is made next, counts the RAM that the process holds
 
     def start(self, first_step: int, constants: dict) -> None:

@@ -24,7 +24,7 @@ SKIPPED_IN_A_ROW = 10  # a run ends after so many steps without a finite gradien
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
-    """Plans and trains. With `settings.plan_only`, only prints the plan; with `settings.preview`, only prints data.
+    """Plans and trains. With `settings.plan_only`, only prints the plan; with `settings.preview`, only prints examples.
     `stop` counts the signals that ask to stop."""
     if settings.trains_nothing and launched_rank() > 0:
         return
@@ -143,8 +143,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported, unless
-    --keep-best exports an earlier checkpoint. If training ended before its last step, says why."""
+    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. Does
+    not raise it if --keep-best exports an earlier checkpoint. If training ended before its last step, says why."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
