@@ -41,9 +41,9 @@ class Answers:
         return [last] * (self._last_only > 0) + left_out
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation` with the chat template. Returns its text in segments, (text, True if trained on). Only
-        the answers are trained on; if `everything`, the whole text is. Raises InputError if the answers cannot be
-        found."""
+        """Renders `conversation` with the chat template. Returns its text as segments, a list of (text, True if trained
+        on). Only the answers are trained on; if `everything`, the whole text is. Raises InputError if the answers
+        cannot be found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._left_out.update(name for name, parts in conversation.optional.items() if not all(map(text.count, parts)))
@@ -117,9 +117,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the index in `text` of the character at which an answer ends, None if it is not found. `start`: where
-        the answer begins. `after`: the conversation rendered through this answer. The answer includes the first special
-        token after its words, and the characters that follow its words in both `text` and `after`."""
+        """Returns the index in `text` of the character at which an answer ends, None if it is not found. `start`: index
+        of the answer's first character. `after`: the conversation rendered through this answer. The answer includes the
+        first special token after its words, and the characters that follow its words in both `text` and `after`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]

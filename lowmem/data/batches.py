@@ -38,7 +38,8 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a row, int64 [n], and which of them may be trained on, bool [n]."""
+        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that may be trained
+        on."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
             return tokens.astype(np.int64), np.ones(self.seq + 1, bool)
@@ -58,8 +59,8 @@ class Rows:
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
         """Returns the row numbers that epoch number `epoch` reads, in no particular order. All rows are repeated
-        endlessly, and epoch e takes items e*n to (e+1)*n of this sequence, with n = `in_epoch`. If an epoch takes only
-        some rows of a repetition, that repetition is shuffled. The shuffle is seeded by `seed` and by `part`, the
+        endlessly, and epoch e takes items e*n to (e+1)*n - 1 of this sequence, with n = `in_epoch`. If an epoch takes
+        only some rows of a repetition, that repetition is shuffled. The shuffle is seeded by `seed` and by `part`, the
         number of this text."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
@@ -103,8 +104,8 @@ class Batches:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]. The first token is only an
-        input. The last is only a label."""
+        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that is trained on.
+        The first token is only an input. The last is only a label."""
         tokens, trained = part.read(row)
         trained[0] = False
         if part.documents.packed and self.document_mask:
@@ -156,7 +157,8 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Names the places in the user's files from which batch number `step` comes, in the order of its rows."""
+        """Names the places in the user's files that the rows of batch number `step` come from, in the order of the
+        rows."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:

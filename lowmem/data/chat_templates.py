@@ -1,4 +1,4 @@
-"""Renders a conversation as text with the tokenizer's chat template, as the model is given it in inference.
+"""Renders a conversation as text with the tokenizer's chat template, as the model gets it in inference.
 
 A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
 `tokenizer.apply_chat_template` in four points:
@@ -34,7 +34,8 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model."""
+    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model. Raises
+    InputError if the file cannot be read or is not a Jinja template."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -58,7 +59,7 @@ class ChatTemplate:
         dated = _ASKS_FOR_THE_DATE.search(str(tokenizer.chat_template))
         self.note = f" (which is told that today is {TODAY})" if dated else ""
         exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-        text, self._writes_answers = "", True  # also if it refuses this exchange
+        text, self._writes_answers = "", True  # stays True if it refuses this exchange
         for self._parts in (False, True):
             with contextlib.suppress(InputError):
                 text, _ = self.render(Conversation("", exchange))

@@ -25,7 +25,7 @@ _ROLES = {  # other names of roles, in lower case and without a colon at the end
 _KEPT_IF_NAMED = ("developer", "ipython")  # Kept as written if the template names them: it may use the synonym, too.
 _CALLS = ("function_call", "tool_call")  # The text of these roles is function calls in JSON.
 _TRAINED = ("loss", "train", "training", "weight")  # Keys that say whether an answer is trained on.
-_NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # Their values.
+_NOT_TRAINED, _IS_TRAINED = (0, False, "0", "false"), (None, 1, True, "1", "true")  # Values of these keys.
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # The names in transformers.
 
 
@@ -69,7 +69,8 @@ class Conversation:
 
     @property
     def _last_reasoning(self) -> list[str]:
-        """Returns the last answer's reasoning: text in <think> tags, or under a key such as `thinking`."""
+        """Returns the texts of the last answer's reasoning: those in <think> tags, or under a key such as
+        `thinking`."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         within, ended, _ = message.get("content", "").rpartition("</think>")
@@ -88,7 +89,8 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none."""
+    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError if
+    several such columns have different texts."""
     filled = {name: string(record, name) for name in SYSTEM_COLUMNS if record.columns.get(name)}
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
@@ -96,7 +98,8 @@ def system_text(record: Record) -> str:
 
 
 def string(record: Record, column: str) -> str:
-    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for what is no text."""
+    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for another value that is
+    not text."""
     value = record.columns[column]
     if value is None:
         raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")

@@ -39,7 +39,7 @@ class Data:
     description: str  # lines for the log
     keep: Callable[[], None]  # stores the tokens in the run's folder, for a resumed run
     close: Callable[[], None]  # deletes the stored tokens, unless `keep` was called
-    chat: bool = False  # whether all training texts are conversations
+    chat: bool = False  # True if all training texts are conversations
 
 
 def load_data(
@@ -48,8 +48,9 @@ def load_data(
 ) -> Data:  # fmt: skip
     """Reads and tokenizes the data, and cuts them into batches for training and evaluation. The held-out texts are
     `settings.eval_data`, or else each source's held-out split, or else the share `settings.eval_fraction` of its
-    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, in which tokens of an
-    earlier start are found; None: temporary files. `decoder_start`: the id before each target, for encoder-decoders."""
+    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, which may have the
+    tokens of an earlier start; None: temporary files. `decoder_start`: the id before each target; None for a
+    decoder."""
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     reader = _Reader(settings, tokenizer, vocabulary_size, folder)

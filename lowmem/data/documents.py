@@ -107,7 +107,8 @@ def read_documents(
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
     """Tokenizes `records`, the rows of `source`, stores the tokens in `folder`, and returns them. Stops when the tokens
-    fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of ids that the model embeds."""
+    fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of ids that the model embeds. Raises
+    InputError if there is nothing to train on, or for a row that cannot be read."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -264,7 +265,7 @@ class _Writer:
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
         """Writes the token ids of a record. Adds the tokens that begin and end a document, and cuts an example to the
-        length limit. `trained`: bool [tokens], whether each is trained on."""
+        length limit. `trained`: bool [tokens], True for each token that is trained on."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]

@@ -16,11 +16,11 @@ from lowmem.errors import InputError
 from lowmem.text_files import parse_yaml, read_text
 
 _CARD = "README.md"
-_OF_DATA_SETS = {  # keys of cards
+_OF_DATA_SETS = {  # keys in cards of data sets
     *("license", "configs", "dataset_info", "task_categories", "task_ids", "size_categories", "pretty_name", "viewer"),
     *("annotations_creators", "language_creators", "multilinguality", "source_datasets", "paperswithcode_id"),
 }
-_OF_OTHERS = {"sdk", "library_name", "pipeline_tag", "base_model"}  # apps and models
+_OF_OTHERS = {"sdk", "library_name", "pipeline_tag", "base_model"}  # keys in cards of apps and models
 _SHARD = re.compile(r"data/([\w.]+)-[0-9]{5}-of-[0-9]{5}.*")
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
@@ -39,7 +39,8 @@ class SplitFiles(NamedTuple):
 
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
     """Finds the splits of a data set downloaded into `folder`. `files`: all files in it. `config` and `split`: the
-    names that the user gave, or None. Returns None if nothing shows that the folder is a data set."""
+    names that the user gave, or None. Returns None if nothing shows that the folder is a data set. Raises InputError if
+    `config`, `split` or the split's files are missing, or if these files are of a kind that is not read."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -101,8 +102,8 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} for the configuration `config`. `data_files`: the value of that key in the card. `split`:
-    the split to train on, None if the user did not name it. Leaves out splits that were not downloaded. Raises
+    """Returns {split: files} for the configuration `config`. `data_files`: the value of the key data_files in the card.
+    `split`: the split to train on, None if the user did not name it. Leaves out splits that were not downloaded. Raises
     InputError if the split to train on was not downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
@@ -153,8 +154,8 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if `splits`, {split: files}, are certainly those of a data set, because they have a training split
-    and one for validation or testing. If `files` are .txt, each of them must be in a split, too. `splits` were
+    """Returns True if `splits`, {split: files}, are certainly those of a data set. They must have a training split and
+    one for validation or testing. If `files` are .txt, each of them must also be in a split. `splits`: the splits
     recognized by the names of `files`."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)

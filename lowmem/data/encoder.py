@@ -15,14 +15,15 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes texts as token ids. Adds no special tokens, but one that is written in a text, such as <|endoftext|>,
-    becomes its id. Encodes long texts in overlapping windows (long_text.py), on RAYON_NUM_THREADS processors."""
+    """Encodes texts as token ids. Adds no special tokens. A special token that is written in a text, such as
+    <|endoftext|>, becomes its id. Encodes long texts in overlapping windows (long_text.py), on RAYON_NUM_THREADS
+    processors."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._word_starts = "" if hasattr(tokenizer, "sp_model") else _word_starts(self._backend)
-        added = tokenizer.added_tokens_decoder.items() if self._backend else ()  # mistral-common's has none
+        added = tokenizer.added_tokens_decoder.items() if self._backend else ()  # mistral-common's has no backend
         self._stripping = [number for number, token in added if token.lstrip or token.rstrip]
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
@@ -31,7 +32,7 @@ class Encoder:
 
     def long_text(self, encode: Callable[[list[str]], list[Tokens]] | None = None) -> LongText:
         """Returns a new LongText, for one text that arrives in pieces. `encode`: function that tokenizes texts; None
-        for the one that gives only ids."""
+        for a function that returns only ids."""
         return LongText(lambda texts: _in_batches(texts, encode or self._encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:

@@ -1,6 +1,7 @@
 """Turns a row's columns into the text to train on: plain text, a conversation, or a prompt with its completion.
 
-The columns of a source's first row decide which; docs/data.md has the table. A row's text comes in segments (seams.py).
+The columns of a source's first row decide which of these it has; docs/data.md has the table. A row's text comes in
+segments (seams.py).
 """
 
 import itertools
@@ -73,7 +74,7 @@ class Format:
         return self.write(record)
 
     def write(self, row: Record) -> Segments:
-        """Returns the text of `row` in segments. Each format defines it."""
+        """Returns the text of `row` in segments. Each subclass defines this method."""
         raise NotImplementedError
 
     def _trained(self, on: str) -> str:
@@ -143,7 +144,7 @@ class _Conversations(Format):
         if not tokenizer.chat_template or tokenizer.chat_template in _DEFAULT_CHAT_TEMPLATES:
             tokenizer.chat_template = _DEFAULT_CHAT_TEMPLATES[self.begin == (tokenizer.bos_token_id,)]
             said = "the default chat template ('User: ...' and 'Assistant: ...', the tokenizer has none)"
-        self.begin = ()  # the template writes it
+        self.begin = ()  # the template writes these tokens
         self._answers = Answers(tokenizer)
         names = self._needed[0] if len(self._needed) == 1 else f"{' + '.join(self._needed)}, as messages,"
         trained = self._trained("assistant's turns")
@@ -180,9 +181,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record whose columns decide the format, and an iterator over all records. That is the first record
-    with a value in a column that some format uses, or without any such column. If there is none in the first
-    _MOST_BLANK records, it is the last of these. It is None if there are no records."""
+    """Returns the record whose columns decide the format, and an iterator over all records. This is the first record
+    with a value in a column that some format uses. A record without any such column decides, too. If none of the first
+    _MOST_BLANK records decides, returns the last of them. If there are no records, returns None instead of a record."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -193,13 +194,13 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a source with the first row `record`. If an option names a column of some of the formats,
-    only these are tried. `reading` has the options' values, such as that of --text-field. `train_on`: the value of
+    """Returns the Format of a source with the first row `record`. If an option names a column, only the formats with
+    this column are tried. `reading` has the options' values, such as that of --text-field. `train_on`: the value of
     --train-on. Raises InputError if no format fits, or several."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):
-        found = [each for each in found if each[1] is not _Text]  # Alpaca's own files also have it rendered
+        found = [each for each in found if each[1] is not _Text]  # Alpaca's own files have the rendered text, too
     found = named or found
     filled = [each for each in found if _are_filled(record, each[0])] if len(found) > 1 else found
     if len(filled) > 1:
@@ -217,7 +218,7 @@ def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreT
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids of the special tokens that the tokenizer puts before a text."""
+    """Returns the ids of the special tokens that the tokenizer puts before a text; () if there are none."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
     begin = tuple(whole[: starts[0]]) if starts else ()
@@ -287,8 +288,8 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns of the dialogue in a row, as pairs [instruction, response]. CSV files have them as JSON
-    text in the column `history`."""
+    """Returns the earlier turns of the dialogue in a row, as pairs [instruction, response]; [] if there are none. CSV
+    files have them as JSON text in the column `history`. Raises InputError for any other value in that column."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

@@ -1,7 +1,7 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows. Their tokens are joined in the middle of those that both windows have in the
-overlap. If the tokens there differ, the second window begins a little earlier, or else the first one is enlarged.
+The text is cut into overlapping windows. In an overlap, both windows should have the same tokens, and are joined in the
+middle of these. If the tokens differ, the second window begins a little earlier, or else the first one is enlarged.
 docs/data.md says why the result is exact.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 WINDOW, OVERLAP = 2**16, 2**10  # characters; WordPiece's longest word (100) must be shorter than an overlap
 _AT_ONCE = 16  # at most so many windows are tokenized together
-_SHIFTS, _SHIFTS_TRIED = 128, 4  # earlier begins: overlaps compared, whole windows compared
+_SHIFTS, _SHIFTS_TRIED = 128, 4  # earlier begins that are tried: by overlap, by whole window
 
 Tokens = np.ndarray  # int32 [tokens, 1 or 3]: the id, and perhaps the token's begin and end in characters
 
@@ -30,8 +30,8 @@ class LongText:
         self._given = 0  # number of the last window's tokens that were returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns the further tokens that no later piece can change. `last`: True for the
-        text's last piece; then all remaining tokens are returned."""
+        """Adds a piece of the text. Returns the tokens that have become final: no later piece can change them. Does not
+        return a token twice. `last`: True for the text's last piece; then all remaining tokens are returned."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -106,8 +106,8 @@ class LongText:
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
         """Finds where the last window's tokens can be joined to those of the next window. `overlap`: tokens of the text
         that both windows have. `shorter`: tokens of that text without its last character. `window`: tokens of the next
-        window. Returns `window` and a pair of indices. At these, the last window's tokens stop and those of `window` go
-        on. The pair is None if the tokens differ."""
+        window. Returns `window` and a pair of indices. The last window's tokens stop before the first index, and those
+        of `window` go on at the second. The pair is None if the tokens differ."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2

@@ -1,7 +1,7 @@
 """Makes batches for encoder-decoders: each row is a source of S tokens and a target of T tokens (docs/data.md).
 
 The decoder reads the target shifted by one token, after the id `decoder_start`. Padding is on the right. The mask
-`Batch.source_mask` excludes it from sources, and labels of -100 exclude it from the loss.
+`Batch.source_mask` excludes padding from sources, and labels of -100 exclude it from the loss.
 """
 
 import numpy as np
@@ -45,15 +45,15 @@ class PairBatches(Batches):
         """Returns None: all rows of a batch are computed at the same length, padding included."""
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a row, int64 [n], and which are trained on, bool [n]."""
+        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that is trained on."""
         tokens, trained = part.read(row)
         trained[: self.source_tokens if part.documents.packed else 0] = False
         return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row into (source, target, the target's part of `trained`). A row of `packed` text is cut at the
-        fixed length of sources. Any other row is one example: its source ends before the first trained token, and gets
-        an end-of-text token."""
+        """Splits a row into (source, target, mask of the target). `trained`: mask of the row, True for each token that
+        counts in the loss. A `packed` row is plain text, and is split after `source_tokens` tokens. Any other row is
+        one example, and is split before the first trained token. Its source gets an end-of-text token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

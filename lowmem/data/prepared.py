@@ -7,7 +7,7 @@
 
 The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and the code in
 lowmem/data. A streamed source has no files to hash; a resumed run trains on its stored part. Until all is prepared, the
-files are in `.data-partial/`. It is next to `data`, or next to the folder that `data` links to.
+files are in `.data-partial/`. This folder is next to `data`, or next to the folder that `data` links to.
 """
 
 import hashlib
@@ -36,7 +36,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the training and the held-out documents of one source, either as Documents or cut into Rows. `held_out`:
+    """Holds the training and the held-out documents of one source, either as Documents or cut into Rows. `train` is
+    None for a source of --eval-data. `evaluation` is None for a source of --data if --eval-data is given. `held_out`:
     describes the held-out documents in the log."""
 
     train: Documents | None
@@ -53,9 +54,9 @@ class Preparation:
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the documents that an earlier start has stored. Then also sets the chat template of `tokenizer` to
-        the stored one. Returns None if the stored documents are missing or damaged. Also returns None if they were made
-        of other data, by another tokenizer or with other settings."""
+        """Returns the documents that an earlier start has stored, and sets the chat template of `tokenizer` to the
+        stored one. Returns None if the stored documents are missing or damaged. Also returns None if they were made of
+        other data, by another tokenizer or with other settings."""
         if self._folder is None:
             return None
         try:

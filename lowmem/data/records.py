@@ -76,5 +76,5 @@ def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
 
 
 def stable_hash(text: str) -> int:
-    """Returns a hash of `text`, 64 bits, that is the same on every machine."""
+    """Returns a 64-bit hash of `text` that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

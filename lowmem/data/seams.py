@@ -1,8 +1,9 @@
-"""Tokenizes the segments of an example, and finds which tokens are trained on. A segment is (text, True if trained on).
+"""Tokenizes the segments of an example, and finds the tokens that are trained on. A segment is (text, True if trained
+on).
 
-All segments are tokenized as one text. A token is trained on if any of its characters is. Tokenizers written in Python
-do not report which characters a token has. So the text before each boundary of segments (a seam) is also tokenized by
-itself. The leading tokens that both results share are before the seam.
+All segments are tokenized as one text. A token is trained on if any of its characters is in such a segment. Tokenizers
+written in Python do not report the characters of a token. So the text before each boundary of segments (a seam) is also
+tokenized by itself. The leading tokens that both results share are before the seam.
 """
 
 import itertools
@@ -12,8 +13,8 @@ import numpy as np
 from lowmem.data.encoder import Encoder
 from lowmem.data.long_text import common_start
 
-Segments = list[tuple[str, bool]]  # (text, whether it is trained)
-Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: whether each is trained
+Segments = list[tuple[str, bool]]  # (text, True if it is trained on)
+Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: True if trained on
 
 
 class Seams:
@@ -73,7 +74,7 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before character `seam` of `text`, and whether the next token crosses the seam.
+        """Returns the number of tokens before character `seam` of `text`, and True if the next token crosses the seam.
         `ids`: the tokens of `text`."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)

@@ -35,7 +35,8 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
     """Opens the source that a --data spec names. From a folder or a pattern, leaves out the files that training runs
-    wrote. `out`: the folder of the present training run, None if it has none."""
+    wrote. `out`: the folder of the present training run, None if it has none. Raises InputError if there is no such
+    source, or if its files cannot be read."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -136,7 +137,7 @@ def _local(path: Path, reading: Reading, out: Path | None, config: str | None = 
         return _one_file(path, reading)
     if not path.is_dir():  # a pipe, as <(zcat a.gz) is
         raise InputError(f"{path}: this is neither a file nor a folder; write the text into a file first")
-    if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # a folder of the hub's client
+    if (path / "snapshots").is_dir() and (path / "refs" / "main").is_file():  # a data set in the hub client's cache
         path = path / "snapshots" / (path / "refs" / "main").read_text().strip()
     if saved := saved_to_disk(path, reading):
         return saved

@@ -51,7 +51,7 @@ class StoredArray:
             yield self[start : start + count]
 
     def part(self, start: int, stop: int) -> "StoredArray":
-        """Returns entries `start` to `stop` of this array as another StoredArray of the same file."""
+        """Returns entries `start` to `stop` - 1 of this array as another StoredArray of the same file."""
         return StoredArray(self.path, self.dtype, self.start + start, self.start + stop)
 
 
@@ -90,7 +90,7 @@ class ArrayFolder:
         )
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
-        """Writes `chunks`, one-dimensional arrays of type `dtype`, into one new file."""
+        """Writes `chunks`, one-dimensional arrays of type `dtype`, into one new file, and returns the array in it."""
         writer = ArrayWriter(self, dtype)
         for chunk in chunks:
             writer.append(chunk)

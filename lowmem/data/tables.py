@@ -30,7 +30,7 @@ def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
     """Yields the rows of a file, in the format that its suffix tells. `may_be_blank`: True if a text file may be empty;
-    False if that is an error."""
+    False if that is an error. Raises InputError if the file cannot be read."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -60,8 +60,8 @@ def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterato
 
 
 def _begins_with_a_row(path: Path) -> bool:
-    """Returns True if a .json file has JSON lines in it. That is so if its first line is a whole JSON object and other
-    lines follow."""
+    """Returns True if a .json file contains JSON lines: its first line is a whole JSON object, and other lines
+    follow."""
     lines = (line for line in text_lines(path) if line.strip())
     try:
         return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None

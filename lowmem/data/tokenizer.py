@@ -86,7 +86,8 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors that the package tokenizers raises in the block (Exceptions, Rust panics) into InputError."""
+    """Turns errors that the package tokenizers raises in the `with` block into InputError. These errors are of the type
+    Exception itself, or Rust panics. Others are raised unchanged."""
     try:
         yield
     except BaseException as error:
@@ -156,7 +157,8 @@ def _from_pretrained(
 
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
-    """Collects log records of transformers inside the block instead of printing them. Yields the list of records."""
+    """Collects log records of transformers inside the `with` block instead of printing them. Yields the list of
+    records."""
     records, handler = [], logging.Handler()
     handler.emit = records.append
     with patch.object(logging.getLogger("transformers"), "handlers", [handler]):
@@ -195,11 +197,12 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns a package that is not installed, although the files in `folder` need it or the error `said` names it."""
+    """Returns a package that is not installed, although the files in `folder` need it or the error `said` names it.
+    Returns None if no such package is known."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):
-            named += ["sentencepiece" if path.read_bytes()[:1] == b"\n" else "tiktoken"]  # its message's first field
+            named += ["sentencepiece" if path.read_bytes()[:1] == b"\n" else "tiktoken"]  # protobuf's first field
         named += ["tiktoken"] * bool(_files(folder, "*.tiktoken"))
         named += ["mistral-common"] * (folder / "tekken.json").is_file()
     return next((name for name in named if not _is_installed(_MODULES.get(name, name))), None)
@@ -208,7 +211,7 @@ def _missing_package(folder: Path, said: str) -> str | None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package that contains it is missing
         return False
 
 
