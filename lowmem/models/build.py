@@ -57,7 +57,8 @@ _MOST_LAYERS = 10_000  # to build more takes minutes
 
 def model_folder(model: str, part: str) -> Path:
     """Returns the folder that has a part of `model`. `part`: "config" or "weights". `model`: a folder, or a hub name
-    whose files are downloaded if they are not in the cache. Raises InputError if that fails."""
+    whose files are downloaded if they are not in the cache. Raises InputError if the files cannot be found or
+    downloaded."""
     if Path(model).is_dir():
         return Path(model)
     names = hub.names_of(model)
@@ -97,9 +98,10 @@ def model_folder(model: str, part: str) -> Path:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A config.json in a folder
-    comes first. GPT-2 and the models of known_configs.json also have a built-in config. The built-in config is used if
-    `init` is "random", or if the hub's config is not available."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A file, or a config.json in a
+    folder, is always used. GPT-2 and the models of known_configs.json also have a built-in config. The built-in config
+    is used if `init` is "random", or if the hub's config is not available. Raises InputError if there is no config, or
+    if it is not valid."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -153,7 +155,7 @@ def _read_config(path: Path) -> PretrainedConfig:
         raise InputError(f"{path}: {layers:,} layers are more than {_MOST_LAYERS:,}, the most that are built here")
     try:
         config = CONFIG_MAPPING[kind].from_dict(without_switches(fields))
-        config.get_text_config()  # some have several
+        config.get_text_config()  # raises an error if there are several
     except Exception as error:  # every architecture checks its fields in its own way
         raise InputError(f"{path} is not a valid {kind} config: {' '.join(str(error).split())}") from error
     set_padding(config, str(path))
@@ -211,7 +213,8 @@ def make_decoder(
     config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
 ) -> Decoder:
     """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
-    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: those that run."""
+    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: the kernels that run. Raises
+    InputError if the model cannot be trained."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
@@ -237,11 +240,12 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
     """Builds the model of `config` in training mode, with fp32 parameters on `meta` and real buffers on the CPU. Tied
-    parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe."""
+    parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe. Raises InputError
+    if the model keeps state in buffers, or if its rotary frequencies are not finite."""
     with guard_torch_init_functions(), parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = False  # random_weights gives it numbers
+        parameter._is_hf_initialized = False  # random_weights initializes it
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := model.state_dict().keys() - names:
         raise InputError(f"{type(model).__name__} keeps state in buffers ({some_of(sorted(state))}): unsupported")
@@ -253,8 +257,9 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
-    """Replaces each parameter that is registered in the block by `place(parameter)`, before it is initialized. On
-    `meta`, transformers and guarded functions of torch do not initialize it, which would be slow."""
+    """Returns a context manager. In its `with` block, a parameter that a module registers is replaced by
+    `place(parameter)` before it is initialized. If it is then on `meta`, transformers and guarded functions of torch
+    skip its initialization, which saves time."""
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

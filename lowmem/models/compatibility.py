@@ -1,5 +1,5 @@
-"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Tells errors of the model's code from
-errors of lowmem's.
+"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Distinguishes errors in the model's code
+from errors in lowmem's.
 
 Only an execution shows whether a model changes its logits, or whether a block attends to later tokens. Training
 compares with the real weights. Planning feeds two rows of 8 tokens to a copy with two narrow blocks and random weights.
@@ -62,8 +62,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
     """Compares the decoder's pieces (embedding, blocks, head) with the whole model on a few tokens. Returns a sentence
-    if their logits differ, or if the model is not causal. If `document_mask`, also returns one if the model ignores
-    document masks. Returns None if nothing is wrong."""
+    if their logits differ, or if the model is not causal. If `document_mask`, also returns a sentence if the model
+    ignores document masks. Returns None if nothing is wrong. Raises RuntimeError if the logits are not finite."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -99,9 +99,9 @@ def _close(whole: Tensor, pieces: Tensor) -> bool:
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """Compares the pieces (embedding, blocks, head) of a small random copy of the model with the whole copy. Raises
-    InputError if their logits differ, or if the copy does not run in `precision`. Returns a few words on the reason if
-    nothing could be compared, else None."""
+    """Makes a small random copy of the model, and compares its pieces (embedding, blocks, head) with the whole copy.
+    Raises InputError if their logits differ, or if the copy does not run in `precision`. Returns None, or a few words
+    on the reason if nothing could be compared."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
@@ -157,7 +157,8 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
-    """Applies the function `change` to each field in `names` that is a whole number in the config."""
+    """Replaces the value of each field in `names` by `change(value)`, in place. Skips fields that `config` lacks or
+    that are not integers."""
     for name in names:
         if isinstance(number := getattr(config, name, None), int):
             setattr(config, name, change(number))

@@ -29,7 +29,7 @@ from lowmem.files import remove
 from lowmem.models.build import build_model
 from lowmem.text_files import read_json
 
-# How a tokenizer was read, and the chat template of another training.
+# Fields on how a tokenizer was read, and the chat template of an earlier training.
 _NOT_EXPORTED = ("auto_map", "is_local", "local_files_only", "name_or_path", "chat_template")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKENIZER_FILES = (
@@ -39,7 +39,8 @@ _TOKENIZER_FILES = (
 
 
 class Rehearsal(NamedTuple):
-    """Holds what an export will need: a generation config, and a `folder` with the tokenizer's files."""
+    """Holds parts of an export that are made before training: a generation config (None: to be made from the model's
+    config), and a `folder` with the tokenizer's files."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -51,7 +52,7 @@ def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
     """Rehearses an export: writes all its files except weights into `folder`, and removes the folder at the end of the
-    block. Raises InputError for a file that cannot be made. `dtype` is that of the exported weights."""
+    `with` block. Raises InputError for a file that cannot be made. `dtype`: that of the exported weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -211,7 +212,7 @@ def _in_version_4(fields: dict) -> bool:
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     """Writes the tokenizer's files into `folder`, so that transformers 4 and 5 read the same from them. They are the
     published files with some edits, and with the chat template of the training. If the folder `made` exists, copies the
-    files that a rehearsal wrote there instead."""
+    files that a rehearsal wrote there instead. Writes nothing if `tokenizer` is None."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -227,7 +228,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     own = type(tokenizer).__name__
     if own == "TokenizersBackend":  # version 5's class for "as tokenizer.json says"
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-        for name in _SPECIAL_TOKENS:  # only tokenizer.json's padding may name one, and that is not exported
+        for name in _SPECIAL_TOKENS:  # perhaps named only by tokenizer.json's padding, which is not exported
             if getattr(tokenizer, name) is not None and fields.get(name) is None:
                 fields[name] = getattr(tokenizer, name)
     else:  # version 5 follows tokenizer.json, version 4 these fields

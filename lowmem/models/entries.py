@@ -49,7 +49,8 @@ class Entry:
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
     """Returns {name: entry} for the tensors in a file of weights, in the order of their bytes. Also returns the keys of
-    the dictionaries in the file that enclose the tensors, such as ["model"]."""
+    the dictionaries in the file that enclose the tensors, such as ["model"]. Raises InputError if the file cannot be
+    read."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -96,15 +97,15 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _stored_members(path: Path) -> dict[int, int]:
-    """Returns {offset in the file: bytes} of the members of a zip file that are not compressed. Returns {} for any
-    other file."""
-    if not zipfile.is_zipfile(path):  # from before torch 1.6
+    """Returns {offset: size}, both in bytes, of the contents of each uncompressed member in the zip file `path`.
+    Returns {} if `path` is not a zip file."""
+    if not zipfile.is_zipfile(path):  # a file from before torch 1.6
         return {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = {}
         for member in archive.infolist():
             file.seek(member.header_offset + 26)
-            begin = member.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))  # behind its name and extra
+            begin = member.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))  # after name and extra field
             if member.compress_type == zipfile.ZIP_STORED:
                 members[begin] = member.file_size
         return members
@@ -159,7 +160,7 @@ def _holds_tensors(content: object) -> bool:
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
     """Yields the elements of the tensor in the file's dtype, in flat pieces [n]. Each piece overwrites the memory of
-    the piece before."""
+    the piece before. Raises InputError if the file ends too early."""
     staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)

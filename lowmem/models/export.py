@@ -36,10 +36,13 @@ def export_model(
 ) -> list[str]:  # fmt: skip
     """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. An
     older folder is replaced once the new one is complete and on the disk. Returns sentences on weights that are not
-    finite, and on other files that could not be written. `parameters`: (name, tensor) for all of
-    `build_model(config).named_parameters()`; a tensor may come as flat pieces in order, each with the name. A tensor's
-    memory may be reused once the next item is asked for. `order`: order of the names in the files; None: the model's.
-    `tokenizer_files`: see write_description."""
+    finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold a weight, and
+    LowmemError if the folder cannot be written.
+
+    `parameters`: (name, tensor) for all of `build_model(config).named_parameters()`; a tensor may come as flat pieces
+    in order, each with the name. A tensor's memory may be reused once the next item is asked for. `order`: order of the
+    names in the files; None: the model's. `tokenizer_files`: see write_description.
+    """
     try:
         model = build_model(config)
     except InputError as error:  # the trained model was built from it: now the machine fails
@@ -60,8 +63,8 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new, empty folder for the block to fill. At the end of the block, once all of it is on the disk, it
-    replaces `folder`. If anything fails, `folder` stays as it was."""
+    """Yields a new, empty folder for the `with` block to fill. At the end of the block, flushes the new folder to the
+    disk, and then puts it in the place of `folder`. If anything fails, `folder` stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,7 @@ def _write_shards(
     value is not finite, else empty."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     named = dict(model.named_parameters())
-    # What `save_pretrained` would write, which may be older names.
+    # The names that `save_pretrained` would write; some may be older names.
     written_as = {id(tensor): name for name, tensor in revert_weight_conversion(model, named).items()}
     file_name = {name: written_as.get(id(parameter), name) for name, parameter in named.items()}
     split = split_state_dict_into_shards_factory(

@@ -42,7 +42,7 @@ def check_gguf(path: Path) -> None:
 def converted(path: Path, say: Callable[[str], None]) -> str:
     """Returns the folder into which the GGUF file `path` was converted: fp32 weights, tokenizer and chat template.
     Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. `say`
-    gets sentences for the user."""
+    gets sentences for the user. Raises InputError if the file cannot be converted."""
     from filelock import FileLock
     from huggingface_hub import constants
     from xxhash import xxh3_128

@@ -21,7 +21,7 @@ from lowmem.models.export import export_model
 from lowmem.units import format_size
 
 _ADVICE = "give the folder or hub name of the model that the file was made from"
-_FREQUENCIES = ("rope_freqs.", "rope_factors_")  # of Llama 3.1 and of models with long contexts
+_FREQUENCIES = ("rope_freqs.", "rope_factors_")  # tensors of Llama 3.1 and of models with long contexts
 
 
 def convert(path: Path, folder: Path) -> Iterator[str]:
@@ -55,7 +55,8 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
 
 @contextmanager
 def gguf_blamed(path: Path) -> Iterator[None]:
-    """Turns any error of reading the GGUF file `path` in the block into InputError."""
+    """Turns an error of reading the GGUF file `path` in the `with` block into InputError. ImportError and MemoryError
+    are raised unchanged."""
     try:
         yield
     except (InputError, ImportError, MemoryError):

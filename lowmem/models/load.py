@@ -25,9 +25,9 @@ def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A tensor of more
-    than RUN_ELEMENTS elements comes in flat pieces, each with the name. A transposed one of a .bin file comes whole.
-    `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. Raises InputError at once
-    if names or shapes are not the model's, and during iteration if a value is not finite."""
+    than RUN_ELEMENTS elements comes in flat pieces, each with the name. A tensor of a .bin file that is not contiguous
+    comes whole. `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. Raises
+    InputError at once if names or shapes are not the model's, and during iteration if a value is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
@@ -75,7 +75,7 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
         for number, turn in enumerate(turns):
             try:
                 _initialize(*turn)
-            except RuntimeError:  # it reads a number
+            except RuntimeError:  # it reads a parameter's value
                 return _from_whole(config, seed)
             for name, parameter in parameters.items():
                 if parameter._version != versions[name]:
@@ -123,8 +123,8 @@ def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Initializes the modules of `turns` in this order. Yields (name, tensor) of each parameter after the last turn
-    that writes it. A parameter has storage from its first turn to its last. `owners` is a result of _untie. `written`:
-    {parameter: range of indices in `turns`}. `seed`: for the random numbers."""
+    that writes it. A parameter has storage from its first turn to its last. `owners`: a result of _untie. `written`:
+    {parameter: range of the indices in `turns` that write it}. `seed`: for the random numbers."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

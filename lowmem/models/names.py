@@ -16,8 +16,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lowmem.errors import InputError, some_of
 from lowmem.models.entries import Entry, same_values
 
-# Names that are not loaded: masks and rotary tables, and a table in T5's files that no model uses. Older versions of
-# transformers and other programs stored the former with the weights.
+# Names that are not loaded. Older versions of transformers and other programs stored masks and rotary tables with the
+# weights. T5's files have a table that no model uses.
 _NOT_WEIGHTS = re.compile(
     r"(^|\.)((attn|attention|crossattention)\.(bias|masked_bias|causal_mask|scale_attn|embed_positions)"
     r"|rotary_emb\.\w+|inv_freq|position_ids|decoder\.version|_extra_state"
@@ -34,8 +34,9 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds one way to match the names in the files of weights with the model's parameters: `bare` names are compared
-    with the model's, and `target` maps names to parameters. The other fields list the names that this leaves over."""
+    """Holds one way to match the names in the files of weights with the model's parameters. `bare` names are compared
+    with the model's names, and `target` has the matches. The fields below list names without a match, and matches that
+    cannot be used."""
 
     prefix: str  # removed from the names in the files
     bare: dict[str, str]  # {name in the files: name without wrappers and `prefix`}
@@ -67,8 +68,9 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns the ways to match the names in the files with the model's parameters. All ways remove the prefixes of
-    wrappers, such as torch.compile. If that does not fit, the others also remove a prefix that many names share."""
+    """Returns the ways to match the names in the files with the model's parameters. The first way removes the prefixes
+    of wrappers, such as torch.compile. If it does not fit, the list has further ways. Each of these also removes a
+    prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]

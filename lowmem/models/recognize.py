@@ -16,7 +16,7 @@ from lowmem.text_files import read_json
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _READ = ("*.json", "*.txt", "*.jinja", "*.model", "*.safetensors")  # files of a model's folder that are read
 
-# Files that are given in the place of a folder, by the ends of their names.
+# Files that a user may give instead of a folder, {ends of their names: sentence}.
 _NANOGPT = (
     "is a checkpoint of nanoGPT or alike, with names and shapes of its own; write its weights as transformers' "
     "GPT2LMHeadModel (its matrices are transposed there) with save_pretrained, and give that folder"
@@ -182,7 +182,7 @@ def check_fields(path: Path, fields: dict) -> None:
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"
-    if kind is None and isinstance(fields, dict) and "auto_map" in fields:  # MiniCPM's
+    if kind is None and isinstance(fields, dict) and "auto_map" in fields:  # as in MiniCPM's config
         raise needs_code(path, f"{named}, without a model_type,")
     if kind is None:
         raise InputError(f"{path} names no model_type, so it is no config of a Hugging Face model; give another file")

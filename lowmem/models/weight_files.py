@@ -16,7 +16,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in `folder`. These are the files under usual names, else numbered files (shards),
-    else the only file that may be one. Raises InputError if none are found, or if some are missing."""
+    else the only file that may hold weights. Raises InputError if there is none, if shards are missing, or if several
+    files may hold the weights."""
     files = usual_weight_files(folder) or _unusual_weight_files(folder)
     for path in files:
         refuse_pointer(path)
@@ -25,7 +26,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def usual_weight_files(folder: Path) -> list[Path]:
     """Returns the files of weights in `folder` under the names that transformers looks for. Returns [] if there are
-    none. Raises InputError if some of several are missing."""
+    none. Raises InputError if a shard is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = folder / name, folder / f"{name}.index.json"
         if single.is_file():
