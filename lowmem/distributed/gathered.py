@@ -1,8 +1,8 @@
 """Gathers the weights of blocks from all ranks before the blocks run, by PyTorch's FSDP2.
 
-FSDP2 gets one flat parameter per unit, for example all matrices of a block. Each rank stores an equal share of it. So a
-unit is one all-gather, whatever its matrices are, and the model's parameters are views of the gathered tensor. FSDP2
-frees that tensor's memory and fills it again; the views stay valid.
+FSDP2 gets one flat parameter per unit, for example all matrices of a block. Each rank stores an equal share of it. So
+gathering a unit is one all-gather, whatever matrices it has. The model's parameters are views of the gathered tensor.
+FSDP2 frees that tensor's memory and fills it again; the views stay valid.
 """
 
 import torch

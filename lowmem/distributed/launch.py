@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun starts. Imports PyTorch only if there are several."""
+"""Joins the processes that torchrun starts. Imports PyTorch only if there are several processes."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def first_rank_here() -> int:
 
 
 def local_ranks() -> int:
-    """Returns how many processes torchrun has started on this machine; 1 without torchrun."""
+    """Returns the number of processes that torchrun has started on this machine; 1 without torchrun."""
     return _variable("LOCAL_WORLD_SIZE", 1)
 
 
@@ -77,4 +77,4 @@ def _check_variables() -> None:
 
 def _variable(name: str, otherwise: int) -> int:
     value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else otherwise  # `joined` refuses others
+    return int(value) if value.isdecimal() else otherwise  # `joined` refuses other values

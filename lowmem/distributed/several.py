@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class SeveralRanks(Shares):
     """Represents this process among those that train one model together (torch.distributed's default process group).
     `device_type`: "cuda" or "cpu", on which this process trains. `local_rank`: this process's number on its machine.
-    `on_machine`: number of processes there. Without these two, all processes are on one machine."""
+    `on_machine`: number of processes on this machine. If both numbers are None, all processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
