@@ -93,8 +93,8 @@ class Budget:
         }
 
     def check(self, where: str) -> None:
-        """Raises CapExceeded if a measured peak is above its cap. `where`: the beginning of the message, such as "step
-        12", which names the last thing that training has done."""
+        """Raises CapExceeded if a measured peak is above its cap. `where`: the work that was just done, such as
+        "step 12"; the message begins with it."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),

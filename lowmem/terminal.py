@@ -45,7 +45,8 @@ def escape_what_stdout_lacks() -> None:
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if stderr is a terminal with at least two lines, or one of unknown size, as in a notebook."""
+    """Returns True if stderr is a terminal with at least two lines. Also returns True for a terminal of unknown size,
+    as in a notebook."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:

@@ -156,7 +156,8 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 def _batches(
     parts: list[Part], settings: Settings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Returns the batches of all training texts together, and those of each held-out text."""
+    """Returns the batches of all training texts together, and a list with the batches of each held-out text. Raises
+    InputError for a text that does not fill one row."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())

@@ -50,8 +50,8 @@ class LongText:
 
     def _join(self, ends: list[int]) -> list[Tokens]:
         """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before it. If
-        the tokens of two windows differ where they overlap, stops, and doubles the length of the first for the next
-        attempt. Returns the tokens that are final."""
+        the tokens of two windows differ where they overlap, stops, and doubles the length of the first window for the
+        next attempt. Returns the tokens that are final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):

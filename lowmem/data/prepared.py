@@ -2,7 +2,7 @@
 
     data/
       0.uint16 ...     the arrays of the training and the held-out documents
-      data.json        which array is which, and the key
+      data.json        the file of each array, and the key
       manifest.json    size and hash of each file; written last
 
 The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and the code in

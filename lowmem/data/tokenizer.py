@@ -87,7 +87,7 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
     """Turns errors that the package tokenizers raises in the `with` block into InputError. These errors are of the type
-    Exception itself, or Rust panics. Others are raised unchanged."""
+    Exception itself, or Rust panics. Other errors are raised unchanged."""
     try:
         yield
     except BaseException as error:

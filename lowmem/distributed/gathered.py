@@ -30,7 +30,7 @@ class _Flat(nn.Module):
 
 class FsdpGatherer(Gatherer):
     """Gathers the weights of `part` (one unit's matrices) from the ranks of `mesh`, which store equal shares.
-    `parameters`: {name: the model's parameter}. Each of these becomes a view of the gathered weights."""
+    `parameters`: {name: the model's parameter}. Each parameter becomes a view of the gathered weights."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
         super().__init__(part)

@@ -52,7 +52,7 @@ def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
     """Rehearses an export: writes all its files except weights into `folder`, and removes the folder at the end of the
-    `with` block. Raises InputError for a file that cannot be made. `dtype`: that of the exported weights."""
+    `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype of the exported weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -85,9 +85,9 @@ def write_description(
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes all files of an exported model except weights into `folder`. Returns {file that could not be written:
-    error}. `generation_config`: None to make one from the model's config. `dtype`: that of the exported weights.
-    `readme`: text of README.md. `tokenizer_files`: a folder from which the tokenizer's files are copied (that of a
-    Rehearsal); None to write them new."""
+    error}. `generation_config`: None to make one from the model's config. `dtype`: dtype of the exported weights.
+    `readme`: text of README.md. `tokenizer_files`: the folder of a Rehearsal, from which the tokenizer's files are
+    copied; None to make new ones."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),

@@ -41,7 +41,7 @@ def export_model(
 
     `parameters`: (name, tensor) for all of `build_model(config).named_parameters()`; a tensor may come as flat pieces
     in order, each with the name. A tensor's memory may be reused once the next item is asked for. `order`: order of the
-    names in the files; None: the model's. `tokenizer_files`: see write_description.
+    names in the files; None: the order in the model. `tokenizer_files`: see write_description.
     """
     try:
         model = build_model(config)

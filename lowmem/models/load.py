@@ -3,7 +3,7 @@
 `from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage, and
 the caller moves each tensor to its final place before the next one is read. Quantised files, .bin files from before
 torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a tensor goes unnoticed:
-.safetensors files have no checksums, and those of .bin files are not checked.
+.safetensors files have no checksums, and the checksums in .bin files are not checked.
 """
 
 from collections.abc import Callable, Iterator

@@ -135,7 +135,7 @@ def _refusal(model: PreTrainedModel, entries: dict[str, Entry], source: str, fit
 
 def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list]]) -> str:
     """Returns advice for the user on weights that do not fit the model. `fit`: how their names match the parameters.
-    `sizes`: {name: (shape in the file, shape in the model)} where these differ."""
+    `sizes`: {name: (shape in the file, shape in the model)} of weights whose two shapes differ."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, fit.bare)):

@@ -60,9 +60,9 @@ def save_checkpoint(
     its metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
 
     Call TrainingStep.flush before; raises RuntimeError if updates are pending. All ranks must call this; rank 0 writes.
-    Keeps the newest `keep_last` checkpoints and that of step `best`, if given, and removes older ones. Also removes
-    checkpoints of later steps, which exist if training was resumed from an earlier step. Raises NotSaved, with earlier
-    checkpoints intact, if the disk or a quota is full or the folder cannot be written.
+    Keeps the newest `keep_last` checkpoints and the checkpoint of step `best`, if given, and removes older ones. Also
+    removes checkpoints of later steps, which exist if training was resumed from an earlier step. Raises NotSaved, with
+    earlier checkpoints intact, if the disk or a quota is full or the folder cannot be written.
     """
     if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
@@ -161,9 +161,10 @@ def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
     """Loads the newest undamaged checkpoint into `store`. Returns its path and the content of its state.json, or None
-    if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: that of this training run (identity.py).
-    `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is True, raises Damaged. If
-    all are damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and returns None."""
+    if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: the identity of this training run
+    (identity.py). `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is True,
+    raises Damaged. If all are damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and
+    returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -185,8 +186,9 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
     metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps its share of the tensors.
 
     Raises InputError, before `store` is changed, if a training run with this `identity` (identity.py) cannot go on from
-    the checkpoint. Also raises InputError for a missing file or tensor, and for those of another model, optimizer or
-    precision. Raises Damaged if bytes have changed since they were written; `store` may then be partly overwritten.
+    the checkpoint. Also raises InputError for a missing file or tensor, and for a file or tensor of another model,
+    optimizer or precision. Raises Damaged if bytes have changed since they were written; `store` may then be partly
+    overwritten.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
@@ -236,7 +238,7 @@ def _read_state(manifest: Manifest) -> dict:
 
 def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
     """Raises InputError, which names the difference, unless the file `name` of the checkpoint has the header that is
-    expected for `part`. Raises Damaged if the file is damaged. `manifest`: the checkpoint's."""
+    expected for `part`. Raises Damaged if the file is damaged. `manifest`: the manifest of the checkpoint."""
     path, header = manifest.folder / name, _header(part)
     try:
         with open(path, "rb") as file:

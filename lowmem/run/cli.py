@@ -225,7 +225,7 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
 
 
 def _explain_unknown(name: str) -> str:
-    """Returns one sentence about an unknown option: what to use instead, or the nearest name."""
+    """Returns one sentence about an unknown option, with an alternative to it or the nearest name."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
     near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)

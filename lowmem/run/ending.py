@@ -1,5 +1,5 @@
-"""Ends a training run: export, report, pictures, summary. If one of these fails, prints a sentence and does the others.
-Then raises an error that says where the weights are."""
+"""Ends a training run: export, report, pictures, summary. If one of these parts fails, prints a sentence and does the
+other parts. At the end, raises an error that says where the weights are."""
 
 import importlib.util
 import json

@@ -76,7 +76,7 @@ def out_of_patience(session: Session) -> bool:
 
 def best_kept(session: Session, done: int) -> Best:
     """Returns the evaluation with the lowest held-out loss among steps whose weights still exist: `done`, the last
-    step, and the steps with a checkpoint. If none of these was evaluated, returns step 0."""
+    step, and the steps with a checkpoint. If none of these was evaluated, returns step 0 with the loss NaN."""
 
     def find() -> Best:
         kept = {done, *(step for step in session.saved if os.path.exists(checkpoint_of(session.folder, step)))}

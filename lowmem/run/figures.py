@@ -94,7 +94,7 @@ def is_report_of(report: dict, rows: list[dict]) -> bool:
 
 
 def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
-    """Returns ten lines that say what a training run did, {name: text}."""
+    """Returns a summary of a training run: ten lines, {name: text}."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
     tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
     seconds = sum(row["step_ms"] for row in timed) / 1000

@@ -27,7 +27,7 @@ _OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", 
 class LoadedModel:
     """Holds a model that is ready to train, on the device. `step` trains every parameter; some updates stay pending
     until the next step or `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat
-    tensors (`step.store`). `tokenizer`: the model's, or a byte-level one for a random model that has none. `done`:
+    tensors (`step.store`). `tokenizer`: the model's tokenizer, or a byte-level one if a random model has none. `done`:
     number of steps in the checkpoint that the model was loaded from, 0 without one."""
 
     settings: Settings
@@ -86,7 +86,8 @@ class LoadedModel:
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
         """Loads weights and optimizer states from the newest undamaged one of `checkpoints`. Also sets the counters of
-        `step` (updates, loss scale) to those of that checkpoint. Arguments and result are those of `load_newest`."""
+        `step` (updates, loss scale) from that checkpoint. Takes the arguments of `load_newest`, and returns its
+        result."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded

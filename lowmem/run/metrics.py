@@ -1,6 +1,6 @@
 """Reads and writes the rows of a training run: metrics.jsonl, and the copy in each checkpoint.
 
-Each checkpoint has the rows until then, because those in the run folder may be another run's, or lack lines after a
+Each checkpoint has the rows up to its step. The rows in the run folder may come from another run, or lack lines after a
 power cut. A resumed run continues the checkpoint's rows. NaN and infinity are null in a file, and NaN when read back.
 """
 

@@ -102,7 +102,7 @@ def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
 
 
 def _remarks(report: dict) -> list[str]:
-    """Returns sentences on what went wrong in the training run."""
+    """Returns sentences on failures, divergence and lack of memory in the training run; [] if there were none."""
     remarks = [f"At the end of the run: {failure}." for failure in report.get("failed", [])]
     if report["loss"]["diverged"]:
         remarks.insert(0, "This run made the model worse: its held-out loss is higher than before training.")

@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
     """Returns one sentence on the share of a step's positions that need not be computed, and on the padding in the
-    others. Returns an empty list if every row is computed at full length."""
+    other positions. Returns an empty list if every row is computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

@@ -11,8 +11,8 @@ from lowmem.terminal import output, say
 
 
 def main(arguments: list[str]) -> int:
-    """Writes an HTML page about training runs, and prints its path. `arguments`: those after `report` on the command
-    line. Returns the exit code."""
+    """Writes an HTML page about training runs, and prints its path. `arguments`: the words after `report` on the
+    command line. Returns the exit code."""
     parser = CommandParser(
         prog="python -m lowmem report", usage="%(prog)s RUN [RUN ...] [--out FILE]", allow_abbrev=False,
         formatter_class=Help, description="Makes one HTML page about training runs, with curves, memory, samples and "

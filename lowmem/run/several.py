@@ -40,9 +40,9 @@ class QuietLog:
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
     """Returns `question`, the planner's input, changed for one rank: with its share of the batch and of the RAM cap.
-    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`:
-    that of the checkpoint, used if the settings give none. Raises InputError for settings that several ranks do not
-    support."""
+    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the
+    checkpoint's micro-batch size, used if the settings give none; None for a new run. Raises InputError for settings
+    that several ranks do not support."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:

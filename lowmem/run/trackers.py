@@ -217,7 +217,8 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to Weights & Biases. The WANDB_* environment variables apply where no option of lowmem sets the same."""
+    """Logs to Weights & Biases. The WANDB_* environment variables apply unless an option of lowmem sets the same
+    value."""
 
     name, afterwards = "wandb", None
 
