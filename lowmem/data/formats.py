@@ -58,8 +58,8 @@ class Format:
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row in segments, (text, True if trained on). Raises UntrainableRow if there is nothing
-        to train on, and InputError for a row of another format."""
+        """Returns the text of a row as segments, a list of (text, True if trained on). Raises UntrainableRow if there
+        is nothing to train on, and InputError for a row of another format."""
         for name in record.columns:
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None

@@ -189,7 +189,8 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Leaves out those `files` (all below `root`) that training runs wrote. Returns the others, and a remark."""
+    """Splits off those `files` (all below `root`) that training runs wrote. Returns the other files, and a remark on
+    those left out; "" if there are none."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []

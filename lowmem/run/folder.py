@@ -103,8 +103,9 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes the unfinished files that a killed save has left in `root`, the folder of checkpoints. Before a save
-    replaces a checkpoint, it renames the old one. The old one gets its name back if the new one is not complete."""
+    """Removes the unfinished files that a killed save has left in `root`, the folder of checkpoints. A save that
+    replaces a checkpoint first renames the old one. If the new checkpoint is not complete, gives the old one its name
+    back."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)

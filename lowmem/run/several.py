@@ -78,7 +78,8 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
     """Returns the ways (meshes) in which `count` ranks may store a model, in the order to try. First, each machine
     stores the whole model. This needs several ranks on each machine, and machines that are `alike`: with the same
     number of ranks. Second, all machines store the model together, which sends more over the network. `sharing`: number
-    of ranks that shared a model before the run was resumed, on which the bits depend; None for a new run."""
+    of ranks that shared a model before the run was resumed, on which the bits depend; None for a new run. If a mesh has
+    this number, returns only that mesh."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))

@@ -39,7 +39,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 
 def train(session: Session, stop: StopRequest) -> None:
-    """Makes the steps of `session` that are not done yet, and then the export and the report."""
+    """Does the steps of `session` that are not done yet, and then the export and the report."""
     step, log, steps, settings = session.step, session.log, session.steps, session.settings
     saver, ending = Saver(session, stop), Ending(session)
     if session.ranks.on_first(ending.was_finished):
