@@ -15,6 +15,7 @@ BEGIN_THREADS = "<!-- made by python -m experiments.bench.table, threads -->"
 WHAT = {
     "plan large": "plan GPT-2-Large for an rtx3060",
     "plan xl": "plan GPT-2-XL for an rtx3060",
+    "plan xl, 6 GiB": "plan GPT-2-XL for an rtx3060 under 6 GiB",
     "plan llama-7b": "plan Llama-7B for an rtx3090",
     "small run": "three steps of the demo's small model, from start to export",
     "step": "a step of GPT-2 on the CPU / stock forward and backward",
