@@ -77,7 +77,8 @@ def _in_mib(room_bytes: int, free: int) -> int:
 def layouts_to_try(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
     """Returns the smallest layout, and all others whose tensors fit into the limit."""
     size = simulations.allocated_bytes
-    layouts = fastest.smallest_layouts(choices_by_home(settings, simulations), simulations)
+    by_home = choices_by_home(settings, simulations)
+    layouts = [small.layout for small in fastest.candidates(by_home, simulations, Room(None, None))]
     if settings.segment_blocks is None:
         smallest = min(layouts, key=size)
         if not smallest.kept:

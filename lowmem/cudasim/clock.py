@@ -19,10 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes the clocks, in seconds. `host`, `gpu`: work of the host
-    and of the GPU. `lead`: from the region's start on the host until its kernels are done, if the GPU was idle; -inf
-    without kernels. `wait`: -inf unless the host waits for the GPU in the region. If it waits, from the end of the
-    GPU's earlier work until the host has finished the region. The module's docstring has the formulas."""
+    """Describes how a region (a sequence of operations) changes the clocks, by the four numbers above."""
 
     host: float
     gpu: float

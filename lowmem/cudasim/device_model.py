@@ -15,14 +15,11 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device. `functions()` returns a context in which the device's operators replace generic
-    functions. Three functions are called for each operation (func, args, kwargs, results): `hidden_bytes` returns the
-    bytes of each temporary, `allocated` the results that are on the device, `seconds` the device's time.
-    `workspace_bytes`: what a thread's first matrix product allocates. `host_seconds`: the host's time to launch an
-    operation, in forward and in backward. `more_host_seconds`: {operator: seconds in addition}."""
+    """Describes a simulated device. `hidden_bytes`, `allocated` and `seconds` are functions that are called for each
+    operation (func, args, kwargs, results)."""
 
-    functions: Callable[[], AbstractContextManager] = nullcontext  # replaces generic functions by the device's
-    hidden_bytes: Callable = lambda *_: ()  # returns the sizes of an operation's temporaries
+    functions: Callable[[], AbstractContextManager] = nullcontext  # where the device's operators replace generic ones
+    hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary of an operation
     # At its first matrix product, the forward thread allocates all of these, the backward thread the first one only.
     workspace_bytes: tuple[int, ...] = ()
     allocated: Callable = lambda func, args, kwargs, results: results  # returns the results on the device, in order

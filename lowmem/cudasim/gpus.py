@@ -143,8 +143,12 @@ def _capability(text: str) -> Capability:
     return int(major), int(minor)
 
 
-def _cache_bytes(row: dict[str, str]) -> int:
-    return int(row["cache_mib"] or 0) * MIB
+def _card(row: dict[str, str], memory_bytes: int, rates: dict[str, Rate], lanes: int, **more) -> Card:
+    return Card(
+        row["name"], memory_bytes, _capability(row["capability"]), int(row["multiprocessors"]), rates,
+        float(row["memory_gigabytes_per_second"]) * 1e9, PCIE_BYTES_PER_SECOND[int(row["pcie"])] * lanes / 16,
+        tuple(row["reported_names"].split("; ")), cache_bytes=int(row["cache_mib"] or 0) * MIB, **more,
+    )  # fmt: skip
 
 
 def _measured(row: dict[str, str]) -> Card:
@@ -153,14 +157,9 @@ def _measured(row: dict[str, str]) -> Card:
         for precision in ("bf16", "fp16", "fp32")
         if row[f"{precision}_share"]
     }
-    return Card(
-        row["name"], int(row["memory_mib"]) * MIB, _capability(row["capability"]), int(row["multiprocessors"]), rates,
-        float(row["memory_gigabytes_per_second"]) * 1e9, PCIE_BYTES_PER_SECOND[int(row["pcie"])],
-        tuple(row["reported_names"].split("; ")), row["source"],
-        nvlink_bytes_per_second=float(row["nvlink_gigabytes_per_second"]) * 1e9
-        if row["nvlink_gigabytes_per_second"] else None,
-        cache_bytes=_cache_bytes(row),
-    )  # fmt: skip
+    nvlink = float(row["nvlink_gigabytes_per_second"] or 0) * 1e9 or None
+    memory_bytes = int(row["memory_mib"]) * MIB
+    return _card(row, memory_bytes, rates, lanes=16, source=row["source"], nvlink_bytes_per_second=nvlink)
 
 
 def _from_data_sheet(row: dict[str, str], measured: dict[str, Card]) -> Card:
@@ -173,12 +172,9 @@ def _from_data_sheet(row: dict[str, str], measured: dict[str, Card]) -> Card:
         share = float(row.get("share") or measured[like].rates[precision].share)
         rates[precision] = Rate(clocks_per_second * per_clock, share)
     memory_bytes -= int(memory_bytes * ECC_SHARE) if row.get("ecc") else 0
-    return Card(
-        row["name"], memory_bytes - max(UNREPORTED_BYTES, int(memory_bytes * UNREPORTED_SHARE)), capability,
-        int(row["multiprocessors"]), rates, float(row["memory_gigabytes_per_second"]) * 1e9,
-        PCIE_BYTES_PER_SECOND[int(row["pcie"])] * int(row["lanes"]) / 16, tuple(row["reported_names"].split("; ")),
-        "techpowerup.com/gpu-specs; shares: docs/cuda-memory.md", measured=False, cache_bytes=_cache_bytes(row),
-    )  # fmt: skip
+    memory_bytes -= max(UNREPORTED_BYTES, int(memory_bytes * UNREPORTED_SHARE))
+    source = "techpowerup.com/gpu-specs; shares: docs/cuda-memory.md"
+    return _card(row, memory_bytes, rates, int(row["lanes"]), source=source, measured=False)
 
 
 _MEASURED = {row["name"]: _measured(row) for row in _rows("cards.csv")}

@@ -1,4 +1,4 @@
-"""Remembers the outcomes of operations, which depend only on the shapes of the arguments.
+"""Remembers what operations cost, which depends only on the shapes of the arguments.
 
 The key of an outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
 """
@@ -8,21 +8,16 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lowmem.cudasim.clock import Span
 
-Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]  # with strides
-_RUN, _FIRST = "run it", "the first argument"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what is known of an operation after it has run once: its results' shapes, what it allocates, and its effect
-    on the clock."""
+    """Holds what is known of an operation after it has run once: what it allocates, and its effect on the clock."""
 
-    results: tuple[type | None, list[Shape]] | str  # the returned type and its tensors' shapes, _FIRST, or _RUN
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
     temporaries: tuple[int, ...]  # bytes
     spans: tuple[Span, Span]  # effects on the clock in forward and in backward
@@ -35,8 +30,8 @@ def tensors_in(result) -> list[Tensor]:
 @cache
 def is_view(func) -> bool:
     """Returns True if all results of the operator `func` are views of its arguments, according to its schema. Such an
-    operation must run each time, because its results share the arguments' memory. It allocates nothing, and takes
-    equally long for all arguments. So one Outcome is stored for each such operator."""
+    operation allocates nothing, and takes equally long for all arguments. So one Outcome is stored for each such
+    operator."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
@@ -82,44 +77,3 @@ def _add_to_signature(signature: list, values: tuple | list, seen: set[int]) -> 
         else:
             return False
     return True
-
-
-def results_of(func, args: tuple, kwargs: dict, result) -> tuple[type | None, list[Shape]] | str:
-    """Describes an operation's results, so that later calls need not run it. Returns their container (Tensor, tuple or
-    list; None for no result) and their shapes, or _FIRST if the result is the first argument. Returns _RUN if results
-    share memory with arguments or each other: such an operation must run each time."""
-    if torch.Tag.inplace_view in func.tags or is_view(func):
-        return _RUN
-    if args and result is args[0]:
-        return _FIRST
-    if result is None:
-        return None, []
-    if type(result) not in (Tensor, tuple, list):
-        return _RUN
-    storages = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-    shapes = []
-    for tensor in (result,) if type(result) is Tensor else result:
-        if type(tensor) is not Tensor or not tensor.is_meta:
-            return _RUN
-        storage, shape = tensor.untyped_storage(), (tensor.shape, tensor.stride(), tensor.dtype)
-        whole = storage.nbytes() == _made(shape).untyped_storage().nbytes()
-        if storage._cdata in storages or tensor.storage_offset() or not whole:
-            return _RUN
-        storages.add(storage._cdata)
-        shapes.append(shape)
-    return type(result), shapes
-
-
-def result_of(outcome: Outcome, func, args: tuple, kwargs: dict):
-    if outcome.results is _RUN:
-        return func(*args, **kwargs)
-    if outcome.results is _FIRST:
-        return args[0]
-    kind, shapes = outcome.results
-    if kind is None:
-        return None
-    return _made(shapes[0]) if kind is Tensor else kind(map(_made, shapes))
-
-
-def _made(shape: Shape) -> Tensor:
-    return torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="meta")

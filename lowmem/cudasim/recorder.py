@@ -3,8 +3,7 @@
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
 sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
 `clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
-almost no cost. An operation that runs costs 0.1 ms. With `outcomes`, an operation with known shapes is not run again,
-and costs a third of that.
+almost no cost. With `outcomes`, the costs of an operation with known shapes are not computed again.
 
 FakeTensors would be slower, and transformers builds other masks for them.
 """
@@ -30,8 +29,6 @@ from lowmem.cudasim.outcomes import (
     is_simulated,
     is_view,
     may_resize,
-    result_of,
-    results_of,
     signature_of,
     tensors_in,
 )
@@ -102,30 +99,28 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        key = outcome = None
-        if self._outcomes is not None:
-            key = func if is_view(func) else signature_of(func, args, kwargs)
-            outcome = self._outcomes.get(key)
-        if outcome is not None:
-            result = result_of(outcome, func, args, kwargs)
-        elif any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a DTensor: the operations on its local tensor come here by themselves
-        elif func is _aten._local_scalar_dense.default and args[0].is_meta:  # .item(): the host waits
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:  # .item(): the host waits
             self.number_read()
             self._advance(SYNCHRONIZE)
             return 1.0 if args[0].is_floating_point() else 1
-        elif func is _aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+        if func is _aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # a copy from the device to the host
+        key = None
+        if self._outcomes is not None:
+            key = func if is_view(func) else signature_of(func, args, kwargs)
+        if func is _aten._grouped_mm.default and args[0].is_meta:  # on meta only for bf16, on CUDA for every dtype
+            factors = (factor.to(torch.bfloat16) for factor in args[:2])
+            result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
         else:
-            if func is _aten._grouped_mm.default and args[0].is_meta:  # on meta only for bf16, on CUDA for every dtype
-                factors = (factor.to(torch.bfloat16) for factor in args[:2])
-                result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
-            else:
-                result = func(*args, **kwargs)
-            outcome = self._outcome(func, args, kwargs, result)
-            if key is not None:
-                self._outcomes[key] = outcome
+            result = func(*args, **kwargs)
         if not self._paused:
+            outcome = None if key is None else self._outcomes.get(key)
+            if outcome is None:
+                outcome = self._outcome(func, args, kwargs, result)
+                if key is not None:
+                    self._outcomes[key] = outcome
             self._record(func, args, result, outcome)
         return result
 
@@ -138,7 +133,6 @@ class Recorder(TorchDispatchMode):
         if results and not any(map(is_simulated, results)):  # user code on the CPU
             seconds, temporaries = 0.0, ()
         return Outcome(
-            results_of(func, args, kwargs, result),
             tuple(places[id(tensor)] for tensor in model.allocated(func, args, kwargs, owners)),
             tuple(temporaries),
             tuple(Span.of_operation(each, seconds) for each in host),

@@ -14,12 +14,13 @@ not installed, so the order is inferred. tests/cuda compares the sizes with PyTo
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lowmem.cudasim.gpus import Multiprocessor
+from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
 
 _WARP = 32
 _MOST_THREADS = 512  # of a block, divided by the outputs of a thread
@@ -32,19 +33,36 @@ class _Loop(NamedTuple):
     stride: int  # of the input, in entries
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """Holds the properties of a GPU on which temporaries depend."""
+
+    capability: Capability
+    multiprocessors: int
+    deterministic: bool = True  # torch.use_deterministic_algorithms is on
+
+    @property
+    def multiprocessor(self) -> Multiprocessor:
+        return multiprocessor(self.capability)
+
+
 def staging_bytes(
-    multiprocessors: int, multiprocessor: Multiprocessor, tensor: Tensor, dims: Iterable[int], sum_bytes: int,
-    result_bytes: int, input_vector: int = 4,
+    gpu: Gpu, tensor: Tensor, dims: Sequence[int] | int | None, result_bytes: int, *,
+    partial_bytes: int | None = None, vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns the bytes of each temporary of a reduction of `tensor` over `dims`: partial results, counters, and
-    results that one kernel hands to the next. `sum_bytes` is the size of a partial result, `result_bytes` that of an
-    entry of the result. `input_vector` is the number of entries of a row that a thread reads at once."""
+    """Returns the bytes of each temporary of a reduction of `tensor` over `dims` (None or []: all of them): partial
+    results, counters, and results that one kernel hands to the next. `result_bytes`: the size of an entry of the
+    result. `partial_bytes`: that of a partial result, by default at least 4. `vector`: the number of 16-bit entries of
+    a row that a thread reads at once."""
+    dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    sum_bytes = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
+    input_vector = vector if tensor.itemsize == 2 else 4
     reduced, kept = _loops(tensor, {dim % tensor.dim() for dim in dims} if tensor.dim() else set())
     if not reduced or not all(loop.size for loop in (*reduced, *kept)):
         return ()
     parts = list(_parts(tensor.storage_offset(), reduced, kept, tensor.itemsize))
     handed_on = len(parts) > 1 and result_bytes < sum_bytes
-    buffers = (_buffers(multiprocessors, multiprocessor, *part, sum_bytes, input_vector) for part in parts)
+    buffers = (_buffers(gpu, *part, sum_bytes, input_vector) for part in parts)
     return *max(buffers, key=sum), *([math.prod(loop.size for loop in kept) * sum_bytes] if handed_on else [])
 
 
@@ -64,9 +82,8 @@ def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: in
 
 
 def _buffers(
-    multiprocessors: int, multiprocessor: Multiprocessor, offset: int, reduced: list[_Loop], kept: list[_Loop],
-    sum_bytes: int, input_vector: int,
-) -> tuple[int, ...]:  # fmt: skip
+    gpu: Gpu, offset: int, reduced: list[_Loop], kept: list[_Loop], sum_bytes: int, input_vector: int
+) -> tuple[int, ...]:
     inputs, outputs = math.prod(loop.size for loop in reduced), math.prod(loop.size for loop in kept)
     along_rows = not kept or reduced[0].stride < kept[0].stride
     width, height = (inputs, outputs) if along_rows else (outputs, inputs)
@@ -85,7 +102,7 @@ def _buffers(
         return ()  # a thread has too few values to share them with its block
     values = -(-inputs // (step_of_inputs * block_height))
     grid = -(-(outputs // output_vector) // step_of_outputs)
-    resident = multiprocessors * (multiprocessor.threads // (block_width * block_height))
+    resident = gpu.multiprocessors * (gpu.multiprocessor.threads // (block_width * block_height))
     if values < _MOST_VALUES or grid > resident:
         return ()
     blocks = min(max(-(-resident // grid), -(-values // _MOST_VALUES)), -(-values // _FEWEST_VALUES))

@@ -9,33 +9,18 @@ was found and what is left out. "assumed" marks figures that no test can show.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
-from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
-from lowmem.cudasim.reductions import staging_bytes
+from lowmem.cudasim.reductions import Gpu, staging_bytes
 from lowmem.units import round_up
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
 _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Holds the properties of a GPU on which temporaries depend."""
-
-    capability: Capability
-    multiprocessors: int
-    deterministic: bool = True  # torch.use_deterministic_algorithms is on
-
-    @property
-    def multiprocessor(self) -> Multiprocessor:
-        return multiprocessor(self.capability)
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
@@ -205,7 +190,7 @@ def _norm_backward(weights: int) -> Callable:
         blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
         sums = gradient.new_empty(blocks, columns, device="meta")
         sum_of_sums = columns * gradient.itemsize  # takes the place of a result
-        return *_bytes(sums) * weights, sum_of_sums, *_reduced(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
+        return *_bytes(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
 
     return temporaries
 
@@ -248,41 +233,31 @@ def _fits_cublas(matrix: Tensor) -> bool:
 # --- reductions
 
 
-def _reduced(gpu: Gpu, tensor: Tensor, dims, result_bytes: int, partial_bytes: int | None = None, vector: int = 4):
-    """Returns the bytes of each staging buffer of one reduction kernel. `partial_bytes`: the size of a partial result,
-    by default at least 4. `result_bytes`: the size of an entry of the result. `vector`: the number of 16-bit entries
-    that a thread reads at once."""
-    dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
-    partial = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
-    vector = vector if tensor.itemsize == 2 else 4
-    return staging_bytes(gpu.multiprocessors, gpu.multiprocessor, tensor, dims, partial, result_bytes, vector)
-
-
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
     """Returns the bytes of staging buffers of sums and means. If the result has another dtype, `tensor` is copied to
     that dtype first, except from 16 bit to fp32. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
-        return _reduced(gpu, tensor, dims, result.itemsize, vector=_WIDE)
+        return staging_bytes(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
-    return *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
+    return *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
     """Returns the bytes of staging buffers of norms. Source: cuda/ReduceNormKernel.cu."""
-    return _reduced(gpu, tensor, dims, result.itemsize)
+    return staging_bytes(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
     """Returns the bytes of staging buffers of largest and smallest entries. Sources: cuda/ReduceMaxValuesKernel.cu,
     ReduceMinValuesKernel.cu."""
-    return _reduced(gpu, tensor, dims, result.itemsize, tensor.itemsize)
+    return staging_bytes(gpu, tensor, dims, result.itemsize, partial_bytes=tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     """Returns the bytes of the largest entries, the exponentials, and staging buffers. Source: ReduceOps.cpp,
     logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
-    return *_bytes(result), *_bytes(copy), *_reduced(gpu, copy, dims, result.itemsize, vector=_WIDE)
+    return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
 COPIED_FIRST = frozenset({_aten.index.Tensor})  # their temporaries are copies of operands, made before the result

@@ -22,8 +22,7 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 @dataclass(frozen=True)
 class Column:
     """Defines a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
-    `segment` (in blocks). They differ only in `kept`, how much blocks keep for backward (Layout.kept), and in the
-    number of units on the GPU."""
+    `segment` (in blocks)."""
 
     choices: Choices
     micro_batch: int
@@ -43,10 +42,8 @@ class Column:
 
 
 class Columns:
-    """Computes memory and time of many layouts from a few simulated steps. A column is the layouts that differ only in
-    two numbers: `kept`, how much blocks keep for backward (Layout.kept), and `units_on_gpu`. That is how many units
-    (blocks, mostly) have weights on the GPU, if weights may be in RAM. Otherwise it is how many have optimizer states
-    there."""
+    """Computes memory and time of many layouts from a few simulated steps. In its methods, `kept` and `units_on_gpu`
+    are the two numbers in which the layouts of a column differ."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
@@ -62,16 +59,16 @@ class Columns:
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def most_kept(self, column: Column) -> int:
-        """Returns the largest `kept` (Layout.kept) of the layouts in this column. If its segments have several blocks,
-        at least one block must keep only its input, because segments of several blocks consist of such blocks."""
+        """Returns the largest `kept` of the layouts in this column. If its segments have several blocks, at least one
+        block must keep only its input, because segments of several blocks consist of such blocks."""
         kept = column.choices.kept[-1]
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the amount kept for backward (Layout.kept) from which each further block adds equally many bytes to
-        the peak. Usually this is the column's smallest amount. If the whole batch is one group and gradients are held,
-        it is the number of blocks (all keep their matrix products), if the column allows it. Smaller amounts may not
-        raise the peak then, because gradients take the same memory later."""
+        """Returns the `kept` from which each further block adds equally many bytes to the peak. Usually this is the
+        column's smallest amount. If the whole batch is one group and gradients are held, it is the number of blocks
+        (all keep their matrix products), if the column allows it. Smaller amounts may not raise the peak then, because
+        gradients take the same memory later."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -82,9 +79,9 @@ class Columns:
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout of `column` with `kept` (Layout.kept) certainly exceeds `limit_bytes` of GPU
-        memory. Does not simulate it. Adds the weights to the larger of two figures: the saved inputs of a group, and
-        the gradients held on the GPU."""
+        """Returns False if the layout of `column` with `kept` certainly exceeds `limit_bytes` of GPU memory. Does not
+        simulate it. Adds the weights to the larger of two figures: the saved inputs of a group, and the gradients held
+        on the GPU."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -97,18 +94,6 @@ class Columns:
             inputs = rows * len(layout.segments(simulations.blocks)) * simulations.input_bytes
         gradients = 4 * simulations.parameters // simulations.base.mesh.sharing if layout.fate is Fate.HELD else 0
         return sum(weights) + max(inputs, gradients) <= limit_bytes
-
-    def may_fit_ram(self, column: Column, units_on_gpu: int, limit_bytes: int) -> bool:
-        """Returns False if `limit_bytes` of RAM cannot hold the optimizer states that are not on the GPU. If gradients
-        are sent to RAM, counts them, too. Always returns True if states may be on a disk."""
-        base, simulations = column.layout(column.least_kept, units_on_gpu), self.simulations
-        if base.states_on_disk or column.choices.disk:
-            return True
-        needed = sum(simulations.state_bytes[base.states_on_gpu :])
-        if base.fate is Fate.SENT:  # in fp32; the first unit's stay on the GPU
-            sent = sum(simulations.weight_bytes[max(base.states_on_gpu, 1) :])
-            needed += 4 * sent // simulations.base.dtype.itemsize
-        return needed <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
         """Returns the smallest number of units whose optimizer states must be on a disk, so that the rest of what a
@@ -129,16 +114,9 @@ class Columns:
         place = bisect_left(counts, True, key=enough)
         return counts[place] if place < len(counts) else None
 
-    def disk_seconds(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> float:
-        """Returns a lower bound for the seconds that a disk reads and writes in a step. Assumes that the disk has the
-        states of as few units as `limit_bytes` of RAM allow."""
-        on_disk = self.least_on_disk(column, units_on_gpu, limit_bytes)
-        layout = replace(column.layout(column.least_kept, units_on_gpu), states_on_disk=on_disk)
-        return 2 * self.simulations.bytes_on_disk(layout) / self.simulations.target.disk
-
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of a layout with `kept` (Layout.kept). Simulates one layout of the
-        column for each `kept`. From its peak, computes the peaks with other numbers of units on the GPU."""
+        """Returns the peak of allocated GPU memory of a layout with `kept`. Simulates one layout of the column for each
+        `kept`. From its peak, computes the peaks with other numbers of units on the GPU."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
@@ -147,7 +125,7 @@ class Columns:
         return size + self._added_bytes(column, units_on_gpu) - self._added_bytes(column, recorded)
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns each `kept` (Layout.kept) for which `allocated_bytes` needs no further simulation."""
+        """Returns each `kept` for which `allocated_bytes` needs no further simulation."""
         return sorted(self._recorded.get(column, ()))
 
     def _added_bytes(self, column: Column, units: int) -> int:
@@ -181,9 +159,8 @@ class Columns:
         return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest amount kept for backward (Layout.kept) with which a layout is expected to fit into
-        `limit_bytes` of GPU memory. Extrapolates from `known`, an amount whose bytes `allocated_bytes` has
-        simulated."""
+        """Returns the largest `kept` with which a layout is expected to fit into `limit_bytes` of GPU memory.
+        Extrapolates from `known`, a `kept` whose bytes `allocated_bytes` has simulated."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -194,9 +171,8 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest amount
-        that blocks may keep for backward (Layout.kept). Assumes the fastest amount up to `most`, because keeping more
-        is not always faster."""
+        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest `kept`.
+        Assumes the fastest `kept` up to `most`, because keeping more is not always faster."""
         least, blocks = column.least_kept, self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._estimate(column, kept)[1] for kept in turns) / self._estimate(column, least)[1]
@@ -213,8 +189,7 @@ class Columns:
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
         """Returns (allocated bytes, seconds without waits) of a step with the column's smallest micro-batch and all
         optimizer states in RAM. Simulates steps in which all blocks keep the same for backward: their input, their
-        matrix products or their whole graph. For a `kept` (Layout.kept) in between, interpolates between two of
-        them."""
+        matrix products or their whole graph. For a `kept` in between, interpolates between two of them."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._estimates:

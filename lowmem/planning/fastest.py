@@ -6,6 +6,7 @@ nothing, the layouts that take the least memory are tried. The smallest caps, wh
 these layouts, too. So there is a plan under each cap that is named.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
         search = replace(search, failed=(*search.failed, (found, _too_much(simulations, found, room))))
     fitting = [
         Found(small.layout, simulations.record(small.layout), small.column)
-        for small in _candidates(by_home, simulations, room)
+        for small in candidates(by_home, simulations, room)
         if within(small.ram_bytes, room.ram) and small.fits(simulations, room.gpu)
     ]
     return min(fitting, key=lambda found: found.seconds, default=None)
@@ -93,48 +94,41 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
     """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
     raises the RAM limit and keeps the GPU limit. Otherwise raises the GPU limit, and also the RAM limit if every layout
     exceeds it."""
-    candidates = _candidates(by_home, simulations, room)
-    for small in sorted(candidates, key=lambda small: small.ram_bytes):
+    small_layouts = candidates(by_home, simulations, room)
+    for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
         if small.layout.weights_on_gpu is None and small.fits(simulations, room.gpu):
             return Room(room.gpu, small.ram_bytes)
-    in_ram = [small for small in candidates if within(small.ram_bytes, room.ram)]
-    smallest: Room | None = None
-    for small in sorted(in_ram or candidates, key=lambda small: small.least_gpu_bytes):
-        if smallest is not None and small.least_gpu_bytes >= smallest.gpu:
+    in_ram = [small for small in small_layouts if within(small.ram_bytes, room.ram)]
+    smallest = Room(math.inf, None)
+    for small in sorted(in_ram or small_layouts, key=lambda small: small.least_gpu_bytes):
+        if small.least_gpu_bytes >= smallest.gpu:
             break
-        if smallest is not None and simulations.allocated_bytes(small.layout) >= smallest.gpu:
-            continue
-        cap = simulations.smallest_cap_bytes(small.layout)
-        if smallest is None or cap < smallest.gpu:
-            smallest = Room(cap, small.ram_bytes)
+        if simulations.allocated_bytes(small.layout) < smallest.gpu:
+            cap = simulations.smallest_cap_bytes(small.layout)
+            smallest = min(smallest, Room(cap, small.ram_bytes), key=lambda room: room.gpu)
     return smallest
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
     """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
-    candidates = sorted(_candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
-    return next((small.layout for small in candidates if small.fits(simulations, gpu)), None)
+    least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
+    return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
 
 def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
     """Returns the layout that needs the least GPU memory, whatever RAM it needs."""
     least: Layout | None = None
-    candidates = _candidates(by_home, simulations, Room(None, None))
-    for small in sorted(candidates, key=lambda small: small.least_gpu_bytes):
+    small_layouts = candidates(by_home, simulations, Room(None, None))
+    for small in sorted(small_layouts, key=lambda small: small.least_gpu_bytes):
         if least is not None and small.least_gpu_bytes >= simulations.allocated_bytes(least):
             break
         least = min(filter(None, (least, small.layout)), key=simulations.allocated_bytes)
     return least
 
 
-def smallest_layouts(by_home: ByHome, simulations: Simulations) -> list[Layout]:
-    """Returns candidates for the layout that needs the least GPU memory, whatever RAM they need."""
-    return [small.layout for small in _candidates(by_home, simulations, Room(None, None))]
-
-
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
     this column, because simulating each layout would take longer."""
 
@@ -147,7 +141,7 @@ class _Candidate:
         return within(self.least_gpu_bytes, limit_bytes) and simulations.fits(self.layout, limit_bytes)
 
 
-def _candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[_Candidate]:
+def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
     """Returns layouts with the smallest micro-batch and group that keep the least for backward, up to six in a column
     (columns.py). One has the fewest units on the GPU that RAM allows, one the most that its Choices allow. The others
     have the most that the GPU allows, or up to three fewer, because the allocator may need more."""
@@ -170,7 +164,7 @@ def _candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[_
                 gpu_bytes = columns.allocated_bytes(column, column.least_kept, units)
                 if units != column.fewest_on_gpu:
                     gpu_bytes -= simulations.slots_bytes
-                found.append(_Candidate(layout, column, gpu_bytes, ram_bytes))
+                found.append(Candidate(layout, column, gpu_bytes, ram_bytes))
     return found
 
 

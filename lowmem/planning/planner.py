@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -24,8 +23,7 @@ from lowmem.planning.gpu_plan import gpu_plan
 from lowmem.planning.plan import Plan
 from lowmem.planning.question import Question
 from lowmem.planning.ram import DATA_BYTES, Process
-from lowmem.planning.simulated_step import gpu_target
-from lowmem.planning.simulations import Simulations
+from lowmem.planning.simulated_step import gpu_target, record_step
 from lowmem.units import MIB, format_size
 
 _COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections of younger objects until one of older
@@ -84,10 +82,10 @@ def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> 
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:
         return plan
-    decoder = partial(make_decoder, config, plan.precision, settings.residual, plan.fused_kernels)
-    case = replace(step_case(settings, plan.precision), lengths=tuple(lengths))
+    decoder = make_decoder(config, plan.precision, settings.residual, plan.fused_kernels)
+    case = replace(step_case(settings, plan.precision), layout=plan.layout, lengths=tuple(lengths))
     target = gpu_target(plan.card, plan.fused_kernels, settings.disk_rate_bytes)
-    simulated = Simulations(decoder, case, target).record(plan.layout)
+    simulated = record_step(decoder, case, target, known={})
     share = simulated.seconds / plan.step_seconds
     faster = plan.faster_with_ram
     return replace(

@@ -31,8 +31,7 @@ META = torch.device("meta")
 class _Place:
     """Describes a tensor that an executed call returned: which storage it views, and how."""
 
-    storage: int | None  # the storage's number in the recording of the call; None if it is an argument's
-    argument: int | None  # the number of that argument, else None
+    storage: int  # the storage's number in the recording of the call; -1 - n: it is that of argument n
     size: int  # bytes of the storage
     offset: int
     shape: torch.Size
@@ -46,9 +45,8 @@ class _Known:
     tensors like its results."""
 
     region: Region  # its allocations
-    results: object  # as returned, but with a _Place for each tensor; a flat list if `structure` is given
-    structure: TreeSpec | None  # restores results that have other containers than tuples and lists
-    tensors: bool  # whether `results` has a _Place
+    leaves: list  # of what it returned, with a _Place for each new tensor
+    structure: TreeSpec  # the containers that it returned
 
 
 class ReplayedOperations:
@@ -71,7 +69,6 @@ class ReplayedOperations:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # embeddings and head may add to these parts' gradients
         self._rehearsed: set[tuple] = set()
-        self._segments: dict[Segment, tuple] = {}  # keep, kinds of blocks, and whether it is the first
         self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
         self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
@@ -90,31 +87,23 @@ class ReplayedOperations:
         and set of parts that have gradients."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
-    def _run(self, operation: Callable, *arguments):
-        """Calls `operation`, which runs the model's own code, with the device's functions (`functions`) in place of
-        generic ones. Operations that run none of the model's code are called without it, because the replacement makes
-        every call slower."""
-        with self._functions():
-            return operation(*arguments)
-
     def embed(self, micro_batch: Batch, dropout: Dropout):
-        run, shape = self._operations.embed, micro_batch.input_ids.shape
-        call = partial(self._run, run, micro_batch, dropout)
+        shape, call = micro_batch.input_ids.shape, partial(self._operations.embed, micro_batch, dropout)
         hidden, extras = self._once(("embed", shape), "embeddings", call, arguments=_tensors_of(micro_batch))
         self._shapes[id(extras)] = shape
         return hidden, extras
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float):
-        run, key = self._operations.head, ("head", hidden.shape, labels.shape)
-        return self._once(key, "head", lambda: self._run(run, hidden, labels, dropout, scale), self._ends)
+        call = partial(self._operations.head, hidden, labels, dropout, scale)
+        return self._once(("head", hidden.shape, labels.shape), "head", call, self._ends)
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor):
-        run, key = self._operations.embed_backward, ("embed_backward", gradient.shape)
-        return self._once(key, "embeddings", lambda: self._run(run, micro_batch, dropout, gradient), self._ends)
+        call = partial(self._operations.embed_backward, micro_batch, dropout, gradient)
+        return self._once(("embed_backward", gradient.shape), "embeddings", call, self._ends)
 
     def evaluate(self, micro_batch: Batch) -> Tensor:
-        run, key = self._operations.evaluate, ("evaluate", micro_batch.input_ids.shape)
-        return self._once(key, "evaluation", partial(self._run, run, micro_batch), arguments=_tensors_of(micro_batch))
+        key, call = ("evaluate", micro_batch.input_ids.shape), partial(self._operations.evaluate, micro_batch)
+        return self._once(key, "evaluation", call, arguments=_tensors_of(micro_batch))
 
     def norms(self, part: Part) -> Tensor:
         key = "norms", part.working.numel()  # parts of one size are cut into equal pieces
@@ -135,7 +124,7 @@ class ReplayedOperations:
         self._rehearse(segment, hidden, extras, dropout)
         run, key = self._operations.segment_forward, (*self._kind(segment, extras), hidden.shape)
         if segment.keep == INPUT:
-            forward = lambda: self._run(run, segment, hidden, extras, dropout)[0]  # noqa: E731
+            forward = lambda: run(segment, hidden, extras, dropout)[0]  # noqa: E731
             return self._once(("forward", *key), "live_blocks", forward, renamed="boundaries"), SavedSegment(hidden)
         # Only a replayed backward can follow a replayed forward. So its recordings must be known, both kinds.
         count = len(self._parts_of(segment))
@@ -147,8 +136,8 @@ class ReplayedOperations:
                 saved = SavedSegment(hidden.detach())
             self._forwards[id(saved)] = base
             return output, saved
-        with self._recorder.region("live_blocks") as region:
-            output, saved = self._run(run, segment, hidden, extras, dropout)
+        with self._recorder.region("live_blocks") as region, self._functions():
+            output, saved = run(segment, hidden, extras, dropout)
         self._recorder.rename(output, "boundaries")
         self._remember(("graph", *key), region, output)
         self._forwards[id(saved)] = region
@@ -157,10 +146,9 @@ class ReplayedOperations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        run = self._operations.segment_backward
         return self._once(
             ("backward", *self._kind(segment, extras), gradient.shape), "live_blocks",
-            lambda: self._run(run, segment, saved, extras, dropout, gradient),
+            partial(self._operations.segment_backward, segment, saved, extras, dropout, gradient),
             self._parts_of(segment), forward=self._forwards.pop(id(saved), None),
             renamed="boundary_gradients" if segment.blocks.start else "gradients_of_the_first_input",
         )  # fmt: skip
@@ -195,10 +183,8 @@ class ReplayedOperations:
         """Returns a key of a segment. Segments with equal keys make equal allocations. Their blocks are alike
         (kind_of), and save the same for backward. Their `extras` (blocks' other arguments) come from token ids of equal
         shapes."""
-        if segment not in self._segments:
-            kinds = tuple(self._kinds[index] for index in segment.blocks)
-            self._segments[segment] = segment.keep, kinds, segment.blocks.start == 0
-        return *self._segments[segment], self._shapes[id(extras)]
+        kinds = tuple(self._kinds[index] for index in segment.blocks)
+        return segment.keep, kinds, segment.blocks.start == 0, self._shapes[id(extras)]
 
     def _parts_of(self, segment: Segment) -> list[Part]:
         return [part for index in segment.blocks for part in self._parts[index + 1]]  # unit 0 is the embedding
@@ -222,7 +208,7 @@ class ReplayedOperations:
             for part, gradient in zip(new, gradients, strict=True):
                 part.gradient = gradient
             return results
-        with self._recorder.region(name, forward) as region:
+        with self._recorder.region(name, forward) as region, self._functions():
             results = call()
         if renamed is not None:
             self._recorder.rename(results, renamed)
@@ -244,27 +230,22 @@ class ReplayedOperations:
             born_here = number is not None and number >= region.base
             if not born_here and number not in numbers:
                 return leaf  # no tensor, or one that is always there: a buffer
-            size = leaf.untyped_storage().nbytes()
-            own, argument = (number - region.base, None) if born_here else (None, numbers.index(number))
-            return _Place(own, argument, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+            size, storage = leaf.untyped_storage().nbytes(), number - region.base
+            if not born_here:
+                storage = -1 - numbers.index(number)
+            return _Place(storage, size, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
 
-        places = list(map(place, leaves))
-        as_it_was = tree_unflatten(places, structure)
-        plain = len(_leaves(as_it_was)) == len(places)
-        tensors = any(type(place) is _Place for place in places)
-        self._known[key] = _Known(region, as_it_was if plain else places, None if plain else structure, tensors)
+        self._known[key] = _Known(region, list(map(place, leaves)), structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
         """Returns the results of the replayed call `known`, as new tensors without data. `base`: the number that the
         tape gives to the first storage of this replay. `arguments`: the call's tensors, which it may return. `held`:
         whether autograd would keep the results until the call's backward pass."""
-        if not known.tensors:
-            return known.results if known.structure is None else tree_unflatten(known.results, known.structure)
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
-            if place.storage is None:
-                storage = arguments[place.argument].untyped_storage()
+            if place.storage < 0:
+                storage = arguments[-1 - place.storage].untyped_storage()
             elif (storage := storages.get(place.storage)) is None:
                 storage = self._recorder.stand_in(place.size, base + place.storage, held=held)
                 storages[place.storage] = storage
@@ -272,24 +253,12 @@ class ReplayedOperations:
             return empty.set_(storage, place.offset, place.shape, place.stride)
 
         with no_dispatch():  # nothing of this is recorded, and going through the recorder takes most of the time
-            results = _filled(known.results, tensor)
-        return results if known.structure is None else tree_unflatten(results, known.structure)
+            leaves = [tensor(leaf) if type(leaf) is _Place else leaf for leaf in known.leaves]
+        return tree_unflatten(leaves, known.structure)
 
 
 def _tensors_of(micro_batch: Batch) -> list[Tensor]:
     return [tensor for tensor in vars(micro_batch).values() if tensor is not None]
-
-
-def _filled(results, tensor: Callable[[_Place], Tensor]):
-    """Returns `results`, nested tuples and lists, with each _Place in it replaced by `tensor(place)`."""
-    kind = type(results)
-    if kind is tuple or kind is list:  # no function inside of another, which would be a cycle that holds the tensors
-        return kind([_filled(one, tensor) for one in results])
-    return tensor(results) if kind is _Place else results
-
-
-def _leaves(results) -> list:
-    return [leaf for one in results for leaf in _leaves(one)] if type(results) in (tuple, list) else [results]
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:

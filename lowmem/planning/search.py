@@ -14,7 +14,7 @@ best layout so far. A loop stops if the next layout is no faster. Tests compare 
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 from lowmem.core.layout import Layout
 from lowmem.planning.choices import Choices
@@ -78,16 +78,7 @@ class Search:
     columns: Columns
     room: Room
     failed: tuple[tuple[Found, int], ...] = ()
-    _fitting: dict = field(default_factory=dict, repr=False)  # results of `fitting`; replace() keeps them
-
-    @cached_property
-    def _failed_in(self) -> dict[Column, tuple[tuple[int, int], ...]]:
-        """Returns {column: (kept, units_on_gpu) for each of its layouts in `failed`}. The search skips layouts of the
-        column for which both numbers are at least as large."""
-        failed: dict = {}
-        for found, kept in self.failed:
-            failed[found.column] = (*failed.get(found.column, ()), (kept, found.units_on_gpu))
-        return failed
+    _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
@@ -184,17 +175,19 @@ class Search:
     def fitting(self, column: Column) -> list[int]:
         """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM.
         Tries the layouts whose blocks keep the least for backward."""
-        key = column, self.room, self._failed_in.get(column)
-        if key not in self._fitting:
+        if column not in self._fitting:
             numbers = self._fitting_ram(column)
-            self._fitting[key] = [units for units in numbers if self._fits(column, column.least_kept, units)]
-        return self._fitting[key]
+            self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]
+        return self._fitting[column]
 
     def _least_disk_seconds(self, column: Column) -> float:
         """Returns a lower bound for the seconds of a step of any layout in `column`: the time that the disk needs.
         Returns 0 if states may not be on a disk, or if nothing fits."""
-        fitting = self.fitting(column) if column.choices.disk else ()
-        return self.columns.disk_seconds(column, fitting[-1], self.room.ram) if fitting else 0.0
+        fitting, simulations = self.fitting(column) if column.choices.disk else (), self.columns.simulations
+        if not fitting:
+            return 0.0
+        layout = self._layout(column, column.least_kept, fitting[-1])
+        return 2 * simulations.bytes_on_disk(layout) / simulations.target.disk
 
     def _fitting_ram(self, column: Column) -> list[int]:
         """Returns each number of units on the GPU with which the RAM limit is enough for all other units. Their states
@@ -203,7 +196,6 @@ class Search:
         numbers, limit = column.choices.units_on_gpu, self.room.ram
         if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
             return list(numbers)
-        numbers = [units for units in numbers if self.columns.may_fit_ram(column, units, limit)]
         return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
     def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
@@ -214,9 +206,13 @@ class Search:
             units += 1
         return self._found(column, kept, units)
 
-    def _found(self, column: Column, kept: int, units_on_gpu: int) -> Found:
+    def _layout(self, column: Column, kept: int, units_on_gpu: int) -> Layout:
+        """Returns the layout of `column` with these numbers, and with as few states on a disk as RAM allows."""
         on_disk = self.columns.least_on_disk(column, units_on_gpu, self.room.ram)
-        layout = replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
+        return replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
+
+    def _found(self, column: Column, kept: int, units_on_gpu: int) -> Found:
+        layout = self._layout(column, kept, units_on_gpu)
         return Found(layout, self.columns.simulations.record(layout), column)
 
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
@@ -251,8 +247,9 @@ class Search:
         return min(max(line, columns.expected_kept(column, units_on_gpu, beyond, limit)), beyond - 1)
 
     def _fits(self, column: Column, kept: int, units_on_gpu: int) -> bool:
-        if any(kept >= most and units_on_gpu >= units for most, units in self._failed_in.get(column, ())):
-            return False
+        for found, failing in self.failed:
+            if kept >= failing and units_on_gpu >= found.units_on_gpu and column == found.column:
+                return False
         if not self.columns.may_fit(column, kept, units_on_gpu, self.room.gpu):
             return False
         return within(self.columns.allocated_bytes(column, kept, units_on_gpu), self.room.gpu)

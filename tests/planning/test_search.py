@@ -24,7 +24,7 @@ from lowmem.models.build import make_decoder
 from lowmem.planning.caps import room_under
 from lowmem.planning.choices import Choices, choices_by_home, only, step_case
 from lowmem.planning.columns import Column, Columns
-from lowmem.planning.fastest import _candidates, fastest_layout, smaller_layouts, smallest_room
+from lowmem.planning.fastest import candidates, fastest_layout, smaller_layouts, smallest_room
 from lowmem.planning.search import Room, Search
 from lowmem.planning.simulated_step import StepCase, gpu_target, record_step
 from lowmem.planning.simulations import Simulations
@@ -171,7 +171,7 @@ def test_bytes_of_the_smallest_layouts_are_computed_and_not_simulated(base):
     choices = replace(CHOICES, base=base, whole_batch=base.whole_batch)
     choices = choices if base.weights_on_gpu is None else replace(choices, units_on_gpu=homes, kept=range(4))
     choices = [choices, replace(choices, disk=1)]
-    small = _candidates([choices], new, Room(None, None))
+    small = candidates([choices], new, Room(None, None))
     simulated, slots = len(new._steps), new.slots_bytes
     assert simulated < len(small)
     for each in small:
