@@ -3,7 +3,7 @@
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
 sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
 `clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
-almost no cost. With `outcomes`, the costs of an operation with known shapes are not computed again.
+almost no cost. An operation costs 0.1 ms, or a tenth of that if `outcomes` has its costs.
 
 FakeTensors would be slower, and transformers builds other masks for them.
 """

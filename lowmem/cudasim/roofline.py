@@ -109,10 +109,9 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """Holds how often each argument (by position and by name) and each result of an operator passes through memory."""
+    """Holds how often each argument, by name, and each result of an operator passes through memory."""
 
-    arguments: tuple[int, ...]
-    named: dict[str, int]
+    arguments: dict[str, int]  # in the order of the schema
     results: int
 
 
@@ -137,13 +136,13 @@ def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
         times[0], results = 0, 2
     if name in _SCATTERS:  # reads the new values, reads and writes their places, and does not touch the rest
         times = [0] + [3] * (len(times) - 1)
-    return _Traffic(tuple(times), dict(zip((a.name for a in schema.arguments), times, strict=True)), results)
+    return _Traffic(dict(zip((a.name for a in schema.arguments), times, strict=True)), results)
 
 
 def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> int:
     seen: set[int] = set()
-    total = sum(times * _bytes_of(arg, seen) for times, arg in zip(traffic.arguments, args, strict=False))
-    total += sum(traffic.named[name] * _bytes_of(arg, seen) for name, arg in kwargs.items())
+    total = sum(times * _bytes_of(arg, seen) for times, arg in zip(traffic.arguments.values(), args, strict=False))
+    total += sum(traffic.arguments[name] * _bytes_of(arg, seen) for name, arg in kwargs.items())
     return total + (traffic.results * _bytes_of(result, seen) if traffic.results else 0)
 
 

@@ -35,25 +35,21 @@ class _Case:
     question: Question
     simulations: Simulations
 
-    @property
-    def settings(self) -> Settings:
-        return self.question.settings
-
     def plan(self, layout: Layout) -> Plan:
         question, simulations, simulated = self.question, self.simulations, self.simulations.record(layout)
         train = named_at_peak(simulated.tape) | {name: size for name, size in simulated.in_ram.items() if size}
         train["freed_and_kept"] = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
-        drawn_bytes = simulations.largest_drawn_bytes(self.settings.init)
+        drawn_bytes = simulations.largest_drawn_bytes(question.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
         return Plan(
-            self.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision, layout,
-            ram, gpu_limit_bytes=self.settings.gpu_limit_bytes, checkpoint_bytes=simulated.checkpoint_bytes,
+            question.settings, simulations.parameters, simulations.units, simulations.blocks, question.precision,
+            layout, ram, gpu_limit_bytes=question.settings.gpu_limit_bytes, checkpoint_bytes=simulated.checkpoint_bytes,
             disk_state_bytes=sum(simulated.disk_bytes), sent_bytes=simulated.sent_bytes,
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
         """Returns True if the plan's RAM is under the cap."""
-        return within(plan.ram_bytes, self.settings.ram_limit_bytes)
+        return within(plan.ram_bytes, self.question.settings.ram_limit_bytes)
 
     def fits_here(self, plan: Plan) -> bool:
         """Returns True if the plan's RAM is under the cap and free on this machine."""
@@ -66,8 +62,8 @@ class _Case:
         """Returns a list with `layout` changed so that gradients never exist all at once. The new layout applies them
         in backward. If updates wait for their norm, it runs forward and backward twice instead. Returns an empty list
         if that is not possible."""
-        whole = self.settings.batch // layout.micro_batch
-        if layout.fate is not Fate.HELD or self.settings.group not in (None, whole):
+        whole = self.question.settings.batch // layout.micro_batch
+        if layout.fate is not Fate.HELD or self.question.settings.group not in (None, whole):
             return []
         fate = Fate.DROPPED if self.simulations.base.needs_all_gradients else Fate.APPLIED
         return [replace(layout, fate=fate, group=whole)]

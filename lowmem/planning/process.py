@@ -19,17 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from lowmem.errors import LowmemError
 
-Result = TypeVar("Result")
-
 
 @contextmanager
-def process_aside() -> Iterator[Callable[..., Result]]:
+def process_aside() -> Iterator[Callable]:
     """Forks a process and yields `aside`. `aside(function, *arguments)` calls `function` in that process, and returns
     its result or raises its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls
     `function` in this process."""
@@ -44,7 +41,7 @@ def process_aside() -> Iterator[Callable[..., Result]]:
         process.start()
     theirs.close()
 
-    def aside(function: Callable[..., Result], *arguments) -> Result:
+    def aside(function: Callable, *arguments):
         try:
             ours.send((function, arguments))
             error, result = ours.recv()

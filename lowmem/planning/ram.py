@@ -18,7 +18,6 @@ import torch
 
 from lowmem.core.optimizers import BLOCK, Optimizer, state_layout
 from lowmem.files import CHUNK_BYTES
-from lowmem.limits import ram_now_bytes, ram_peak_bytes
 from lowmem.units import GIB, MIB
 
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
@@ -40,10 +39,6 @@ class Process:
 
     now_bytes: int
     peak_bytes: int
-
-    @classmethod
-    def here(cls) -> "Process":
-        return cls(ram_now_bytes(), ram_peak_bytes())
 
 
 def on_a_gpu(

@@ -68,11 +68,9 @@ class ReplayedOperations:
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
         self._ends = self._parts[0] + self._parts[-1]  # embeddings and head may add to these parts' gradients
-        self._rehearsed: set[tuple] = set()
         self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
         self._kinds = list(range(len(decoder.blocks)))
         if known is not None:
-            self._rehearsed = known.setdefault("rehearsed", set())
             if "kinds" not in known:
                 kinds = [kind_of(block) for block in decoder.blocks]
                 known["kinds"] = [kinds.index(kind) for kind in kinds]
@@ -158,10 +156,10 @@ class ReplayedOperations:
         that the step can replay both passes. A replayed forward makes no graph, so it needs a recording of its
         backward. The first backward allocates the gradients' accumulators, and the second adds to them. Does nothing if
         a segment with the same key (`_kind`) and input shape was executed before."""
-        kind = (*self._kind(segment, extras), hidden.shape)
-        if self._known is None or kind in self._rehearsed:
+        key = ("rehearsed", *self._kind(segment, extras), hidden.shape)
+        if self._known is None or key in self._known:
             return
-        self._rehearsed.add(kind)
+        self._known[key] = None
         parts = self._parts_of(segment)
         gradients = [part.gradient for part in parts]
 

@@ -82,11 +82,6 @@ class Search:
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
         """Returns the fastest layout of `choices`, or `best` if none is faster."""
-        if (
-            best is not None
-            and self._least_disk_seconds(self.columns.smallest(choices)) > (1 + _NEGLIGIBLE) * best.seconds
-        ):
-            return best
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -155,7 +150,8 @@ class Search:
                 break
             enough = bisect_left(range(most + 1), waiting, lo=found.units_on_gpu + 1, key=saved)
             middle = enough if enough <= most else (found.units_on_gpu + most + 1) // 2
-            if self._expected_seconds(found, middle) >= to_beat:
+            kept = self.columns.expected_kept(column, middle, found.layout.kept, self.room.gpu)
+            if self.columns.expected_seconds(column, kept) >= to_beat:  # with all that then fits kept, and no waits
                 most = middle - 1
                 continue
             tried = self._with_most_kept(column, middle)
@@ -165,12 +161,6 @@ class Search:
             else:
                 most, least_waiting = middle - 1, tried.simulated.waiting_seconds
         return fastest
-
-    def _expected_seconds(self, found: Found, units_on_gpu: int) -> float:
-        """Returns the expected seconds of a step like `found`, but with `units_on_gpu` units on the GPU and without
-        waits for copies. Assumes that blocks keep as much for backward as then fits."""
-        kept = self.columns.expected_kept(found.column, units_on_gpu, found.layout.kept, self.room.gpu)
-        return self.columns.expected_seconds(found.column, kept)
 
     def fitting(self, column: Column) -> list[int]:
         """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM.
@@ -218,14 +208,11 @@ class Search:
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
         """Returns the largest amount kept for backward (Layout.kept) whose layout fits into GPU memory with this number
         of units there. The column's smallest amount must fit."""
-        columns, limit, least = self.columns, self.room.gpu, column.least_kept
+        columns, least = self.columns, column.least_kept
         after = columns.most_kept(column) + 1
-        beyond = bisect_left(
-            range(after), True, lo=least, key=lambda kept: not columns.may_fit(column, kept, units_on_gpu, limit)
-        )
         known = columns.known_kept(column)
         fits = max((kept for kept in known if self._fits(column, kept, units_on_gpu)), default=least)
-        beyond = min((kept for kept in known if kept > fits), default=beyond)
+        beyond = min((kept for kept in known if kept > fits), default=after)
         tried = columns.first_kept(column)
         for tries in range(after - least):
             if fits < tried < beyond:

@@ -5,6 +5,7 @@ These three figures do not depend on the given caps, so the search may ask for t
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -102,15 +103,13 @@ class Simulations:
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
             same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
-            known[limit] = next(same, None) or self._under_cap(layout, limit_bytes)
+            known[limit] = next(same, None)
+            if known[limit] is None:
+                with suppress(SimulatedOutOfMemory):
+                    tape = self.record(layout, whole_first_step=True).tape
+                    streams = STREAMS if self.base.mesh.count > 1 else None
+                    known[limit] = under_cap(tape, limit_bytes, streams=streams)
         return known[limit]
-
-    def _under_cap(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        tape, streams = self.record(layout, whole_first_step=True).tape, STREAMS if self.base.mesh.count > 1 else None
-        try:
-            return under_cap(tape, limit_bytes, streams=streams)
-        except SimulatedOutOfMemory:
-            return None
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
         """Returns memory figures of a layout under a cap, and that cap: the largest of the caps tried under which the

@@ -33,7 +33,7 @@ from lowmem.data.dataset import Data, load_data
 from lowmem.data.tokenizer import load_tokenizer, tokenizer_blamed
 from lowmem.distributed.launch import joined, local_ranks
 from lowmem.errors import InputError
-from lowmem.limits import Budget, ram_available_bytes, reset_ram_peak
+from lowmem.limits import Budget, ram_available_bytes, ram_now_bytes, ram_peak_bytes, reset_ram_peak
 from lowmem.models.build import load_config, make_decoder, own_generation_config, settings_for
 from lowmem.models.compatibility import check_pieces
 from lowmem.models.description import Rehearsal, rehearsed
@@ -128,7 +128,8 @@ def plan_here(
     elif question.settings.device == "auto" and (why := devices.why_no_gpu()) is not None:
         say(f"this trains on the CPU, because PyTorch cannot use the GPU here: {why}")
     ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
-    question = replace(question, ram_free_bytes=ram_free, process=Process.here(), fused_kernels=fused_kernels)
+    process = Process(ram_now_bytes(), ram_peak_bytes())
+    question = replace(question, ram_free_bytes=ram_free, process=process, fused_kernels=fused_kernels)
     sharing, micro_batch = None, None
     if saved is not None:
         sharing, micro_batch = saved[1].get("sharing"), saved[1]["identity"]["micro_batch"]
