@@ -247,9 +247,9 @@ def test_a_product_that_is_made_again_makes_its_activation_again(interpreted):
     x = torch.randn(2, 5, 8)
     with torch.no_grad(), ProductRecorder() as recorder:
         y = module.down(module.act(module.up(x))).add_(1)
-    with torch.no_grad(), ProductReplayer(recorder.kept):
+    with torch.no_grad(), ProductReplayer(recorder.products):
         again = module.down(module.act(module.up(x))).add_(1)
-    assert [kept is None for kept in recorder.kept] == [False, True] and torch.equal(y, again)
+    assert [product is None for product in recorder.products] == [False, True] and torch.equal(y, again)
 
 
 class Wrapped(nn.Module):
