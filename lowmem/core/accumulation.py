@@ -19,8 +19,8 @@ from lowmem.core.recorder import called_again
 
 
 class Accumulation:
-    """Registers hooks on the parameters of `decoder`. They add each gradient to its parameter's fp32 accumulator in
-    `store`."""
+    """Registers hooks on the parameters of `decoder`. The hooks add each gradient to its parameter's fp32 accumulator
+    in `store`. Only `join` adds the gradients of parameters that several blocks share."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:
@@ -30,7 +30,7 @@ class Accumulation:
                 if parameter.dim() == 2:
                     accumulated_by_rows(parameter, partial(_add_rows, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
-        self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, sum of a block's gradients)
+        self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, one block's summed gradient)
         for use in decoder.shared:
             parameter = use.parameter()
             gradient = torch.zeros(parameter.shape, device=parameter.device)
@@ -39,14 +39,14 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds each block's gradient for a shared parameter to that parameter's accumulator, in the order of the
-        blocks. Then sets the blocks' gradients to zero."""
+        """Adds the blocks' gradients for shared parameters to the parameters' accumulators, in the order of the blocks.
+        Then sets these gradients to zero. A parameter is shared if several blocks use it."""
         for name, part, gradient in self._shared:
             _add(part, name, gradient)
         self.clear()
 
     def clear(self) -> None:
-        """Sets to zero the gradients that each block has for a parameter that several blocks share."""
+        """Sets the blocks' gradients for shared parameters to zero."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 
@@ -60,7 +60,7 @@ def _add_rows(part: Part, name: str, ids: Tensor, rows: Tensor) -> None:
 
 
 def _add_gradient(part: Part, name: str, parameter: nn.Parameter) -> None:
-    if parameter.grad is not None:  # a fused layer adds it by itself
+    if parameter.grad is not None:  # None if a fused layer has added it already
         called_again(_add, part, name, parameter.grad)
         parameter.grad = None
 

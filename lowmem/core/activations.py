@@ -1,21 +1,22 @@
-"""Computes a matrix product of an activation's output without saving that output, if a GPU runs the kernels.
+"""Saves the input of an MLP's activation for backward instead of its output, on GPUs that run the kernels.
 
 An MLP computes down(activation(up(x))). A gated MLP, as in Llama, Qwen, Mistral and Gemma, computes
 down(activation(gate(x)) * up(x)). Backward needs the activation's output only for the gradient of down's weight. There,
-one kernel computes this output again, from its input, together with the input's gradient:
+one kernel computes this output again from the activation's input, together with the gradient for that input:
 
     product     values = activation(gate) * up        output = values @ W
     backward    values_gradient = gradient @ W.T      one kernel: values, gate's gradient, up's gradient
                 W's gradient = values.T @ gradient
 
-So a recomputed block need not compute the values, and a block that keeps its graph saves less. Per element of the inner
-width, a GELU in a recomputed block moves 12 bytes in all: 4 forward and 8 backward. It was 14, and 2 for the gradient
-of the bias before it, which the kernel adds up, too. A gated activation moves 18 bytes instead of 22.
+So a recomputed block need not compute `values`, and a block that keeps its graph saves fewer bytes. Per element of the
+MLP's inner width, a GELU in a recomputed block moves 12 bytes: 4 in forward and 8 in backward. Separate operators move
+14, and 2 more for the gradient of the bias before the GELU. The kernel sums that gradient up, too. A gated activation
+moves 18 bytes instead of 22.
 
-The model's own code runs. An activation hands the next layer its `Inputs` and not its output. Only a product of
-layers.py can read them. `fuse_activations` tries each block without data: if another layer reads them, this is an
-error, and the block's activations stay as they are. If a user replaces or hooks the product later, the activation
-computes its output. No GPU has run this code yet.
+The model's own code runs. But an activation returns `Inputs` instead of its output, and only a linear layer of
+layers.py can read them. `fuse_activations` tries each block on tensors without data. If any other code reads the
+Inputs, it raises an error, and the block's activations stay as they are. If a user later replaces the linear layer or
+hooks it, the activation computes its output again. No GPU has run this code yet.
 """
 
 import copy
@@ -31,15 +32,16 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import agrees, is_ours, look_at_blocks
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 
-LAYERS = ("gate_proj", "up_proj", "down_proj")  # of a gated MLP
-MOST_PROGRAMS, LEAST_ROWS = 256, 32  # Triton programs that share a column's sum, and the fewest rows of each
-_NAMES = ("gelu", "silu", "swish")  # in the class's name of an activation
+LAYERS = ("gate_proj", "up_proj", "down_proj")  # names of the linear layers of a gated MLP
+MOST_PROGRAMS, LEAST_ROWS = 256, 32  # most Triton programs that share a column's sum; fewest rows of each
+_NAMES = ("gelu", "silu", "swish")  # an activation's class has one of these in its name
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Describes x * sigmoid(linear * x + cubic * x^3): SiLU, or GELU with tanh (arXiv:1606.08415). With `erf`,
-    describes GELU itself, x * (1 + erf(x / sqrt(2))) / 2."""
+    """Describes the function x * sigmoid(linear * x + cubic * x^3). This is SiLU, or GELU in its tanh form
+    (arXiv:1606.08415). If `erf` is True, describes exact GELU, x * (1 + erf(x / sqrt(2))) / 2, without the other two
+    fields."""
 
     linear: float
     cubic: float
@@ -51,12 +53,14 @@ class Activation:
         return x * torch.sigmoid(self.linear * x + self.cubic * x**3)
 
     def values(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        """Returns activation(gate) * up, rounded once. Without `up`, returns activation(gate)."""
+        """Returns activation(gate) * up [..., I], rounded once. If `up` is None, returns activation(gate)."""
         return torch.ops.lowmem.gated(gate, up, self.linear, self.cubic, self.erf)
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the values again, as rows [N, I], and the gradient for `up`. `gradient` [..., I]: for the values. It
-        becomes the gradient for gate, in place. Without `up`, notes the sum of its rows for `sum_of_rows`."""
+        """Computes gradients from `gradient` [..., I], the gradient for activation(gate) * up. Overwrites `gradient`
+        with the gradient for `gate`. Returns activation(gate) * up once more, as rows [N, I], and the gradient for
+        `up`. If `up` is None, the second result is None, and `gradient` gets an attribute with the sum of its rows for
+        `sum_of_rows`."""
         columns = gate.shape[-1]
         rows = gate.numel() // columns
         values = gate.new_empty(rows, columns)
@@ -80,15 +84,17 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns the sum of the rows of `gradient` in fp32: a bias's gradient [I]. Takes the sum that `differentiate` has
-    noted, unless something was written into `gradient` since. `rows` [N, I]: a view of `gradient`."""
+    """Returns the sum of the rows of `gradient` in fp32: a bias's gradient [I]. Uses the sum that `differentiate` has
+    stored, if there is one and `gradient` has not been written since. Otherwise adds up `rows` [N, I], a view of
+    `gradient`."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
     return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stands for activation(gate) * up, which is not computed yet. Only a product of layers.py can read it."""
+    """Stands for activation(gate) * up [..., I], which is not computed yet. If `up` is None, stands for
+    activation(gate). Only FusedProduct (layers.py) can read it. `source`: the ActivationForward that made it."""
 
     gate: Tensor
     up: Tensor | None
@@ -96,10 +102,13 @@ class Inputs:
 
 
 class ActivationForward:
-    """Takes the place of `module.forward` in an activation or a gated MLP. Hands the next product Inputs instead of the
-    activation's output. The module's own forward runs for a call with more arguments, and if that product is no longer
-    one of layers.py. `place`: (module, name) of the product, None if it is not known yet; `reader`: the product that
-    has read the Inputs."""
+    """Replaces the forward of `module`, an activation or a gated MLP. Passes Inputs, and not the activation's output,
+    to the linear layer that follows. A call with further arguments goes to the module's own forward. So does every call
+    if that layer is no longer a FusedProduct (layers.py), or if a user's hook would see the Inputs.
+
+    `place`: (module that has the linear layer, the layer's name there), None if not known yet. `reader`: the linear
+    layer that has read the Inputs, None before a call.
+    """
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
@@ -116,7 +125,8 @@ class ActivationForward:
         return module.down_proj(inputs)
 
     def _is_read(self) -> bool:
-        """Returns True if the next product can read Inputs, and no hook of a user sees them."""
+        """Returns True if the linear layer that follows can read Inputs and no user's hook would see them. Also returns
+        True if this layer is not known yet."""
         if self.place is None:
             return True
         layer = getattr(*self.place)
@@ -127,12 +137,12 @@ class ActivationForward:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the activation of `module` if it is an activation that the kernel computes, or a gated MLP with one.
-    Otherwise returns None."""
+    """Returns the Activation that `module` computes or, if `module` is a gated MLP, applies. Compares the module's
+    outputs for sample inputs with those of ACTIVATIONS. Returns None if none of them agrees."""
     generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
     gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
-        trial = copy.copy(module)  # with other layers: a module's own may be large
+        trial = copy.copy(module)  # with other layers, because the module's own may be large
         trial._modules = module._modules | dict(zip(LAYERS, (lambda _: gate, lambda _: up, nn.Identity()), strict=True))
     elif any(name in type(module).__name__.lower() for name in _NAMES) and not list(module.parameters()):
         trial, up = module, torch.ones(gate.shape)
@@ -153,9 +163,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replaces the forward of the activations and gated MLPs in the blocks of `decoder`, whose products are those of
-    layers.py already. Leaves out blocks in which anything but such a product reads an activation's output. `dtype`: the
-    matrices' dtype."""
+    """Replaces the forward of activations and gated MLPs in the blocks of `decoder` by ActivationForward. The blocks'
+    linear layers must be FusedProducts already (layers.py). If other code in a block reads an activation's output, this
+    block's activations stay as they are. `dtype`: the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():
@@ -175,8 +185,8 @@ def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def _readers(block: nn.Module, run: Callable[[], object]) -> dict[str, str]:
-    """Returns {name of an activation of `block`: name of the product that reads its output}. Raises an error if
-    anything else reads an activation's output."""
+    """Runs `block` by calling `run`. Returns {name of an activation: name of the linear layer that reads its output}.
+    Raises an error if anything else reads an activation's output."""
     run()
     names = {module: name for name, module in block.named_modules()}
     forwards = {name: vars(module).get("forward") for module, name in names.items()}

@@ -1,11 +1,11 @@
 """Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
 
 Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
-may have more than the planned number of positions (rows x width). The cut with the shortest estimated time is taken. A
-micro-batch's time is its number of positions, or `least` if it has fewer: launching kernels and reading weights take
-that long anyway. Each micro-batch adds `least` / 16, so of cuts with otherwise equal times, the one with fewer
-micro-batches is taken. The cut depends on lengths, layout and device only, so a step can be repeated with the same
-bits.
+may have more than the planned number of positions (rows x width). The cut with the shortest estimated time is taken.
+The time of a micro-batch is estimated as its number of positions, but at least as `least`, because launching kernels
+and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts would take equally long
+otherwise, the one with fewer micro-batches is taken. The cut depends on lengths, layout and device only, so a step can
+be repeated with the same bits.
 """
 
 import math
@@ -21,18 +21,18 @@ from lowmem.core.loss import IGNORED as IGNORED_LABEL
 from lowmem.core.recompute import Dropout
 from lowmem.errors import InputError, first_line
 
-# Positions of a micro-batch below which its time hardly falls, by device. A GPU reads all weights and accumulators,
-# which takes as long as 120 positions of a large model on an RTX 3060, 260 on an H100. It also launches kernels, which
-# takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. The CPU only starts kernels.
+# {device: number of positions}. A micro-batch with fewer positions takes hardly less time. A GPU reads all weights and
+# accumulators, which takes as long as 120 positions of a large model on an RTX 3060, 260 on an H100. It also launches
+# kernels, which takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. A CPU only launches.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
-_DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # of a Batch; others: int64
-WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores want multiples of 16 bytes, 8 numbers of 16 bit
+_DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # of a Batch; other fields: int64
+WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores need multiples of 16 bytes, which are 8 numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds B rows of T positions, on the CPU until `to` copies them. For an encoder-decoder, each row is a source of S
-    tokens, followed by T positions of the decoder."""
+    """Holds B rows of T positions, on the CPU until `to` copies them. For an encoder-decoder, each row has a source of
+    S tokens (the encoder's input), followed by T positions of the decoder."""
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
@@ -45,14 +45,14 @@ class Batch:
     def from_hf(cls, batch: Mapping, decoder_start: int | None = None, padding: int | None = None) -> "Batch":
         """Makes a Batch of a dict in the form that transformers' collators return and `model(**batch)` takes.
 
-        input_ids       int [B, T], padded on the right; an encoder-decoder's source
-        attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
-        labels          int [B, T], *not* shifted: the labels of a decoder are its input_ids, with -100 for tokens that
-                        are not trained. For an encoder-decoder, its target, which may have another length
+            input_ids       int [B, T], padded on the right; for an encoder-decoder, its source
+            attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
+            labels          int [B, T], *not* shifted: a decoder's labels are its input_ids, with -100 for tokens that
+                            are not trained. For an encoder-decoder, its target, which may have another length
 
-        An encoder-decoder reads its target shifted by one token, after the id `decoder_start`. If a label is -100, it
-        reads the id `padding` there; None: `decoder_start`. Raises InputError for other keys or shapes, and for padding
-        on the left.
+        `decoder_start`: token id that an encoder-decoder's targets begin with; None for a decoder. An encoder-decoder
+        reads this id, and then its target without the last token. For a label of -100 it reads the id `padding`, or
+        `decoder_start` if `padding` is None. Raises InputError for other keys or shapes, and for padding on the left.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -91,18 +91,20 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """Returns the arguments of `Decoder.embed`."""
+        """Returns the arguments of `embed` (decoder.py, encoder_decoder.py)."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     @property
     def sources(self) -> int:
-        """Returns the number of tokens of each source, 0 for a decoder's batch."""
+        """Returns the length in tokens of the encoder inputs, which is the same for all rows; 0 for a decoder's
+        batch."""
         return 0 if self.source_mask is None else self.source_mask.shape[-1]
 
     def check_fields(self) -> None:
-        """Raises InputError for wrong fields. Each must be a tensor of the dtype and shape that the class names.
-        Positions must be inside their row, and `lengths` must not exclude a position with a label."""
+        """Raises InputError if a field is wrong. Each field must be a tensor of the dtype and shape that the class
+        lists, or None if the class allows it. Position ids must be from 0 to T - 1. No position with a label may be
+        beyond its row's length."""
         for name, tensor in vars(self).items():
             dtypes = _DTYPES.get(name, (torch.int64,))
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -132,8 +134,8 @@ class Batch:
 
     def check(self, has_sources: bool) -> None:
         """Raises InputError if the batch does not suit the model. `has_sources`: whether the model is an
-        encoder-decoder. Its batches need a `source_mask`, and a decoder's must not have one. Each row needs as many
-        labels as positions after its source. A decoder's labels must be shifted."""
+        encoder-decoder. An encoder-decoder's batches need a `source_mask`, and a decoder's must not have one. Each row
+        needs as many labels as positions after its source. A decoder's labels must be shifted by one token."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -178,8 +180,8 @@ class Batch:
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
         """Cuts the batch into micro-batches of at most `size` x T positions. If `lengths` is None, they are views of
-        `size` rows each, in order. Otherwise they are copies: rows are sorted by length, and padding is cut off.
-        `least`: with fewer positions than this, a micro-batch is assumed to take as long as with `least`."""
+        `size` rows each, in order. Otherwise they are copies: rows are sorted by length, and padding is cut off. A
+        micro-batch with fewer than `least` positions is assumed to take as long as one with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -215,8 +217,9 @@ class Work:
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
     """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
-    `most`: largest number of rows, of tokens in a row, and of tokens in an encoder-decoder's target. If `most` is
-    given, raises InputError for a larger batch, for a wrong field, or for a token id outside the vocabulary."""
+    Raises InputError if `batch` is neither a Batch nor a dict. `most`: the largest allowed (number of rows, tokens in a
+    row, tokens in an encoder-decoder's target); the last is None for a decoder. If `most` is given, raises InputError
+    for a larger batch, for a wrong field, or for a token id outside the vocabulary."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
@@ -248,12 +251,14 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Cuts rows into micro-batches whose estimated time is least in total. Returns (number of rows, width) of each, in
-    order. `lengths`: tokens of each row, longest first, at most `seq`. No micro-batch has more than `size` x `seq`
-    positions. Fewer than `least` positions are assumed to take as long as `least`."""
+    """Cuts rows into consecutive micro-batches with the least estimated time in total. Returns (number of rows, width)
+    of each micro-batch, in order. `lengths`: tokens of each row, longest first, at most `seq`. No micro-batch has more
+    than `size` x `seq` positions. A micro-batch with fewer than `least` positions is assumed to take as long as one
+    with `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
-    # From the last row up: the least time for rows from `first` on, and the number of rows in their first micro-batch.
+    # Goes from the last row to the first. `time[first]`: least time for all rows from `first` on. `rows_at[first]`:
+    # number of rows in the first of their micro-batches.
     time, rows_at = np.zeros(count + 1), [0] * count
     for first in reversed(range(count)):
         most = min(count - first, size * seq // widths[first])

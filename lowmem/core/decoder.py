@@ -1,14 +1,15 @@
-"""Splits any Hugging Face decoder into three callables: embedding, blocks, head.
+"""Splits a Hugging Face decoder into three methods: `embed`, `block` and `final`.
 
-The step runs block 7 of all micro-batches before block 8 of any. So it needs the model in pieces, and the pieces must
-be the model's own code. So the model's own forward runs, but its list of blocks is replaced meanwhile:
+The step runs block 7 of all micro-batches before block 8 of any. So it calls each block by itself. To run the parts
+before and after the blocks, it calls the model's own forward with stubs in the place of the blocks:
 
-  * by recorders, which store the arguments of each block (masks, rotary tables, ...) and stop the forward pass after
-    the last block: the *embedding*;
-  * by stubs that return a given hidden state, while the output projection only returns its input: the *final* part.
+  * In `embed`, the stubs store the arguments of each block (masks, rotary tables, ...). The last stub ends the forward
+    pass.
+  * In `final`, the stubs return a given hidden state. The head (output projection) ends the forward pass with its
+    input.
 
-A third such run shows what the model does to its logits (logits.py). If a model cannot be split this way, an error
-names it. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
+A third such run shows what the model does to its logits (logits.py). If a model cannot be split this way, InputError
+says why. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,16 +29,16 @@ from lowmem.core.logits import Followed, LogitFunction
 from lowmem.errors import InputError
 
 Extra = tuple[tuple, dict[str, Any]]  # a block's positional and keyword arguments after the hidden state
-_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes that count a model's blocks
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes with a block's number
 
 
 @dataclass
 class Unit:
-    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with an untied
-    head)."""
+    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with the head, if it is
+    not tied)."""
 
     name: str
-    parameters: dict[str, nn.Parameter]  # by the model's own names, each parameter of the model in exactly one unit
+    parameters: dict[str, nn.Parameter]  # {the model's name of it: parameter}; each parameter is in exactly one unit
 
 
 class _Stop(Exception):
@@ -60,21 +61,23 @@ class _Stub(nn.Module):
 
 
 class Decoder:
-    """Splits `model`, a causal language model of transformers, into `embed`, `block` and `final`. The model's
-    parameters may still be on the meta device."""
+    """Splits `model`, a causal language model of transformers. `embed` computes the first block's input, `block` runs
+    one block, and `final` computes the head's input from the last block's output. The head itself is part of the loss
+    (loss.py). Parameters may be on the meta device. `fused_kernels`: kernels that a step may use. Raises InputError if
+    the model cannot be split."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
-    shared: Sequence = ()  # parameters that several blocks use (encoder_decoder.SharedUse), block by block
+    shared: Sequence = ()  # a SharedUse (encoder_decoder.py) per block that uses a shared parameter
 
     def __init__(self, model: nn.Module, fused_kernels: Kernels = Kernels.NONE):
         self.model, self.fused_kernels = model, fused_kernels
         self.architecture = type(model).__name__
         self._refuse_unsupported()
         self.blocks = self._find_blocks()
-        # Each block's layer whose matrix product need not be computed again for backward, or None (products.py).
+        # For each block, the layer whose product a recomputation may leave out; None if there is none (products.py).
         self.skippable_layers: list[nn.Module | None] = [None] * len(self.blocks)
         self.block_forwards: list = []  # BlockForward of each block whose sums are fused (residual_sums.py)
-        self.structure: list = []  # structure_of the model when these two were found (dry_run.py)
+        self.structure: list = []  # structure_of the model when these two lists were made (dry_run.py)
         self._head = model.get_output_embeddings()
         if type(self._head) is not nn.Linear:
             raise InputError(f"{self.architecture}: the head is {type(self._head).__name__}, not a plain linear layer")
@@ -82,7 +85,7 @@ class Decoder:
         self._hooks: list[RemovableHandle] = []
         buffers = list(model.buffers())
         self.units = self._find_units()  # embedding, blocks in order, final
-        self.logit_function = self._find_logit_function()  # from the head's output to the model's logits
+        self.logit_function = self._find_logit_function()  # computes the model's logits from the head's output
         if any(now is not before for now, before in zip(model.buffers(), buffers, strict=True)):
             raise InputError(
                 f"{self.architecture}: the model replaces its buffers while it runs (rotary tables that grow with the "
@@ -100,10 +103,11 @@ class Decoder:
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> tuple[Tensor, list[Extra]]:
-        """Computes the first block's input [B, T, D] from `input_ids` [B, T] int64, and each block's other arguments.
+        """Returns the first block's input [B, T, D] for `input_ids` [B, T] int64, and a list of each block's other
+        arguments.
 
-        With `document_ids` [B, T], a position attends only to earlier positions with the same number. `position_ids`
-        [B, T] default to 0, 1, 2, ...
+        With `document_ids` [B, T], a position attends only to earlier positions with the same number. Without, it
+        attends to all that the model allows. `position_ids` [B, T] default to 0, 1, 2, ...
         """
         extras: list[Extra] = []
 
@@ -121,7 +125,7 @@ class Decoder:
         it."""
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
-        return output[0] if isinstance(output, tuple | list) else output  # OpenAI GPT's give a list
+        return output[0] if isinstance(output, tuple | list) else output  # blocks of OpenAI GPT return a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
         """Registers a hook that calls `call(index)` before each forward of the blocks `indices`. Removes the hooks of
@@ -133,9 +137,9 @@ class Decoder:
         ]
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Computes the input of the head [B, T, D'] from the last block's output `hidden` [B, T, D]: the final norm,
-        usually."""
-        # The embedding runs again, on token 0, forward only: a lookup is little next to the head's product.
+        """Computes the head's input [B, T, D'] from the last block's output `hidden` [B, T, D]. In most models this is
+        only a norm."""
+        # The embedding runs again, on token 0, forward only: a lookup costs little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         head_stops = patch.object(self._head, "forward", _stop)
         with self._blocks_replaced(lambda *_, **__: self._as_block_output(hidden)), head_stops:
@@ -149,11 +153,11 @@ class Decoder:
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns arguments for `embed`: two rows of 8 tokens."""
+        """Returns arguments for `embed`: two rows of 8 token ids below `vocabulary_size`."""
         return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
 
     def logits(self, *inputs: Tensor | None) -> Tensor:
-        """Computes all logits [B, T, V] with `embed`, `block` and `final`, one after the other. `inputs` are the
+        """Computes all logits [B, T, V] with `embed`, `block`, `final` and the head, one after the other. `inputs`: the
         arguments of `embed`."""
         hidden, extras = self.embed(*inputs)
         for index, extra in enumerate(extras):
@@ -162,12 +166,13 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Computes the logits [B, T, V] with the model's own forward. `inputs` are the arguments of `embed`; only the
-        token ids are used."""
+        """Computes the logits [B, T, V] with the model's own forward. `inputs`: the arguments of `embed`, of which only
+        the token ids are used."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """Returns the logits of the model's forward, with `output` [B, T, V] instead of the head's output."""
+        """Returns the logits [B, T, V] of the model's forward if the head's output is replaced by `output` [B, T, V].
+        `inputs`: as in `whole`."""
         with patch.object(self._head, "forward", lambda hidden: output):
             return self.whole(*inputs)
 
@@ -175,8 +180,8 @@ class Decoder:
 
     def _run(self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids}
-        # transformers' own guess of the documents reads a value back from the GPU in every forward pass, and runs other
-        # code on fake tensors.
+        # Replaces transformers' guess of the documents, which copies a value from the GPU in every forward pass, and
+        # runs other code on meta tensors.
         documents_known = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: document_ids)
         try:
             with documents_known:
@@ -233,7 +238,8 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """Returns {id of a parameter: index of its unit}: 0 the embeddings, i + 1 block i, -1 the final norm."""
+        """Returns {id of a parameter: index of its unit}. The index is 0 for the embeddings, i + 1 for block i, and -1
+        for the final norm and an untied head."""
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -258,10 +264,10 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """Returns two sets of ids of parameters: those of modules that run before the blocks, and of those that run
-        after. Finds them by running the model with stubs, which return their input, instead of its blocks. Sets
-        `_returns_tuple`: whether stubs must return a tuple, as blocks do in some versions of transformers, or a tensor.
-        Tries a tensor first, because the model raises an error for the wrong kind."""
+        """Returns two sets of parameters' ids: of the modules that run before the blocks, and of those that run after.
+        Runs the model with stubs in the place of its blocks, which return their input. Sets `_returns_tuple` to True if
+        stubs must return a tuple, as blocks do in some versions of transformers, and to False for a tensor. Tries a
+        tensor first, and then a tuple if the model raises an error. Raises InputError if both fail."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):

@@ -1,7 +1,8 @@
 """Applies the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
 
-The updates run in order, each before the next forward pass reads the unit's weights. Or they run in reverse order,
-while backward finishes the gradients. A pass over all units may be interrupted and continued.
+The updates run in the order of the units, each before the next forward pass reads the unit's weights. Or they run in
+reverse order, each when backward has finished the unit's gradients. A pass over all units may be interrupted and
+continued.
 
 If memory runs out in an update, that update has changed nothing (optimizers.py). The next `run_until` repeats it. So
 nothing is updated twice, and nothing is left out.
@@ -21,26 +22,27 @@ from lowmem.errors import LowmemError
 
 
 class UpdateInterrupted(LowmemError):
-    """Says that updates stopped halfway. The weights in memory are unusable; resume from the newest checkpoint."""
+    """Is raised if updates have stopped halfway, so that some weights are updated and others are not. Training must
+    resume from the newest checkpoint."""
 
 
 class Updates:
     """Updates weights, unit by unit (the embeddings, each block, the final norm). Each optimizer step has one pass over
     all units.
 
-    `units`: number of units. `hyper`: hyperparameters of the newest update; `hyper.update` counts the updates from 1.
+    `units`: number of units. `hyper`: hyperparameters of the newest pass; `hyper.update` is its number, from 1 on.
     `halfway`: True while backward makes updates, so that the step cannot be repeated.
     """
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.state_window, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
-        self._updated = None  # event of the last update, for which later kernels wait
+        self._updated = None  # event of the last update; later kernels wait for it
         self.hyper = hyper
         self.units = units
         self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
         self._next = 0  # Index of the next piece in the pass.
-        self._torn = False  # True if an error or Ctrl-C ended the update of a piece; it may be half made.
+        self._torn = False  # True if an error or Ctrl-C ended the update of a piece, which may be half made.
         self._downwards = False  # True if the pass goes from the last unit to the first.
         self.halfway = False
 
@@ -50,23 +52,25 @@ class Updates:
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates, which `run_until` applies. They multiply all gradients by `gradient_scale`. The
-        pass goes from the first unit (the embeddings) to the last (the final norm) or, if `downwards`, from the last to
-        the first. In a pass downwards, a unit's gradients must be final only when `run_until` reaches it."""
+        """Begins a pass of updates over all units; `run_until` makes the updates. They multiply all gradients by
+        `gradient_scale`. If `downwards` is False, the pass goes from the first unit (the embeddings) to the last (the
+        final norm), and all gradients must be final. If it is True, the pass goes from the last unit to the first. Then
+        a unit's gradients must be final only when `run_until` reaches it."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
         pieces = self._store.pieces
         pieces = sorted(pieces, key=lambda piece: -piece.part.unit) if downwards else pieces
-        if self._downwards is not downwards and self._pieces:  # StateWindow.begin needs the order of the last pass
+        if self._downwards is not downwards and self._pieces:  # else StateWindow.begin needs the order of the last pass
             self.state_window.synchronize()
         self.state_window.begin(pieces)
         self._wait_for_gradients()
-        # Last: if Ctrl-C comes earlier, no update waits.
+        # Set last: if Ctrl-C ends this method earlier, no update is pending.
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Must be called when a pass downwards has updated all units. The step is made then."""
+        """Must be called when a pass downwards has updated all units. Sets `halfway` to False, because the step is
+        complete."""
         self.halfway = False
 
     def refuse_halfway(self) -> None:
@@ -75,8 +79,9 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Continues the pass until it has updated `units` units (embeddings, blocks, final norm). Kernels that are
-        launched later wait for these updates. If memory runs out, the next call continues."""
+        """Continues the pass until its first `units` units are updated. Does nothing if they are updated already.
+        Kernels launched later wait for these updates. If memory runs out, raises OutOfMemoryError, and the next call
+        continues. Raises UpdateInterrupted if an earlier call was stopped inside an update."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):

@@ -1,4 +1,5 @@
-"""Sees how a model's layers compute: lists operations on tensors without data, or compares outputs with a formula's."""
+"""Finds out what a model's layers compute. Lists their operations on tensors without data (on the meta device), or
+compares their outputs with those of a formula."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,15 +16,15 @@ from lowmem.core.decoder import AnswerYes, Decoder, kind_of
 
 Result = TypeVar("Result")
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
-_MOST_ERROR = 1e-5  # between a model's code and a formula, in fp32, for numbers of about 1
+_MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to the largest number
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
     """Calls `run` while the parameters of `model` are on the meta device, and returns its result. Parameters with two
     or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
     too. Returns None if it raises an error again."""
-    for with_buffers in (False, True):  # some models mix both devices, others read their buffers' values
-        with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data may raise errors
+    for with_buffers in (False, True):  # some models read their buffers' values, others need one device
+        with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data raise any error
             return run()
     return None
 
@@ -31,8 +32,9 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 def look_at_blocks(
     decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
 ) -> list[Result | None]:
-    """Returns `look(block, run)` for each block of `decoder`, where `run()` runs this block in a dry run. Calls `look`
-    once for each kind of block (kind_of). The result is None for a block that does not run without data."""
+    """Returns a list with the result of `look(block, run)` for each block of `decoder`. `run()` runs the block once, on
+    tensors without data. Calls `look` once for all blocks of one kind (kind_of). The result is None if `look` raises an
+    error, as it does if the block needs data."""
     known: dict[tuple, Result | None] = {}
     for index, block in enumerate(decoder.blocks):
         if (kind := kind_of(block)) not in known:
@@ -47,7 +49,8 @@ def _run_block(decoder: Decoder, index: int) -> None:
 
 
 def agrees(output: object, formula: Tensor) -> bool:
-    """Returns True if `output` of a model's code is what a formula gives, except for rounding."""
+    """Returns True if `output`, the result of a model's code, equals `formula`, the result of a formula, except for
+    rounding. Returns False if `output` is no tensor, or has another shape."""
     alike = isinstance(output, Tensor) and output.shape == formula.shape
     return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 
@@ -84,8 +87,8 @@ def _same(one, other) -> bool:
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
     """Replaces the parameters of `model`, and its buffers if `with_buffers`, by meta tensors inside `with`. Parameters
-    with two or more dimensions get `dtype`. Afterwards all are as before, also buffers that the model moves when it
-    runs (GPT-J's positions)."""
+    with two or more dimensions get `dtype`. On exit, restores all of them, also buffers that the model itself has
+    replaced (as GPT-J does with its positions)."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:
@@ -105,7 +108,8 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes an operation that ran. `module`: the module that was called last before it."""
+    """Describes a PyTorch operation that ran, with its arguments and result. `module`: the module whose forward was
+    called last before it; None if there was none."""
 
     function: torch._ops.OpOverload
     args: tuple
@@ -115,14 +119,14 @@ class Operation:
 
     @property
     def reads(self) -> list[Tensor]:
-        """Returns the tensors among the arguments. A view reads nothing."""
+        """Returns the tensors that the operation reads: all among its arguments, none for a view."""
         is_view = self.function.is_view or self.function is torch.ops.aten._unsafe_view.default
         return [] if is_view else tensors_in((self.args, self.kwargs))
 
 
 class Trace(TorchDispatchMode):
-    """Lists in `operations` all operations that run inside `with`. Their tensors live as long as the list, so no two
-    storages have one address."""
+    """Lists in `operations` all operations that run inside `with`. The list keeps their tensors alive, so different
+    storages have different addresses."""
 
     def __init__(self):
         super().__init__()
