@@ -1,19 +1,20 @@
-"""Splits T5 into the same three callables as a decoder (decoder.py): embedding, one chain of blocks, head.
+"""Splits T5 like a decoder (decoder.py): into `embed`, one chain of blocks, and `final`.
 
     [B, S + T, D]   hidden states of S source tokens, and after them of T decoder positions
-    encoder block   changes the first S rows and passes the rest on
-    decoder block   attends to the first S rows, passes them on, and changes the rest
+    encoder block   changes the first S positions and passes the rest on
+    decoder block   attends to the first S positions, passes them on, and changes the rest
 
-So all other code sees a decoder with E + D blocks, E of the encoder and D of the decoder. In backward, the gradient for
-the encoder's output is summed in the first S rows. The price: every saved input of a segment holds all S + T rows.
+So all other code sees one decoder, with the encoder's blocks before the decoder's. In backward, the gradient for the
+encoder's output is summed in the first S positions. The price: every saved input of a segment (recompute.py) holds all
+S + T positions.
 
     unit 0    the token embedding, and both tables of relative position biases
     blocks    their own parameters; the decoder's first block also the encoder's final norm, which it applies
-    final     the decoder's final norm
+    final     the decoder's final norm, and the head if it is not tied
 
-T5's first blocks pass their position biases on to the others. Here each block looks them up itself, so that any block
-can be recomputed. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py adds these in the
-order of the blocks, so the sum does not depend on the schedule.
+In T5, the first block of a stack looks up position biases and passes them on. Here each block looks them up itself, so
+that any block can be recomputed. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py
+adds these in the order of the blocks, so the sum does not depend on the schedule.
 
 Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
 """
@@ -47,10 +48,10 @@ _ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
 
 @dataclass
 class SharedUse:
-    """Records that one block uses a parameter of the embedding unit that other blocks use, too.
+    """Describes how one block uses a parameter that several blocks share: T5's table of position biases.
 
-    `parameter()` returns that parameter as it is now. `own`: a parameter for this block with the same data and a
-    separate gradient; None until accumulation.py makes it.
+    `parameter()` returns the shared parameter that the model has now. `own`: a parameter for this block with the same
+    data and a separate gradient; None until accumulation.py makes it.
     """
 
     name: str  # the parameter's name in the model
@@ -58,16 +59,16 @@ class SharedUse:
     own: nn.Parameter | None = None
 
     def value(self) -> nn.Parameter:
-        """Returns the tensor that the block computes with: the block's `own` copy if there is one, with the parameter's
-        newest data."""
+        """Returns the tensor that the block computes with. This is `own`, after its data is set to the shared
+        parameter's current data. If `own` is None, this is the shared parameter."""
         if self.own is None:
             return self.parameter()
         self.own.data = self.parameter().data
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Returns the position biases [T, S, H] of `buckets` [T, S], the classes into which T5 puts distances. They are
-        fp32, because each bias's gradient is a sum of T x S numbers."""
+        """Returns the position biases [T, S, H] of `buckets` [T, S] int64, T5's classes of distances between positions.
+        They are fp32, because each bias's gradient is a sum of T x S numbers."""
         return F.embedding(buckets, self.value().float())
 
 
@@ -77,7 +78,7 @@ def _attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention [B, T, H, d] of `query` [B, H, T, d] to `key` and `value` [B, H, S, d]. Adds `position_bias`
     and `attention_mask` to the scores [B, H, T, S]."""
-    scores = torch.matmul(query, key.transpose(2, 3)).float()  # fp32 ones are not copied
+    scores = torch.matmul(query, key.transpose(2, 3)).float()  # fp32 scores are not copied
     scores += position_bias
     if attention_mask is not None:
         scores += attention_mask
@@ -90,9 +91,9 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class EncoderDecoder(Decoder):
-    """Splits `model`, a T5ForConditionalGeneration, like a decoder. `blocks` are the encoder's and then the decoder's.
-    `input_ids` [B, S + T] are a source and then the decoder's input. `source_mask` [B, S] bool is True for the real
-    positions of the source."""
+    """Splits `model`, a T5ForConditionalGeneration, with the methods of Decoder. `blocks` has the encoder's blocks and
+    then the decoder's. `input_ids` [B, S + T] have the source and then the decoder's input. `source_mask` [B, S] bool
+    is True for the real positions of the source."""
 
     needs_sources = True
 
@@ -127,15 +128,15 @@ class EncoderDecoder(Decoder):
                 parameter = functools.partial(getattr, table, "weight")
                 self.shared.append(use := SharedUse(names[id(table.weight)], parameter))
                 attention.has_relative_attention_bias = True  # else it expects the first block's biases
-                attention.__dict__["relative_attention_bias"] = use  # before the module
+                attention.__dict__["relative_attention_bias"] = use  # found before the module of this name
         return blocks
 
     def embed(
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
-        """Computes the first block's input [B, S + T, D] from `input_ids` [B, S + T] int64 and `source_mask` [B, S]
-        bool, and each block's other arguments. `position_ids` and `document_ids` are not used: positions are relative,
-        and there is no document mask."""
+        """Returns the first block's input [B, S + T, D] for `input_ids` [B, S + T] int64 and `source_mask` [B, S] bool,
+        and a list of each block's other arguments. `position_ids` and `document_ids` are not used: positions are
+        relative, and there is no document mask."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
         # Copies both: CUDA's lookup would copy them anyway, but a plan's lookup would not.
@@ -169,7 +170,7 @@ class EncoderDecoder(Decoder):
         """Computes the input of the head from `hidden` [B, T, D], the last block's output at the decoder's
         positions."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
-        scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # T5's; not of its version 1.1, nor of mT5
+        scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # True for T5, but not for T5 1.1 and mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
@@ -198,7 +199,7 @@ class EncoderDecoder(Decoder):
         return LogitFunction()  # models/compatibility.py compares it with the model's
 
 
-# --- where a run differs for an encoder-decoder
+# --- how a run differs for an encoder-decoder
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
@@ -207,20 +208,23 @@ def is_encoder_decoder(config: PretrainedConfig) -> bool:
 
 
 def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
-    """Builds the model of `config` as transformers does; T5 gets the attention of this file, `_attention`."""
+    """Builds the model of `config` as transformers does, with random weights. T5 gets the attention of this file,
+    `_attention`. `options`: keywords for transformers' `from_config`."""
     if is_encoder_decoder(config):
         return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=_ATTENTION, **options)
     return AutoModelForCausalLM.from_config(config, **options)
 
 
 def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model`: returns an EncoderDecoder for T5 and mT5, a Decoder for all others."""
+    """Returns `model` as an object with `embed`, `block` and `final`: an EncoderDecoder for T5 and mT5, a Decoder for
+    all others."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 
 
 def decoder_start(config: PretrainedConfig) -> int | None:
-    """Returns the token id that an encoder-decoder's targets begin with; None for a decoder."""
+    """Returns the token id that an encoder-decoder's targets begin with; None for a decoder. If the config does not
+    name it, returns the padding token's id, or 0."""
     if not is_encoder_decoder(config):
         return None
     ids = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
@@ -228,8 +232,9 @@ def decoder_start(config: PretrainedConfig) -> int | None:
 
 
 def with_target_tokens(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings` with the length of an encoder-decoder's targets filled in, by default a quarter of `seq`.
-    Raises InputError for settings that this kind of model does not have."""
+    """Returns `settings` with the length of an encoder-decoder's targets filled in. If the user has given none, this is
+    a quarter of `seq`. Returns a decoder's settings unchanged. Raises InputError for settings that this kind of model
+    does not support."""
     if not is_encoder_decoder(config):
         if settings.target_tokens is not None:
             raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")

@@ -1,6 +1,9 @@
-"""Computes the norms of final gradients, then sends, drops or applies these gradients, as the layout's Fate says
-(docs/step.md). A gradient is final when nothing more is added to it. One pass of forward and backward finishes the
-gradients of one unit after the other, from the last unit to the embeddings."""
+"""Computes the norms of final gradients, then keeps, sends, drops or applies them, as the layout's Fate says
+(layout.py).
+
+A gradient is final when nothing more is added to it. One pass of forward and backward finishes the gradients of one
+unit after the other, from the last unit to the embeddings.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,18 +27,18 @@ class FinalGradients:
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
         """Prepares for the gradients of one backward pass. `store`: the model's parameters. `norms_of`: function that
-        returns the norms of a part's gradient, one for each piece of the part. `window`: copies gradients to RAM. If
-        `fate` is APPLIED, `updates` update each unit with this `learning_rate`. They multiply gradients by
-        `gradient_scale`."""
+        returns the norms of the gradient of one part (a unit's matrices or vectors), a norm for each piece. `window`:
+        copies gradients to RAM, if `fate` is SENT. `updates`: updates each unit, if `fate` is APPLIED. These updates
+        use `learning_rate`, and multiply gradients by `gradient_scale`; other fates ignore both."""
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
-        self._lowest = updates.units  # the first unit whose gradients are final
-        self._norms: dict[int, Tensor] = {}  # norms [pieces] of parts whose gradients are final, by id
+        self._lowest = updates.units  # gradients of this unit and of later ones are final; no unit yet
+        self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms [pieces]}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Must be called before backward. `losses`: the losses of all micro-batches. If `fate` is APPLIED, so that
-        backward updates each unit, begins these updates. But if the losses are not finite, sets `fate` to HELD instead,
-        so that nothing is updated."""
+        """Must be called before backward. If `fate` is APPLIED, begins the updates that backward will make. But if the
+        sum of `losses` is not finite, sets `fate` to HELD instead, so that nothing is updated. Does nothing for other
+        fates. `losses`: a scalar for each micro-batch."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
@@ -69,8 +72,8 @@ class FinalGradients:
             self._updates.run_until(self._updates.units - lowest)
 
     def end(self) -> float:
-        """Ends the pass: calls `finish` for the units that are left. Returns the norm of all gradients, computed in
-        fp64 from the norms of their pieces."""
+        """Ends the pass: calls `finish` for the units that are left. Returns the norm of all gradients on all ranks,
+        computed in fp64 from the norms of their pieces."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

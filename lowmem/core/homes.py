@@ -1,12 +1,12 @@
 """Makes tensors outside the GPU's memory: in RAM, and on a disk.
 
-A tensor in RAM is a memory mapping of exactly the size asked for, which CUDA can register. PyTorch's page-locked
+A tensor in RAM is a memory mapping of exactly the size asked for, and CUDA can page-lock it. PyTorch's page-locked
 allocator rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
 
-A tensor on a disk is a shared mapping of a range of a file. The file has no name, so its space is free again however
-the process ends. Updates read and write the file itself (`copy`). So none of its pages counts as memory of the process,
-and the operating system reads ahead and writes while other work goes on. Loading, saving and export use the mapping,
-and drop its pages afterwards.
+A tensor on a disk is a shared mapping of a range of a temporary file. The file is unlinked, so its space is free again
+however the process ends. Updates read and write the file by system calls (`copy`), not through the mapping. So none of
+its pages counts as memory of the process, and the operating system reads ahead and writes while other work goes on.
+Loading, saving and export use the mapping, and drop its pages afterwards.
 """
 
 import mmap
@@ -25,8 +25,8 @@ from lowmem.units import round_up
 
 
 class _Mapping(mmap.mmap):
-    """Holds the memory of one tensor. Without a `file`, this is anonymous memory in RAM. With a `file`, it is a mapping
-    of that file from byte `offset` on."""
+    """Holds the memory of one tensor. If `file` is None, this is anonymous memory in RAM. Otherwise it is a mapping of
+    that file from byte `offset` on. `locked_address`: address that is page-locked with CUDA; None if it is not."""
 
     file: "DiskStates | None" = None
     offset = 0
@@ -47,25 +47,26 @@ def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
 
 
 def page_lock(tensor: Tensor) -> bool:
-    """Registers a tensor made by `host_tensor` with CUDA, which makes all its pages resident. Returns False if CUDA
-    refuses (a limit on locked memory). Then copies of this tensor run at about half the speed, without overlap."""
+    """Page-locks a tensor made by `host_tensor`, by registering it with CUDA, which makes all its pages resident.
+    Returns False if CUDA refuses (a limit on locked memory). Then copies of this tensor run at about half the speed,
+    and not beside other work."""
     mapping = _mappings[tensor.data_ptr()]
     if mapping.locked_address is not None:
         return True
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         mapping.locked_address = tensor.data_ptr()
-        # Linux copies page-locked pages for a forked process at once, which doubles the RAM. Older versions share the
+        # When a process forks, Linux copies page-locked pages at once, which doubles the RAM. Older versions share the
         # pages. Then the first write gives the CPU a copy, and the GPU goes on with the old page.
         mapping.madvise(mmap.MADV_DONTFORK)
         return True
-    with suppress(RuntimeError):  # PyTorch would raise the refusal's error at the next kernel launch: this is the next
+    with suppress(RuntimeError):  # the next kernel launch raises the refusal's error: this launch takes it
         torch.zeros(1, device="cuda")
     return False
 
 
 class DiskStates:
-    """Makes tensors that are stored in one nameless file in `folder`. Creates the folder if it does not exist. Raises
-    InputError if the folder cannot be written."""
+    """Makes tensors on a disk for optimizer states, all in one unlinked temporary file in `folder`. Creates the folder
+    if it does not exist. Raises InputError if no file can be created there."""
 
     def __init__(self, folder: Path):
         self._file = open_states_file(folder)
@@ -92,7 +93,8 @@ class DiskStates:
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """Copies all bytes of the flat tensor `source` to `destination`. One of the two may be on a disk."""
+    """Copies all bytes of the flat tensor `source` to `destination`. At most one of the two may be on a disk. Raises
+    LowmemError if the disk fails."""
     for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
         mapping, start = _place(home)
         if mapping is not None:
@@ -102,7 +104,8 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def read_ahead(home: Tensor) -> None:
-    """Asks the operating system to read the tensor `home` from its disk into the page cache. Does not wait."""
+    """Asks the operating system to read the tensor `home` from its disk into the page cache. Does not wait. Does
+    nothing for a tensor in RAM."""
     mapping, start = _place(home)
     if mapping is not None and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
@@ -110,7 +113,8 @@ def read_ahead(home: Tensor) -> None:
 
 def drop_pages(tensor: Tensor) -> None:
     """Removes the pages of a tensor on a disk from the process's resident set; the content stays. Does so for the
-    tensor's whole mapping, because the operating system also maps pages around those that are touched."""
+    tensor's whole mapping, because the operating system also maps pages around those that are touched. Does nothing for
+    other tensors."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
@@ -138,7 +142,7 @@ def _pread(number: int, content: memoryview, offset: int) -> int:
 
 def _move(mapping: _Mapping, start: int, content: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
     """Reads or writes all of `content` in the file of `mapping`, from byte `start` of the mapping on. `move` is the
-    system call, which may move only some of the bytes each time."""
+    system call, which may move only some of the bytes each time. Raises LowmemError if it fails."""
     done = 0
     while done < len(content):
         reason = "the file is shorter than it was"

@@ -1,9 +1,10 @@
 """Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
 
 `cast_explicitly` makes a 16-bit model compute as autocast would: matrix products in 16 bit, norms and softmax in fp32.
-The casts are explicit because torch.autocast's rules differ between devices. Fused layers use the product in
-kernels/operators.py, which adds a matrix's gradient directly to the fp32 accumulator. That moves 8 bytes per parameter
-and micro-batch instead of 12. `accumulated` registers a parameter for that; other gradients come from autograd.
+The casts are explicit because torch.autocast's rules differ between devices. Fused linear layers call `add_product`
+(kernels/operators.py) in backward. It adds a matrix's gradient directly to the fp32 accumulator, which moves 8 bytes
+per parameter and micro-batch instead of 12. `accumulated` registers a parameter for this. Autograd computes all other
+gradients.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,9 @@ def fuse_gelu(model: nn.Module) -> None:
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kernels = Kernels.NONE) -> None:
     """Makes a model with 16-bit matrices and fp32 vectors (norms, biases) compute products in 16 bit, norms and softmax
-    in fp32. `residual`: the dtype of the residual stream. In 16 bit, the stream is rounded after every half of a block,
-    and saved inputs of blocks take half the memory. `fused_kernels`: those that layers use."""
+    in fp32. `residual`: the dtype of the residual stream, fp32 or 16 bit. A 16-bit stream is rounded after the
+    attention and the MLP of each block, and saved inputs of blocks take half the memory. `fused_kernels`: kernels that
+    layers use instead of PyTorch's."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = partial(_embedding_in_fp32, module)
@@ -51,14 +53,14 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=True), with_kwargs=True)
         if Kernels.ROTARY in fused_kernels and (rotary := rotary_forward(module)) is not None:
             module.forward = rotary
-        if isinstance(module, GradientCheckpointingLayer):  # transformers' name for a block
+        if isinstance(module, GradientCheckpointingLayer):  # transformers' base class of a block
             # Rotary tables and additive masks are combined with queries and keys, which are in 16 bit.
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=False), with_kwargs=True)
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes fused layers call `add_product` with the factors [M, K] and [K, N], in 16 bit, of the gradient of
-    `parameter`. That function must add their product to the parameter's accumulator."""
+    """Makes fused layers call `add_product(left, right)` in backward. left [M, K] @ right [K, N], both in 16 bit, is
+    the gradient of `parameter` [M, N]. `add_product` must add it to the parameter's accumulator."""
     parameter._lowmem_add_product = add_product
 
 
@@ -78,15 +80,16 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of a linear layer."""
+    """Replaces the forward of `module`, a linear layer. Its input is a tensor [..., I], or the Inputs of an activation
+    (activations.py)."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
-        self.reads_inputs = True  # of activations.py
+        self.reads_inputs = True  # the Inputs of activations.py
 
     def __call__(self, x: Tensor | Inputs) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
-        # A Function takes ten microseconds more.
+        # An autograd Function takes ten microseconds more than its forward alone.
         run = _Product.apply if torch.is_grad_enabled() else partial(_Product.forward, None)
         if isinstance(x, Inputs):
             if x.gate.dtype is not weight.dtype:
@@ -97,8 +100,9 @@ class FusedProduct:
 
 
 class _Product(torch.autograd.Function):
-    """Computes x [..., I] @ weight [I, O] + bias or, with `transposed`, x @ weight.T + bias for a weight [O, I]. `x`
-    and `weight` are in 16 bit. With an `activation`, computes it for activation(x) * up (activations.py)."""
+    """Implements a linear layer in 16 bit as an autograd Function: x [..., I] @ weight [I, O] + bias. With
+    `transposed`, the weight is [O, I], as in nn.Linear. With an `activation`, the layer's input is activation(x) * up
+    instead of x, or activation(x) if `up` is None."""
 
     @staticmethod
     def forward(
@@ -137,9 +141,10 @@ class _Product(torch.autograd.Function):
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module`, which is not a linear layer, is the router of a mixture of experts or has all its
-    experts. These modules have matrices themselves, no submodules with parameters, and are no embedding or convolution.
-    A state-space layer is neither: it has a matrix of decay rates, but also submodules with parameters."""
+    """Returns True if `module` is the router of a mixture of experts, or holds the matrices of all its experts. Such a
+    module has matrices itself, has no submodules with parameters, and is no embedding or convolution. `module` must not
+    be a linear layer. A state-space layer is neither: it has a matrix of decay rates, but also submodules with
+    parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
     alone = not any(True for child in module.children() for _ in child.parameters())
@@ -147,8 +152,8 @@ def _is_router_or_experts(module: nn.Module) -> bool:
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts floating-point inputs of `module` to the dtype of its matrices; a forward pre-hook. Casts only the hidden
-    state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
+    """Casts floating-point inputs of `module` to the dtype of its matrices, as a forward pre-hook. Casts only the
+    hidden state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]

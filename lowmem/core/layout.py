@@ -1,6 +1,6 @@
-"""Defines the layout of a step: its micro-batches, groups and segments, and what blocks keep for backward. Also defines
-where weights, optimizer states, gradients and saved inputs are stored: on the GPU, in RAM or on a disk.
+"""Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where numbers are stored.
 
+Weights, optimizer states, gradients and saved inputs can be stored on the GPU or in RAM, and states on a disk, too.
 Only `micro_batch`, which decides how the batch is cut, changes the bits of training. Other fields trade memory for
 time.
 """
@@ -28,7 +28,7 @@ class Layout:
     "Streamed" weights and states are stored in RAM or on a disk, and copied to the GPU when they are used."""
 
     micro_batch: int  # sequences in a micro-batch
-    group: int = 1  # micro-batches that pass a segment together
+    group: int = 1  # micro-batches that pass one segment together before the next segment runs
     segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
     # How much the model's n blocks save for backward, from 0 to 2 n:
     #     kept <= n    the last `kept` blocks save input and matrix products; the others, only inputs of segments
@@ -37,22 +37,22 @@ class Layout:
     kept: int = 0
     states_on_gpu: int = 0  # number of units, from unit 0 on, whose states are on the GPU; other states are streamed
     states_on_disk: int = 0  # number of units with streamed states that have their matrices' states on a disk
-    # number of units, from unit 0 on, with weights on the GPU; the first (embeddings) and last always have. None: all
+    # number of units, from unit 0 on, with weights on the GPU; None: all. Those of the first and last are always there
     weights_on_gpu: int | None = None
     boundaries_in_ram: bool = False  # whether the inputs of segments are in RAM until backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED: no update may need the norm
-    gathered: int = 0  # number of last blocks that keep their gathered weights until backward; others gather twice
+    gathered: int = 0  # with several ranks: last blocks whose weights stay gathered until backward; others gather twice
     evaluation_rows: int | None = None  # sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
 
     def __post_init__(self):
-        object.__setattr__(self, "fate", Fate(self.fate))  # a str if it comes from a file
+        object.__setattr__(self, "fate", Fate(self.fate))  # from a file, it comes as a str
         if self.weights_on_gpu is not None and self.states_on_gpu > max(self.weights_on_gpu, 1):
             raise ValueError("if the weights of a unit are streamed, its states are too")
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if all micro-batches must be one group, which passes each segment together. That is so if
-        gradients are sent, dropped or applied during backward: each of them must be complete by then."""
+        """Returns True if all micro-batches must be one group, which passes each segment together. This is so if
+        gradients are sent, dropped or applied during backward, because each gradient must be complete by then."""
         return self.fate is not Fate.HELD
 
     @property

@@ -3,8 +3,8 @@
     f(z) = outer * z                      as in Granite and Cohere
     f(z) = outer * tanh(inner * z)        as in Gemma 2: 30 tanh(z / 30) stays within +-30
 
-The loss does the same to each chunk of logits (loss.py). `Followed` finds f: it watches every operation on the head's
-output while the model runs, on real tensors or on meta tensors.
+The loss applies the same f to each chunk of logits (loss.py). `Followed` finds f: it watches every operation on the
+head's output while the model runs, on real tensors or on meta tensors.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,8 @@ class LogitFunction:
 
 
 class Followed(TorchDispatchMode):
-    """Notes each tensor that is computed from `head_output` inside `with`, and the function that computes it."""
+    """Notes each tensor that is computed from `head_output` inside `with`, and the function that computes it from
+    there."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
@@ -43,8 +44,8 @@ class Followed(TorchDispatchMode):
         self._followed[id(head_output)] = head_output, LogitFunction()
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
-        """Returns the function that turned the head's output into `logits`. If it is neither a factor nor a soft cap,
-        returns the reason: usually the name of the first other operation."""
+        """Returns the function that turned the head's output into `logits`. If this is neither a factor nor a soft cap,
+        returns a string with the reason, usually the name of the first other operation."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -59,9 +60,10 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function from the head's output to the result of `operation`; None if it is neither a factor nor a
-    soft cap. `known`: these functions for the operation's tensor arguments. If the first is a reason (str) why there is
-    none, returns this reason."""
+    """Returns the function that computes the result of `operation` from the head's output. Returns None if it is
+    neither a factor nor a soft cap. `args`: the operation's arguments. `known` has an entry for each argument that
+    depends on the head's output: its function, or a string with the reason why there is none. If the first entry is a
+    string, returns this string."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

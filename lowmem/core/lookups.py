@@ -1,10 +1,13 @@
 """Adds the gradient of an embedding to its fp32 accumulator [V, D], without a dense gradient [V, D].
 
 Autograd's gradient of a lookup has a row for each word of the vocabulary, and all rows without a token are zero. For
-each micro-batch, writing that gradient and adding it moves 12 bytes per number of a 16-bit table. `SparseLookups` adds
-only the rows of the micro-batch's tokens. The bits are the same, with two exceptions. T5 looks up one table twice, and
-each lookup is added to the fp32 sum by itself. On a GPU, atomic additions round numbers below 1.2e-38 to zero. No GPU
-has run this code yet.
+each micro-batch, writing and adding this gradient moves 12 bytes per element of a 16-bit table. `SparseLookups` adds
+only the rows of the micro-batch's tokens. The bits are those of autograd's gradient, with two exceptions:
+
+  * T5 looks up one table twice. Autograd sums both gradients first, while this code adds each to the accumulator.
+  * On a GPU, atomic additions round numbers below 1.2e-38 to zero.
+
+No GPU has run this code yet.
 """
 
 from collections.abc import Callable
@@ -25,9 +28,9 @@ def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
 
 
 class SparseLookups(TorchFunctionMode):
-    """Computes lookups (`F.embedding`) so that backward adds only the rows of their ids to the accumulators of tables
-    that `accumulated_by_rows` has registered. A lookup with at least as many ids as the table has rows stays as it
-    is."""
+    """Replaces `F.embedding` inside `with`, for tables that `accumulated_by_rows` has registered. Backward then adds
+    only the rows of the ids to the table's accumulator. Three kinds of lookups stay as they are: those with at least as
+    many ids as the table has rows, with `max_norm` or `scale_grad_by_freq`, and in tables with a user's hook."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -65,8 +68,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
-    """Returns rows [N, D]: for the first position of each id, the sum of `gradient` [N, D] over all its positions, and
-    zeros for its other positions. `ids` [N] are below `words`. The sums have the bits of autograd's dense gradient."""
+    """Returns rows [N, D]. At the first position of each id, the row is the sum of `gradient` [N, D] over all positions
+    with this id. At all other positions it is zero. `ids` [N] are below `words`. The sums have the bits of autograd's
+    dense gradient."""
     positions = torch.arange(len(ids), device=ids.device)
     first = torch.full((words,), len(ids), device=ids.device).scatter_reduce_(0, ids, positions, "amin")
     return torch.ops.aten.embedding_dense_backward(gradient, first.gather(0, ids), len(ids), -1, False)

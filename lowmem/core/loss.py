@@ -10,11 +10,11 @@ Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
 
 Precision: logits and dz are in the weights' dtype, f and the softmax in fp32. dW is added in fp32 to the accumulator of
-the (tied) embedding, for a band of 8,192 words at a time. So there is no second tensor of V x D for it.
+the (tied) embedding, one band of 8,192 words at a time. So there is no second tensor [V, D] for it.
 
-Memory for each logit of a chunk: 2 bytes, and 4 for its fp32 copy (147 MiB for GPT-2 at 512 tokens). In fp32, 4 bytes,
-and 4 more if a cap is in the model. In 16 bit, also one band. With `fused`: 2 bytes for each of 1,024 x V logits (98
-MiB), and no band, because dz overwrites the logits.
+Memory per logit of a chunk: in 16 bit, 2 bytes and 4 for an fp32 copy (147 MiB for GPT-2 at 512 tokens). One band of dW
+is added to this. In fp32, 4 bytes, and 4 more if the model has a cap. With `fused`, dz overwrites the logits, and a
+chunk has 1,024 tokens: 2 bytes per logit (98 MiB for GPT-2). There is no band, because products add dW in place.
 """
 
 import torch
@@ -48,8 +48,9 @@ def linear_cross_entropy(
 
     `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
     every gradient, but not the loss. `function` computes the model's logits from the head's output. Gradients are added
-    to `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes no gradients;
-    the second result is None. `chunk_tokens`: tokens in a chunk. `fused` uses one kernel, and needs 16-bit operands.
+    to `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes no gradients,
+    and the second result is None. `chunk_tokens`: tokens in a chunk, None for 512 or, if `fused`, 1,024. `fused`: True
+    to use one kernel after the head's product, which needs 16-bit operands.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -59,7 +60,7 @@ def linear_cross_entropy(
     rows = min(chunk_tokens, hidden.shape[0])
     buffer = hidden.new_empty(rows, operators.row_stride(weight.shape[0])) if fused else None
     if buffer is not None:
-        # oneDNN's product for AMX, which computes a GPU's in tests, reads past the end of a row of odd length.
+        # In tests, the CPU computes a GPU's products. oneDNN's for AMX reads past the end of a row of odd length.
         buffer[:, weight.shape[0] :].zero_()
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = hidden[start : start + chunk_tokens]
@@ -114,7 +115,7 @@ def _line_by_line(
         return losses, None
     factor = counted.to(torch.float32)[:, None] * (scale * function.outer * (function.inner or 1))
     gradient = exponentials.mul_(factor / total)
-    places = torch.arange(len(chunk), device=chunk.device) * len(weight) + targets[:, 0]  # unique, so nothing is sorted
+    places = torch.arange(len(chunk), device=chunk.device) * len(weight) + targets[:, 0]  # all different, so not sorted
     torch.ops.lowmem.add_rows(gradient.view(-1), places, -factor[:, 0])
     return losses, gradient if slope is None else gradient.mul_(slope)
 

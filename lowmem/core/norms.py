@@ -1,11 +1,11 @@
-"""Computes a model's norms with one kernel forward and one backward (kernels/layer_kernels.py), if a GPU runs them.
+"""Computes a model's norms with a kernel per direction (kernels/layer_kernels.py), on GPUs that run these kernels.
 
 Any module with Norm in its class's name may be a norm. `rule_of` compares its outputs for a few rows with those of
 LayerNorm and RMSNorm. A module that computes neither keeps its own forward.
 
 In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and products that read it cast it to 16 bit. If
-all readers cast it, the norm writes 16 bit itself (`round_for_products`): 8 bytes less per element. The gradients of
-several such products are then added in 16 bit.
+all readers cast it, the norm writes 16 bit itself (`round_for_products`), which moves 8 bytes less per element. The
+gradients of several such products are then added in 16 bit.
 
 The kernels can also compute the sum that a norm normalizes, and the gradients of its summands (residual_sums.py).
 """
@@ -32,15 +32,16 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes a norm: (x - mean) / sqrt(mean of squares + epsilon) * (weight + offset) + bias. The mean is 0 unless
-    `centered`."""
+    """Describes a norm: (x - mean) / sqrt(mean of (x - mean)^2 + epsilon) * (weight + offset) + bias. If `centered` is
+    True, this is a LayerNorm. Otherwise the mean is taken as 0, which makes an RMSNorm."""
 
     epsilon: float
     offset: float
     centered: bool
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the norm of the rows of `x` [..., D] in plain PyTorch."""
+        """Computes the norm of the rows of `x` [..., D] in plain PyTorch. `weight`, `bias`: [D]; without a bias,
+        None."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * (weight + self.offset)
@@ -52,8 +53,8 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 class Norm:
-    """Takes the place of `module.forward` in a norm that `rule` describes. A call with more arguments goes to the
-    module's own forward. `rounded`: the dtype of the output, None for the input's."""
+    """Replaces the forward of `module`, a norm that `rule` describes, by the kernel. A call with further arguments goes
+    to the module's own forward. `rounded`: the dtype of the output, None for the input's dtype."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
@@ -61,7 +62,7 @@ class Norm:
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns a key: norms with equal keys allocate the same memory (decoder.kind_of)."""
+        """Returns a key for decoder.kind_of: norms with equal keys allocate the same memory."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -77,7 +78,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Drops:
-    """Describes a dropout that sets a number to 0 with probability `p`. seeds[number] int64 chooses its mask."""
+    """Describes a dropout that sets a number to 0 with probability `p`, and divides others by 1 - p. `seeds[number]`,
+    int64, decides its mask."""
 
     p: float
     seeds: Tensor
@@ -85,12 +87,12 @@ class Drops:
 
     @staticmethod
     def draw(count: int, device: torch.device) -> Tensor:
-        """Draws `count` seeds from the random generator of `device`."""
+        """Draws seeds [count] int64 from the random generator of `device`."""
         return torch.randint(2**62, (count,), device=device)
 
 
 def normalized(x: Tensor, norm: Norm) -> Tensor:
-    """Returns the norm of `x` [..., D]. A mode may override this function, like functions of torch
+    """Returns the norm of `x` [..., D]. A TorchFunctionMode may override this function, like functions of torch
     (residual_sums.py)."""
     if has_torch_function_unary(x):
         return handle_torch_function(normalized, (x,), x, norm)
@@ -102,13 +104,15 @@ def normalize_sum(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns x + dropout(branch), in the dtype of `x`, and the norm of this sum, in `dtype`. `x` and `branch` have one
-    shape [..., D]. Without a branch, the sum is `x`. Without `drops`, there is no dropout."""
+    shape [..., D]. If `branch` is None, the sum is `x`. If `drops` is None, there is no dropout. `weight`, `bias`: [D]
+    fp32; without a bias, None."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
     return run(x, branch, weight, bias, drops, rule, dtype)
 
 
 class _Normalize(torch.autograd.Function):
-    """Computes x + dropout(branch) and its norm. Backward gets a gradient for each, None if it was not used."""
+    """Computes x + dropout(branch) and its norm. Backward gets a gradient for each of the two, or None for one that was
+    not used."""
 
     @staticmethod
     def forward(
@@ -117,7 +121,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given, x, columns = x, x.contiguous(), x.shape[-1]
         rows = x.numel() // max(columns, 1)
-        # With a graph, the tensor that is saved is not the output: autograd would detach it twice.
+        # With a graph, saves another tensor than the output, which autograd would detach twice.
         total = x if branch is None else x.new_empty(x.shape if ctx is None else (rows, columns))
         y = torch.empty_like(x, dtype=dtype)
         statistics = None if ctx is None else x.new_empty(1 + rule.centered, rows, dtype=torch.float32)
@@ -155,7 +159,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
-    """Returns `added` + dropout(x) in `dtype`, or dropout(x) without `added`. The other arguments as in Drops."""
+    """Returns `added` + dropout(x) in `dtype`. If `added` is None, returns dropout(x). `seeds`, `number`, `p`: as in
+    Drops."""
     x = x.contiguous()
     y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: a recording may leave out `drop` (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
@@ -163,12 +168,13 @@ def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, 
 
 
 def arguments_of(drops: Drops | None) -> tuple[Tensor | None, int, float]:
-    """Returns the arguments of an operator: seeds, number and probability."""
+    """Returns the operators' arguments (seeds, number, p) for `drops`. For None, returns (None, 0, 0.0): no dropout."""
     return (None, 0, 0.0) if drops is None else (drops.seeds, drops.number, drops.p)
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the formula of the norm `module`; None if it is neither LayerNorm nor RMSNorm over the last dimension."""
+    """Returns the Rule of the norm `module`. Returns None if it is neither LayerNorm nor RMSNorm over the last
+    dimension."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     given = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -196,7 +202,7 @@ def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
     """Makes a norm of `model` write its output in `dtype` if only layers of the same block read this output, and all
-    cast it to `dtype`. `run` runs the model once, with parameters on the meta device."""
+    cast it to `dtype`. `blocks`: the model's blocks. `run` runs the model once, with parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -216,8 +222,9 @@ def round_for_products(
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns the modules that read the output of each norm in `dtype`. A copy of an output in `dtype` counts as that
-    output. Leaves out norms whose output has `dtype` already, and those whose output is also read in another dtype."""
+    """Returns {norm: modules that read its output in `dtype`}. A copy of the output in `dtype` counts as the output.
+    Leaves out norms whose output has `dtype` already, and norms whose output is also read in another dtype.
+    `operations`: all of one run. `norms`: {module: its Norm}."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}

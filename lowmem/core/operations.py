@@ -42,10 +42,10 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Must be called when a step begins. Drops recordings of segments if the model has changed since the last
-        call. If a user has changed the model since it was loaded, backward recomputes all products from now on
-        (products.py), and blocks make their own sums (residual_sums.py). Raises InputError if a parameter was added, or
-        its requires_grad changed, since loading."""
+        """Must be called when a step begins. Drops recordings of segments if the model has changed since the last call.
+        If a user has changed the model since it was loaded, backward recomputes all products from now on (products.py),
+        and blocks compute their own sums (residual_sums.py). Raises InputError if a parameter was added, was moved to
+        other memory, or has another requires_grad than when it was loaded."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -64,13 +64,15 @@ class Operations:
                     forward.own_sums = True
 
     def _is_of_store(self, parameter: Tensor) -> bool:
-        """Returns True if the store has the memory of `parameter`, or if its weights visit the device."""
+        """Returns True if the store has the memory of `parameter`. Also returns True if the weights are on the device
+        only while they are used, because their memory changes then."""
         part = self.store.part_of(self._names[id(parameter)])
         visits = part.weights_streamed or self.store.ranks.count > 1
         return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """Computes the first block's input [B, T, D], and each block's other arguments (masks, position embeddings)."""
+        """Returns the first block's input [B, T, D], without a graph, and a list of each block's other arguments
+        (masks, position embeddings)."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -78,9 +80,9 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden`. `extras[i]`:
-        arguments of block i other than its input. Returns the output [B, T, D], and the tensors that `segment_backward`
-        needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D].
+        `extras[i]`: arguments of block i other than its input. Returns the output [B, T, D], and the tensors that
+        `segment_backward` needs."""
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
@@ -88,9 +90,9 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns the loss of one micro-batch, summed over its tokens, and a gradient [B, T, D]. This is the gradient
-        of `scale` times the loss for `hidden` [B, T, D], the last block's output. `labels` belong to the last positions
-        of `hidden`. Adds the gradients of the final norm and the head to their fp32 accumulators."""
+        """Returns the loss of one micro-batch, summed over its tokens, and the gradient [B, T, D] of `scale` times this
+        loss for `hidden`. `hidden` [B, T, D] is the last block's output. `labels` belong to its last positions. Adds
+        the gradients of the final norm and the head to their fp32 accumulators."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -109,8 +111,8 @@ class Operations:
         return self._recorded_or_run("backward", run, segment, extras, (gradient, saved.boundary, dropout))
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
-        """Runs the embeddings forward again and then backward, from the `gradient` [B, T, D] for the first block's
-        input."""
+        """Runs the embeddings forward again and then backward, from `gradient` [B, T, D], the gradient for the first
+        block's input. Adds the embeddings' gradients to their accumulators."""
         dropout.begin(-1, self.store.device)
         with SparseLookups():
             hidden, _ = self.decoder.embed(*micro_batch.inputs)
@@ -131,8 +133,8 @@ class Operations:
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
         """Updates the weights of one piece (a range of elements that is updated at once). `state`: the piece's
-        optimizer state, on the device. If its weights or its gradient are stored in RAM, `state` also has their copies
-        on the device."""
+        optimizer state, on the device. If the weights or the gradient of `piece` are stored in RAM, `state` also has
+        copies of them on the device."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]
@@ -142,7 +144,7 @@ class Operations:
     def _recorded_or_run(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, or repeats operations that `recordings` noted in an earlier call. That call had the same
+        """Returns `run()`, or repeats the operations that `recordings` noted in an earlier call. That call had the same
         `name` and `segment`, and equal shapes of `extras` and `arguments` (the tensors and objects that `run` uses)."""
         if self.recordings is None:
             return run()
@@ -150,9 +152,9 @@ class Operations:
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the loss, summed over tokens, of the head on its input `final` [B, T, D]. The second result is None
-        without `scale`. With `scale`, it is `scale` times the gradient for `final`, [B x T, D]. Then the head's
-        gradients are added to their accumulators, too."""
+        """Returns the head's loss for its input `final` [B, T, D], summed over tokens, and a gradient. If `scale` is
+        None, the gradient is None. Otherwise it is the gradient [B x T, D] of `scale` times the loss for `final`, and
+        the head's gradients are added to their accumulators."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:

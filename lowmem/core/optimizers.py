@@ -9,8 +9,8 @@
     working, low = split(w)
 
 AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All of it is elementwise. So a unit may be
-updated whole or in slices, and its state may come from anywhere. An update allocates all it needs before it changes
-anything. Bytes of state per parameter, besides the 2 (16 bit) or 4 (fp32) of the working weight:
+updated whole or in slices, and its state may be copied from anywhere. An update allocates all that it needs before it
+changes anything. Bytes of state per parameter, in addition to the working weight's 2 (16 bit) or 4 (fp32):
 
     adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
     adamw8bit  low 2 + m 1 + v 1 = 4, and 8 per 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861)
@@ -29,8 +29,8 @@ from lowmem.core.precision import join, split_into
 from lowmem.errors import InputError
 
 State = dict[str, Tensor]
-UpdateFunction = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # as `update`
-BLOCK = 256  # parameters that share a scale in 8-bit states; every slice that is updated starts at a multiple
+UpdateFunction = Callable[["Optimizer", Tensor, State, Tensor, "Hyperparameters", bool], None]  # arguments of `update`
+BLOCK = 256  # parameters that share a scale in 8-bit states; every updated slice starts at a multiple of it
 CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the cache, ten times faster than 2**22
 
 
@@ -48,7 +48,8 @@ class Hyperparameters:
 
 
 def checked_rate(rate) -> float:
-    """Returns the learning rate `rate` as a float. Raises InputError unless it is a finite number of at least 0."""
+    """Returns the learning rate `rate` as a float. Raises InputError unless it is a finite number that is at least
+    0."""
     try:
         value = math.nan if isinstance(rate, str | bool) else float(rate)
     except (TypeError, ValueError):
@@ -68,13 +69,13 @@ class Optimizer:
     """
 
     name: str
-    entries: dict[str, tuple[int, torch.dtype]]  # {name: (parameters per entry, dtype)} of state but `low`
+    entries: dict[str, tuple[int, torch.dtype]]  # state without `low`: {name: (parameters per entry, dtype)}
     rule: Callable[[Tensor, State, Tensor, Hyperparameters, float, Tensor | None], None]
     any_stream: bool = False  # its kernel (fused.py) allocates nothing, and runs on the current CUDA stream
 
     @property
     def state_bits(self) -> int:
-        """Returns the bits of each moment per parameter; 0 if there are no moments."""
+        """Returns the bits that one moment takes per parameter; 0 if there are no moments."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 

@@ -52,9 +52,10 @@ class Piece:
     """Holds the elements `start` to `stop` - 1 of one part (a unit's matrices or vectors), which are updated together.
 
     `state`: {name: tensor} of the optimizer's state, and of the weights (key WORKING) if they are in RAM. An update
-    copies these tensors to the device and back. `fetched_only`: {GRADIENT: the gradient's tensor in RAM} if gradients
-    may wait there, else {}. An update does not copy it back. `homes`: `state` and `fetched_only` in one dict.
-    `on_disk`: names of the tensors on a disk. `streamed`: whether the optimizer's state is not stored on the device.
+    copies these tensors to the device and back. `fetched_only`: {GRADIENT: the gradient's tensor in RAM} if the
+    gradient may wait there, else {}. An update copies it to the device only. `homes`: `state` and `fetched_only` in one
+    dict. `on_disk`: names of the tensors on a disk. `streamed`: whether the optimizer's state is stored elsewhere than
+    on the device. `decay`: whether weight decay applies.
     """
 
     part: "Part"
@@ -73,11 +74,11 @@ class Part:
     """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
     `gradient` [n] fp32 or None.
 
-    `unit`: number of the unit; 0 is the embeddings. `version`: another number after an update or a checkpoint has
-    changed weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update. `gradient_in_ram`:
-    whether it waits there now. `elements`: number of elements of all parameters, with padding. If several `ranks` store
-    a model together, n is the size of one rank's share. Then `gradient` has n elements for each of these ranks, until
-    it is summed over the ranks.
+    `unit`: number of the unit; 0 is the embeddings. `version`: a number that changes when an update or a checkpoint
+    changes the weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update; None if it never
+    does. `gradient_in_ram`: whether it waits there now. `elements`: number of elements of all parameters, with padding.
+    If several `ranks` store a model together, n is the size of one rank's share. Then `gradient` has n elements for
+    each of these ranks, until it is summed over the ranks.
     """
 
     def __init__(
@@ -135,15 +136,15 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the weights of parameter `name`. If this device does not store all of these weights, returns NaN in
-        the parameter's shape."""
+        """Returns the weights of parameter `name`, in the parameter's shape. Returns NaN instead if this device does
+        not always store all of these weights."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
 
     def gradient_of(self, name: str) -> Tensor:
-        """Returns the fp32 accumulator of parameter `name`. The first call allocates the accumulators of the whole
-        part."""
+        """Returns the fp32 accumulator of parameter `name`, in the parameter's shape. The first call allocates zeros
+        for the accumulators of the whole part."""
         if self.gradient is None:
             self.gradient = self._device(self.working.numel() * self.ranks.sharing, torch.float32)
         return self.view(self.gradient, name)
@@ -157,8 +158,9 @@ class Part:
         self.gradient, self.gradient_in_ram = None, False
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
-        """Copies `master`, fp32 weights, into parameter `name` from its element `start` on. Skips elements that other
-        ranks store. If the working weights have 16 bits, splits each number into its two halves (precision.py)."""
+        """Copies `master`, fp32 weights, into parameter `name` from the parameter's element `start` on. Skips elements
+        that other ranks store. If the working weights have 16 bits, splits each number into its two halves
+        (precision.py)."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
             first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
@@ -192,7 +194,7 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns {name: [first element, *shape]}: the parameters' places in the flat tensor of all ranks' shares."""
+        """Returns {name: [first element, *shape]}: the parameters' places in a flat tensor of all ranks' shares."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
@@ -200,9 +202,10 @@ class Store:
     """Holds all weights, gradients and optimizer states of a decoder, in parts (a unit's matrices or vectors). The
     constructor allocates these tensors, and makes the decoder's parameters views of the weights.
 
-    The states on the device are those of the first units, because copies of them would overlap least with computation.
-    The next forward pass needs their updates first, and backward finishes their gradients last. For the same reason the
-    embeddings' gradients never wait in RAM. The embeddings, last unit and all vectors have weights on the device.
+    If only some units' states are on the device, these are the first units. Copies of their states would overlap least
+    with computation: the next forward pass needs their updates first, and backward finishes their gradients last. For
+    the same reason the embeddings' gradients never wait in RAM. The embeddings, the last unit and all vectors always
+    have their weights on the device.
     """
 
     def __init__(
@@ -218,7 +221,8 @@ class Store:
     ):
         """Allocates all numbers on `device` or as `layout` says. `dtype`: the matrices' working dtype. `host_tensor`,
         `disk_tensor`: functions that allocate in RAM and on a disk. `ranks`: the processes that train this model
-        together. Raises ValueError if `layout` has states on a disk and `disk_tensor` is None."""
+        together; by default, this process alone. Raises ValueError if `layout` has states on a disk and `disk_tensor`
+        is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
@@ -244,12 +248,12 @@ class Store:
         self.pieces = [piece for part in self.parts for piece in part.pieces]
         self._part_of = {name: part for part in self.parts for name in part.names()}
 
-    def __reduce__(self):  # for copies and pickles, whose parameters would be views no more
+    def __reduce__(self):  # for copies and pickles: their parameters would not be views
         raise InputError("a loaded model cannot be copied or pickled: save it with model.save, or with lowmem.export")
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
         """Returns {(a unit's number, True for its matrices or False for its vectors): their Placement}. `units`: number
-        of units. `disk` allocates on the disk."""
+        of units. `disk` allocates on the disk; it may be None if the layout has no states there."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)
@@ -309,7 +313,7 @@ class Store:
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies every (name, fp32 tensor) to where that parameter is stored. A parameter may come whole or as
-        consecutive ranges of its elements (load.py). Each tensor may be freed once the next is asked for."""
+        consecutive ranges of its elements (load.py). `weights` may free a tensor when it is asked for the next."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))
@@ -328,8 +332,8 @@ class Store:
         return [name for part in self.parts for name in part.names()]
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter's name and fp32 tensor, in the order of `names`. A parameter of more than RUN_ELEMENTS
-        elements comes as several flat tensors, each with the name."""
+        """Yields every parameter's name and its weights in fp32, in the order of `names`. A parameter of more than
+        RUN_ELEMENTS elements comes as several flat tensors, each with the parameter's name."""
         for name, part in self._part_of.items():
             for run in part.master_runs(name):
                 shape = part._places[name][1]

@@ -38,7 +38,7 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) -> None:
     """Does the same as `split`, into the given 16-bit `working` and int16 `low`, without an allocation. Overwrites
-    `master` and `scratch`, which is fp32 and of the same shape."""
+    `master`, and also `scratch`, an fp32 tensor of the same shape."""
     whole = scratch.view(torch.int32)
     if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
@@ -53,8 +53,8 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) ->
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """Returns fp32 weights, joined from their two halves as a new tensor. Returns `working` itself if that is fp32,
-    with no `low`."""
+    """Returns fp32 weights, joined from their two halves, as a new tensor. If `low` is None, returns `working` itself,
+    which must be fp32 then."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:
@@ -74,11 +74,11 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """Computes 2**(e - 39), the step that 1 in `low` stands for, for fp16 numbers with exponent fields e. Overwrites
-    `bits`, which are these numbers' bits as int32, and returns the steps as fp32.
+    """Returns 2**(e - 39) in fp32 for fp16 numbers with exponent fields e. This is the step that 1 in `low` stands for.
+    `bits`: the fp16 numbers' bits as int32, which are overwritten.
 
-    A normal number is 2**(e - 15) times a significand of 11 bits. The fp32 numbers that round to it are whole steps
-    away, at most 2**13, even if `working` was rounded up to a power of two.
+    A normal number is 2**(e - 15) times a significand of 11 bits. Each fp32 number that rounds to it differs by a whole
+    number of steps, at most 2**13, even if `working` was rounded up to a power of two.
     """
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
@@ -87,7 +87,7 @@ def _fp16_unit_of(bits: Tensor) -> Tensor:
 class LossScale:
     """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). The loss is multiplied by `scale`, and the
     gradients are divided by it. A step whose gradients are not finite halves `scale`; `growth_interval` finite steps in
-    a row double it."""
+    a row double it. If `enabled` is False, `scale` is always 1."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

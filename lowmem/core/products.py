@@ -2,7 +2,8 @@
 
 These operations take nearly all of a block's time, so only norms, activation functions and sums are computed twice
 (docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
-Backward often does not need a block's last product: `skippable_layers` finds such ones, `product_skipped` omits one.
+Backward often does not need the values of a block's last product. `skippable_layers` finds such products, and
+`product_skipped` leaves one out.
 """
 
 from collections import deque
@@ -39,8 +40,9 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation` for `args`: of matrix products, attention and
-    convolutions. A batched product [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
+    """Returns True if ProductRecorder records the output of `operation` for the arguments `args`. It records matrix
+    products, attention and convolutions, but a batched product [M, K] x [K, N] only if K is at least the smaller of M
+    and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -82,7 +84,7 @@ class ProductRecorder(TorchDispatchMode):
         return result
 
     def without(self, layer: nn.Module) -> AbstractContextManager:
-        """Leaves the products of `layer` out of `products`, inside `with`."""
+        """Returns a context manager. Inside `with`, the products of `layer` are not recorded."""
         forward = layer.forward
 
         @wraps(forward)
@@ -95,8 +97,8 @@ class ProductRecorder(TorchDispatchMode):
 
 class ProductReplayer(TorchDispatchMode):
     """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from
-    `products` (of a ProductRecorder) instead of computing them. Computes an operation whose entry is None. Leaves
-    out the activation before a product that is not computed (activations.py)."""
+    `products` (of a ProductRecorder) instead of computing them. Computes an operation whose entry is None. Leaves out
+    the activation before a product whose output it takes (activations.py)."""
 
     def __init__(self, products: Sequence[SavedProduct | None]):
         super().__init__()
@@ -104,7 +106,7 @@ class ProductReplayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.lowmem.gated.default and self._products and self._products[0] is not None:
-            return args[0]  # for the next product, which does not read it
+            return args[0]  # any tensor: the next product does not read it
         if is_saved(func, args) and self._products:
             saved = self._products.popleft()
             if saved is not None:
@@ -115,7 +117,8 @@ class ProductReplayer(TorchDispatchMode):
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves out the first matrix product, the activation before it, and sums and multiples of its output."""
+    """Leaves out the first matrix product inside `with`, the activation before it, and sums and multiples of its
+    output. Their results have the right shapes, but no values."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +149,7 @@ class _Skipper(TorchDispatchMode):
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
     """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values.
-    Sums and multiples of this output are left out, too, and so is an activation that this product would compute."""
+    Sums and multiples of this output are left out, too, and so is an activation before the product (activations.py)."""
     forward = layer.forward
 
     @wraps(forward)
@@ -167,8 +170,9 @@ def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | N
 
 
 def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
-    """Returns the name of the layer of `block` with the last matrix product, None if it cannot be left out."""
-    saved: list[Tensor] = []  # for backward
+    """Returns the name of the layer of `block` with the last matrix product; None if it cannot be left out. `run` runs
+    the block once, on tensors without data."""
+    saved: list[Tensor] = []  # tensors that autograd saves for backward
 
     def save(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())  # an operation that saves its own output would keep itself alive by its graph
@@ -194,7 +198,7 @@ def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:
-    """Returns True if an operation takes numbers from a random generator."""
+    """Returns True if a call of `operation` draws numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
@@ -202,7 +206,7 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
 
 
 def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
-    """Returns the tensors that an operation changes in place."""
+    """Returns the tensors that a call of `operation` changes in place."""
     given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tensors_in([given.get(name) for name in changed])
@@ -214,7 +218,7 @@ def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
 
 
 def _generator(result) -> torch.Generator:
-    """Returns the random generator of the device of an operation's result."""
+    """Returns the random generator of the device of `result`, an operation's result."""
     device = tensors_in(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]

@@ -1,8 +1,8 @@
 """Defines the methods that a training step calls on ranks, the processes that train one model together.
 
-`Ranks` is for a process that trains alone, and does nothing. Its subclass for several ranks is in shares.py. The ranks
-of a machine, or of all machines, store a model together: each an equal share of a unit's matrices, and of their
-gradients and optimizer states. Each rank stores all vectors.
+`Ranks` is for a process that trains alone. Its subclass for several ranks is in shares.py. The ranks of one machine, or
+of all machines, store a model together. Each of them stores an equal share of every unit's matrices, and of the
+gradients and optimizer states of these matrices. Each rank stores all vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Ranks:
         together. Must be called before a Store is made."""
 
     def share(self, elements: int) -> int:
-        """Returns how many elements of a flat tensor of `elements` each process stores, with padding."""
+        """Returns how many elements each process stores of a flat tensor with `elements` elements, padding included."""
         return elements
 
     def window(self, decoder, store):
@@ -47,9 +47,9 @@ class Ranks:
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
         """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
-        add to these gradients any more. Returns parts whose sums are ready, also those of earlier calls, each part
-        once, and no parts without a gradient. If `now`, waits for all sums, and returns all parts that were not
-        returned yet."""
+        add to these gradients any more. Returns the parts whose sums are ready, each part once; some may be from
+        earlier calls. Leaves out parts without a gradient. If `now`, waits for all sums, and returns all parts that
+        were not returned yet."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
@@ -57,8 +57,8 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients, in fp64. `norms`: (part, norms [pieces] of its pieces' gradients) of every
-        part with a gradient."""
+        """Returns the norm of all gradients, in fp64. `norms` has (part, norms [pieces] of the gradients of its pieces)
+        for each part with a gradient."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:

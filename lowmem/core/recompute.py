@@ -1,4 +1,4 @@
-"""Runs a segment of blocks forward and backward (docs/recompute.md). Its `keep` says which tensors it saves in between:
+"""Runs a segment of blocks forward and backward (docs/recompute.md). `Segment.keep` says which tensors forward saves:
 
     INPUT      saves its input (the boundary); runs again before its backward
     PRODUCTS   saves the outputs of matrix products and attention, too; the rest runs again (products.py)
@@ -55,16 +55,16 @@ class SavedSegment:
     """Holds the tensors that a segment (blocks that are recomputed together) has saved for its backward."""
 
     boundary: Tensor  # the segment's input [B, T, D]
-    products: list[SavedProduct | None] | None = None
-    output: Tensor | None = None  # the segment's output, with its graph
-    in_ram: bool = False  # the boundary is not on the device now (segment_windows.py)
+    products: list[SavedProduct | None] | None = None  # recorded outputs, if `keep` is PRODUCTS
+    output: Tensor | None = None  # the segment's output with its graph, if `keep` is ALL
+    in_ram: bool = False  # True if the boundary is not on the device now (segment_windows.py)
 
 
 def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
 ) -> tuple[Tensor, SavedSegment]:
-    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output, detached, and the tensors that
-    `backward` needs. `extras[i]`: arguments of block i other than its input."""
+    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output [B, T, D], without a graph, and the
+    tensors that `backward` needs. `extras[i]`: arguments of block i other than its input."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -83,8 +83,8 @@ def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
     """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D]: the gradient for the segment's
-    output. `extras[i]`: arguments of block i other than its input. Hooks (accumulation.py) add up the parameters'
-    gradients. Frees all of `saved` but the segment's input."""
+    output. `extras[i]`: arguments of block i other than its input. Hooks add the parameters' gradients to their
+    accumulators (accumulation.py). Frees all of `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

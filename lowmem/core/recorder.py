@@ -1,4 +1,4 @@
-"""Notes the operations of a run, so that they can be repeated without the code that called them (recordings.py)."""
+"""Records the operations of a run, so that they can be repeated without the code that called them (recordings.py)."""
 
 import sys
 import weakref
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-_FASTER = {  # the same operators by Python's own names, which take half the time
+_FASTER = {  # Python functions for the same operators, which take half the time
     _aten.view.default: Tensor.view,
     _aten.transpose.int: Tensor.transpose,
     _aten.permute.default: Tensor.permute,
@@ -41,8 +41,8 @@ _active: "Recorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`. If a Recorder is active, it records this call instead of the operations inside. A
-    Recording then calls `function` again each time."""
+    """Calls `function(*arguments)`. If a Recorder is active, it records this call, and not the operations inside. A
+    Recording then calls `function` each time it is repeated."""
     if _active is None:
         function(*arguments)
     else:
@@ -61,9 +61,9 @@ class _Call:
 
 
 class Recording:
-    """Repeats the `calls` that a Recorder has noted. `values`: list of values that calls read and write; at first it
+    """Repeats the `calls` that a Recorder has recorded. `values`: list of values that calls read and write; at first it
     has only the constants. `arguments`: pairs (index in `values`, number of the argument that is put there). `result`:
-    index of the result."""
+    index of the result in `values`."""
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
         self._values, self._arguments, self._result = values, arguments, result
@@ -93,24 +93,25 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the operations that run inside `with`, for a Recording that repeats them. `arguments`: tensors and objects
-    that the operations use, a tensor first; a repeat gets others in their place. `constants`: modules whose parameters
-    and buffers the operations may use, too.
+    """Records the operations that run inside `with`, for a Recording that repeats them. `arguments`: tensors and
+    objects that the operations use; the first must be a tensor. A repeat gets others in their place. `constants`:
+    modules whose parameters and buffers the operations may use, too.
 
     Without a dispatch mode, autograd adds a tensor's second gradient to the first in place, if nothing else holds the
-    first (accumulate in input_buffer.cpp). Under a dispatch mode it never does, so this class makes that addition in
-    place. `alone`: result of `_holders` for a gradient that only autograd holds; None: makes no addition in place.
+    first (accumulate in input_buffer.cpp). Under a dispatch mode autograd never does so. So this class makes that
+    addition in place. `alone`: result of `_holders` for a gradient that only autograd holds. If `alone` is None, no
+    addition is made in place.
     """
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
         self._device, self._alone = arguments[0].device, alone
-        self.holders: tuple | None = None  # counts for the last gradient to which another was added
-        self.refusal: str | None = None  # why the run cannot be repeated
+        self.holders: tuple | None = None  # counts for the last gradient that another was added to
+        self.refusal: str | None = None  # why the run cannot be repeated; None if it can
         self._constants = [t for module in constants for t in (*module.parameters(), *module.buffers())]
         self._values: list = []
         self._calls: list[_Call] = []
-        # Indices of tensors in `_values`, by storage and geometry: of arguments and constants, and of calls' results.
+        # Indices of tensors in `_values`, by storage and geometry: of arguments and constants, and of results.
         self._given: dict[int, dict[tuple, int]] = {}
         self._born: dict[int, tuple[weakref.ref, dict[tuple, int]]] = {}
         self._unwritten: set[int] = set()  # storages into which no operation has written
@@ -146,7 +147,7 @@ class Recorder(TorchDispatchMode):
         return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
 
     def call(self, function: Callable, arguments: Sequence) -> None:
-        """Calls `function`, and notes this as one call, without the operations inside it."""
+        """Calls `function`, and records this as one call, without the operations inside it."""
         take = self._take(arguments)
         with patch.object(self, "_paused", True):
             function(*arguments)
@@ -190,8 +191,8 @@ class Recorder(TorchDispatchMode):
         self._lists = []
 
     def _refuse(self, function, given: list[Tensor], results: list[Tensor]) -> None:
-        """Sets `refusal` if a repeat could differ: if Python code may have seen tensors' values or written them, or if
-        a result is sparse, complex or on another device."""
+        """Sets `refusal` if a repeat of `function` could differ: if Python code may have read or written tensors'
+        values, or if a result is sparse, complex or on another device. `given`, `results`: its tensors."""
         whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
         if _TAGS.intersection(function.tags) and not whole:
             self.refusal = f"{function} depends on values, or changes a tensor's shape"
@@ -281,8 +282,8 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Returns three counts of references to the first of `arguments`, a tensor: in C++, to its storage, and in
-    Python."""
+    """Returns three counts of references to the first of `arguments`, a tensor: references in C++, references to its
+    storage, and references in Python."""
     first = arguments[0]
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 
@@ -304,7 +305,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def geometry_of(tensor: Tensor) -> tuple:
-    """Returns all that distinguishes two tensors of one storage: offset, shape, strides and dtype."""
+    """Returns a key of all in which two tensors of one storage can differ: offset, shape, strides and dtype."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 

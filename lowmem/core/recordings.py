@@ -1,11 +1,13 @@
-"""Records the operations of a segment once, and repeats them without the model's own code (docs/recompute.md).
+"""Records the operations of a segment (blocks that are recomputed together) once, and repeats them without the model's
+own code (docs/recompute.md).
 
-Repeating calls no module and builds no graph. It calls the same operations in the same order, and frees each result
-where the recorded run freed it. So bits and memory are those of the recorded run.
+A repeat calls no module and builds no graph. It calls the same operations in the same order, and frees each result
+after the same operation. So bits and memory are those of the recorded run.
 
-Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. `called_again`
-(recorder.py) marks a call of such a function: a repeat calls the function itself. A segment is not repeated if Python
-code reads tensors' values in it, or if it has a user's hook.
+Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. Such functions
+are called by `called_again` (recorder.py). A repeat then calls the function again, and not the operations that it made
+when it was recorded. A segment is never repeated if Python code reads tensors' values in it, or if it has a user's
+hook.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -37,10 +39,13 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns `run()`, or the result of repeating its recorded operations with these `arguments` and `extras`.
+        """Returns the result of `run()`. The first call for a `name` and a shape of arguments calls `run`. The second
+        records the operations of `run`, too. Later calls repeat these operations, with the new `arguments` and
+        `extras`. If the operations cannot be repeated, each call calls `run`.
 
-        `name`: key of the code that `run` executes. `arguments`: tensors and objects that `run` uses, a tensor first.
-        `extras`: blocks' arguments other than their input. `modules`: modules whose parameters and buffers `run` uses.
+        `name`: key of the code that `run` executes. `arguments`: tensors and objects that `run` uses; the first must be
+        a tensor. `extras`: one (args, kwargs) per block, without the block's input. `modules`: modules whose parameters
+        and buffers `run` uses.
         """
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])

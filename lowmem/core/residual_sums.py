@@ -2,13 +2,13 @@
 
 A block computes x + dropout(attention(norm(x))), and the same with its MLP. Per element of an fp32 stream and a 16-bit
 branch, dropout, sum and norm move 21 bytes in PyTorch's operators and the kernel of norms.py. In one kernel they move
-12. Backward moves 16 bytes instead of 33: the norm's kernel adds the gradient that comes past it, and also writes the
-gradient of the branch.
+12. Backward moves 16 bytes instead of 33: the norm's kernel adds the stream's gradient to the norm's, and also writes
+the gradient of the branch.
 
-The block's own code runs. `fuse_sums` watches it once, on tensors without data, and notes how its dropouts, norms and
-sums of the residual stream belong together. `ResidualSums`, a mode of torch, replaces these calls later. It computes a
-dropout only in the sum that reads its output, so the masks differ from PyTorch's. Backward draws the same masks again
-from their seeds. No GPU has run this code yet.
+The block's own code runs. `fuse_sums` watches it once, on tensors without data, and notes which dropout, sum of the
+residual stream and norm belong together. Later, `ResidualSums` (a TorchFunctionMode) replaces these calls. It computes
+a dropout only in the sum that reads the dropout's output, so the masks differ from PyTorch's. Backward draws the same
+masks again from their seeds. No GPU has run this code yet.
 """
 
 import weakref
@@ -28,15 +28,15 @@ from lowmem.core.dry_run import Trace, look_at_blocks
 from lowmem.core.norms import Drops, Norm, arguments_of, dropped, normalized
 from lowmem.core.recorder import address_of
 
-_ADDITIONS = {Tensor.add, torch.add}  # x + y calls the first
+_ADDITIONS = {Tensor.add, torch.add}  # x + y calls Tensor.add
 _VIEWS = {Tensor.view, Tensor.reshape}
 
 
 @dataclass(frozen=True)
 class Call:
     """Describes a call that a block makes. `function`: F.dropout, `normalized`, or torch.add for a sum of the residual
-    stream. `changed`: True if ResidualSums makes the call in another way. `norm`: of such a sum, the name of the
-    block's norm that reads it, or None."""
+    stream. `changed`: True if ResidualSums replaces the call. `norm`: if the call is a sum, the name of the block's
+    norm that the sum's kernel computes, too; None if there is none."""
 
     function: Callable
     changed: bool = False
@@ -44,12 +44,12 @@ class Call:
 
 
 class _StreamMode(TorchFunctionMode):
-    """Follows the residual stream through a block, from its input `hidden`, inside `with`. Passes on to `_call` every
-    dropout, every norm (of norms.py), and every sum of the stream and a branch of the same shape."""
+    """Follows the residual stream through a block, from the block's input `hidden`, inside `with`. Passes three kinds
+    of calls to `_call`: dropouts, norms (of norms.py), and sums of the stream and a branch of the same shape."""
 
     def __init__(self, hidden: Tensor):
         super().__init__()
-        self._streams: dict[int, weakref.ref] = {}  # tensors that are the stream, by id
+        self._streams: dict[int, weakref.ref] = {}  # {id: tensor that is the stream}
         self._follow(hidden)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -74,8 +74,8 @@ class _StreamMode(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
     def _position_of_stream(self, summands: tuple) -> int | None:
-        """Returns the position of the stream among two `summands`. Returns None if neither or both belong to it, or if
-        the sum has another shape or dtype than the stream."""
+        """Returns the position of the stream among two `summands`, 0 or 1. Returns None if neither or both are the
+        stream, if their shapes differ, or if the sum has another dtype than the stream."""
         positions = [position for position, each in enumerate(summands) if self._is_stream(each)]
         if len(summands) != 2 or len(positions) != 1:
             return None
@@ -88,15 +88,16 @@ class _StreamMode(TorchFunctionMode):
 
 
 class ResidualSums(_StreamMode):
-    """Replaces the calls of `block`, inside `with`, as `calls` say. If the block makes other calls, all that follow run
-    as they are."""
+    """Replaces calls of `block` inside `with`, as `calls` say (a result of Watch.calls). `hidden`: the block's input.
+    From the first call on that is not as in `calls`, no call is replaced. Raises RuntimeError on exit if a dropout was
+    left to a sum that has not come."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
         self._block, self._calls = block, iter(calls)
-        self._moved = sum(call.changed and call.function is F.dropout for call in calls)  # number of dropouts
-        self._seeds: Tensor | None = None  # one seed for each moved dropout
-        self._number = 0  # how many seeds are used
+        self._moved = sum(call.changed and call.function is F.dropout for call in calls)  # dropouts that sums compute
+        self._seeds: Tensor | None = None  # a seed for each of these dropouts
+        self._number = 0  # number of seeds used so far
         # Each entry holds the tensor whose id is its key, so that no other tensor gets this id.
         self._dropouts: dict[int, tuple[Tensor, float]] = {}  # {id of a branch: (branch, probability)}
         self._norms: dict[int, tuple[Tensor, Norm, Tensor]] = {}  # {id of a sum: (sum, its norm, the norm's output)}
@@ -156,7 +157,8 @@ class ResidualSums(_StreamMode):
 
 
 def add_dropped(x: Tensor, branch: Tensor, drops: Drops | None) -> Tensor:
-    """Returns x + dropout(branch), in the dtype of `x`. Both have one shape [..., D]; with `drops`, 4 divides D."""
+    """Returns x + dropout(branch), in the dtype of `x`. If `drops` is None, there is no dropout. `x` and `branch` have
+    one shape [..., D]. With a dropout, D must be a multiple of 4."""
     return x + branch if drops is None else _AddDropped.apply(x, branch, drops)
 
 
@@ -175,7 +177,8 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Takes the place of the forward of `block`. Computes its sums with ResidualSums, unless `own_sums` is set."""
+    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which compute its sums. If
+    `own_sums` is True, runs it without them."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
@@ -189,7 +192,8 @@ class BlockForward:
 
 
 def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Makes the blocks of `decoder` compute their sums with ResidualSums, if it can change any of their calls. `dtype`:
+    """Makes the blocks of `decoder` compute their sums with ResidualSums. Skips a block if ResidualSums would replace
+    none of its calls, or if it does not run without data. Adds each BlockForward to `decoder.block_forwards`. `dtype`:
     the matrices' dtype."""
     for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
         if any(call.changed for call in calls or ()):
@@ -215,7 +219,8 @@ def _calls_of(block: nn.Module, run: Callable[[], object]) -> list[Call]:
 @dataclass
 class _Seen:
     """Describes a call while a block is watched: its arguments, how often they had been written in place (`versions`),
-    and its result. `position`: the stream's among the arguments of a sum. Other fields as in Call."""
+    and its result. `position`: position of the stream among a sum's arguments, None for other calls. Other fields as in
+    Call."""
 
     function: Callable
     given: tuple
@@ -227,7 +232,7 @@ class _Seen:
 
 
 class Watch(_StreamMode):
-    """Notes the calls that `block` makes inside `with` for its input `hidden`."""
+    """Notes the dropouts, norms and sums of the stream that `block` computes inside `with` for its input `hidden`."""
 
     def __init__(self, block: nn.Module, hidden: Tensor):
         super().__init__(hidden)
@@ -246,7 +251,7 @@ class Watch(_StreamMode):
         given = _dropout(*args, **kwargs) if function is F.dropout else args
         position = self._position_of_stream(args) if function is torch.add else None
         versions = [each._version if isinstance(each, Tensor) else None for each in given]
-        # A dropout that is moved returns its input, so operations that read this are counted, too.
+        # ResidualSums returns the input of a dropout that it moves. So operations that read it are counted, too.
         result = given[0] if function is F.dropout and not given[2] else function(*args, **kwargs)
         self._seen.append(_Seen(function, given, versions, result, position))
         return result
@@ -263,16 +268,18 @@ class Watch(_StreamMode):
         return [Call(call.function, call.changed, call.norm) for call in self._seen]
 
     def _join_dropout(self, call: _Seen, sums: Iterable[_Seen], reads: int) -> None:
-        """Moves a dropout into the sum that reads its output, if nothing else does. `reads`: how many operations do."""
+        """Notes that the sum that reads a dropout's output shall compute the dropout, too. Does nothing if other
+        operations read it. `reads`: number of operations that read the output."""
         readers = [each for each in sums if each.given[1 - each.position] is call.result]
         dropouts = [each for each in self._seen if each.function is F.dropout and each.result is call.result]
         read_once = len(readers) == len(dropouts) == reads == 1
-        if read_once and not call.given[2] and call.result.shape[-1] % 4 == 0:  # one call of Philox: four numbers
+        if read_once and not call.given[2] and call.result.shape[-1] % 4 == 0:  # Philox draws four numbers a call
             call.changed = readers[0].changed = True
 
     def _join_norm(self, call: _Seen, sums: dict[int, _Seen]) -> None:
-        """Moves a norm into the sum that it reads, or joins it to later sums that read the same tensor. `sums`: by id
-        of their results. No operation may write the tensor in between."""
+        """Notes that the sum that a norm reads shall compute the norm, too. If the norm reads no sum, as at the start
+        of a block, joins it with later sums that read the same tensor: one kernel then adds their gradients. Does
+        nothing if an operation writes the tensor in between. `sums`: {id of a sum's result: the sum}."""
         x, norm = call.given
         name = next((name for name, each in self._block.named_modules() if each.forward is norm), None)
         readers = [each for each in sums.values() if each.given[each.position] is x]
@@ -287,5 +294,6 @@ class Watch(_StreamMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:  # noqa: A002
-    """Returns the input of a call of `F.dropout`, its probability, and whether it changes the input."""
+    """Returns the input of a call of `F.dropout`, its probability (0 outside training), and whether it works in
+    place."""
     return input, p if training else 0.0, inplace

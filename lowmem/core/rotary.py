@@ -1,12 +1,13 @@
-"""Rotates queries and keys by their positions with one kernel per direction (kernels/layer_kernels.py), if a GPU can.
+"""Rotates queries and keys by their positions with a kernel per direction (kernels/layer_kernels.py), on GPUs that run
+it.
 
 Rotary embeddings (arXiv:2104.09864) rotate the numbers i and i + R / 2 of each head by an angle, for all i < R / 2. The
 attention of most models in transformers calls a function of its own file for that, `apply_rotary_pos_emb`.
-`rotary_forward` returns a copy of the attention's forward that calls another function by this name. All other names of
-that file keep their values. A model whose function rotates other pairs of numbers keeps its own.
+`rotary_forward` returns a copy of the attention's forward in which this name means another function. All other names of
+that file keep their values. A model whose function rotates other pairs of numbers keeps its own function.
 
-Per element of q and k, each direction moves 4 bytes. PyTorch's operators move 20 in forward and 28 in backward.
-No GPU has run this code yet.
+Per element of q and k, each direction moves 4 bytes. PyTorch's operators move 20 in forward and 28 in backward. No GPU
+has run this code yet.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ NAME = "apply_rotary_pos_emb"
 
 
 def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first R numbers of each head of `x` [B, H, T, E] in plain PyTorch. `cos`, `sin`: [B or 1, T, R]."""
+    """Rotates the first R numbers of each head of `x` [B, H, T, E] in plain PyTorch, and copies the other numbers.
+    `cos`, `sin`: [B or 1, T, R]."""
     rotated, others = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
@@ -45,10 +47,11 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, rounded once. All four arguments have one
-    dtype. No gradient reaches `cos` and `sin`. The results are stored as [B, T, H or G, E]."""
+    dtype. No gradient reaches `cos` and `sin`. The results have the shapes of `q` and `k`, and are stored as [B, T, H
+    or G, E]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(q, k, cos, sin)
-    return _launch(q, k, cos, sin, backward=False)  # a Function takes ten microseconds more
+    return _launch(q, k, cos, sin, backward=False)  # an autograd Function takes ten microseconds more
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
@@ -66,8 +69,9 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class RotaryAttention:
-    """Replaces the forward of `module`, an attention. Runs the code of `forward`, the module's own. For the rotation,
-    calls the kernel if the kernel takes the arguments. Otherwise calls `plain`, the function in the module's file."""
+    """Replaces the forward of `module`, an attention. Runs the code of `forward`, the module's own forward. Rotates
+    with the kernel, or with `plain` for arguments that the kernel does not take. `plain`: the function that the
+    module's file calls."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
@@ -98,7 +102,8 @@ def rotary_forward(module: nn.Module) -> RotaryAttention | None:
 
 
 def _renames_arguments(wrapper: Callable) -> bool:
-    """Returns True if `wrapper` comes from transformers' deprecate_kwarg: it renames arguments that no block passes."""
+    """Returns True if `wrapper` comes from transformers' deprecate_kwarg, which only renames arguments that no block
+    passes."""
     return "deprecate_kwarg" in getattr(getattr(wrapper, "__code__", None), "co_qualname", "")
 
 
