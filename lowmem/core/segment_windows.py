@@ -1,9 +1,9 @@
-"""Copies weights and boundaries (saved inputs) of segments from RAM to the GPU, and boundaries and gradients to RAM
-(window.py; docs/step.md).
+"""Copies weights of segments from RAM to the GPU, boundaries to RAM and back, and gradients to RAM.
 
-For each group of micro-batches, a step copies each weight that is in RAM to the GPU twice. Updates copy weights, too,
-together with their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with 64 rows of 1,024
-tokens. They are copied while other micro-batches or segments are computed.
+A segment is a range of blocks that are recomputed together, and its boundary is its saved input (docs/step.md). For
+each group of micro-batches, a step copies each weight in RAM to the GPU twice: for forward and for backward. Updates
+copy weights, too, together with their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with
+64 rows of 1,024 tokens. They are copied while other micro-batches or segments are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ from lowmem.core.transfers import Lane, Transfers
 from lowmem.core.window import Slot, Window
 from lowmem.units import round_up
 
-WEIGHT_SLOTS = 2  # segments whose weights are on the device at a time
+WEIGHT_SLOTS = 2  # number of segments whose weights are on the device at a time
 LEAVING = 2  # most boundaries that are being copied to RAM at a time
-_ALIGNMENT = 256  # elements; each boundary in RAM begins at a multiple
+_ALIGNMENT = 256  # each boundary in RAM begins at a multiple of this number of elements
 
 
 class WeightWindow:
@@ -28,8 +28,8 @@ class WeightWindow:
     are in RAM.
 
     A slot is a buffer on the device for the weights of one segment. The parameters of a block are views of a slot while
-    its weights are there. Otherwise they are NaN, so that a use of absent weights shows at once. A training step calls
-    `bring` before a block runs. In an evaluation nothing calls it, so a hook copies the weights (`_called`).
+    the block's weights are there. Otherwise they are NaN, so that a use of absent weights shows at once. A training
+    step calls `bring` before a block runs. An evaluation does not, so a hook copies the weights (`_called`).
     """
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
@@ -62,8 +62,8 @@ class WeightWindow:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available on the device, for kernels launched from now on. Also queues copies
-        of the weights of the blocks `following`, which run next. No update of `blocks` or `following` may be pending
-        (deferred_updates.py)."""
+        of the weights of the blocks `following`, which run next; None for no blocks. No update of `blocks` or
+        `following` may be pending (deferred_updates.py)."""
         slot = None
         if self.fetches_any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -125,9 +125,9 @@ class WeightWindow:
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:
-        """Runs as a hook before each forward of block `index` (Decoder.before_blocks). Calls `bring` for this block and
-        the next one if the block's newest weights are not on the device. That is so in an evaluation. A training step
-        has called `bring` already."""
+        """Runs as a hook before each forward of block `index` (Decoder.before_blocks). Does nothing if the block's
+        newest weights are on the device, as in a training step, which has called `bring`. Otherwise, as in an
+        evaluation, calls `bring` for this block and the next one."""
         here = self._bound is not None and index in self._bound[0]
         if not here or self._bound[1].inside != self._content_of(self._bound[0]):
             self.bring(range(index, index + 1), range(index + 1, index + 2))
@@ -145,21 +145,22 @@ class BoundaryWindow:
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
         self._buffer: Tensor | None = None
         self._used = 0
-        self._coming: dict[int, Slot] = {}  # slots that are being filled, by the id of their SavedSegment
+        self._coming: dict[int, Slot] = {}  # {id of a SavedSegment: slot into which its boundary is being copied}
 
     @property
     def buffer_bytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def forget(self) -> None:
-        """Forgets the saved inputs of the last group of micro-batches."""
+        """Forgets the boundaries of the last group of micro-batches, and frees their memory on the device. Keeps the
+        buffer in RAM for the next group."""
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
 
     def begin(self, hidden: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        """Begins a group of micro-batches. Makes the buffer in RAM large enough for its saved inputs: `hidden` has the
-        first block's input [B, T, D] of each micro-batch, `segments` are all segments of the model."""
+        """Begins a group of micro-batches. Makes the buffer in RAM large enough for the group's boundaries. `hidden`:
+        the first block's input [B, T, D] of each micro-batch. `segments`: all segments of the model."""
         self.forget()
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
@@ -181,10 +182,10 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Makes the saved input of the last segment in `saved[index]` available on the device, for kernels launched
-        from now on. `saved[i]`: the segments that micro-batch i still has to run backward. Also queues a copy of the
-        saved input that is needed next: the next micro-batch's for the same segment. After the last micro-batch, it is
-        the first one's for the segment before."""
+        """Makes the boundary of the last segment in `saved[index]` available on the device, for kernels launched from
+        now on. `saved[i]`: the segments that micro-batch i still has to run backward. Also queues a copy of the
+        boundary that is needed next. This is the next micro-batch's for the same segment. After the last micro-batch,
+        it is the first micro-batch's for the segment before."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -209,14 +210,15 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM, where they wait for their updates. StateWindow copies them back, with states."""
+    """Copies final gradients to RAM, where they wait for their updates. StateWindow (window.py) copies them back,
+    together with optimizer states."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Queues copies of the gradients of `parts` (units' matrices or vectors) to RAM, and returns at once. Frees the
-        device memory of the gradients of earlier calls."""
+        """Queues copies of the gradients of `parts` (units' matrices or vectors) to RAM, and returns at once. Each part
+        must have a `gradient_home`. Frees the device memory of the gradients of earlier calls."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)

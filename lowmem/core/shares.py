@@ -64,10 +64,10 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """Gathers weights from all ranks before the blocks that use them run; several ranks use it instead of WeightWindow
-    (segment_windows.py). `units`: {number of a block: Gatherer}. Number -1 is the embeddings, and n the last unit of a
-    model of n `blocks`. `bring` frees other blocks' weights. It keeps those of units -1 and n, and of the blocks
-    `staying`, until `let_go`."""
+    """Gathers weights from all ranks before the blocks that use them run. With several ranks, a step uses it instead of
+    WeightWindow (segment_windows.py). `blocks`: all n blocks of the model. `units`: {number of a block: its Gatherer}.
+    Number -1 is the embeddings, and number n the last unit. `bring` frees the weights of other blocks. But weights of
+    the blocks `staying`, and of -1 and n, stay until `let_go`."""
 
     fetches = True
 
@@ -75,8 +75,8 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Registers hooks on the model. If a unit (such as a block) runs without a call of `bring`, its hook gathers
-        its weights. That is so in an evaluation. All ranks must run the same units in the same order."""
+        """Registers hooks on the model. If a unit (such as a block) runs without a call of `bring`, as in an
+        evaluation, its hook gathers the unit's weights. All ranks must run the same units in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -92,8 +92,8 @@ class GatheredWeights:
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
-        `following` blocks. Frees the weights of all other blocks, except the blocks `staying`. All ranks must call this
-        in the same order. No update of `blocks` or `following` may be pending."""
+        `following` blocks; None for no blocks. Frees the weights of all other blocks, except the blocks `staying`. All
+        ranks must call this in the same order. No update of `blocks` or `following` may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -194,9 +194,9 @@ class Shares(Ranks):
         self._leaving, self._vectors = [], []
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to sum the gradient of `part` over all ranks, and keeps this rank's share [n] of the sum as its
-        gradient. The old gradient has n elements for each rank that stores a share. Returns (part, old gradient,
-        event). At the event, the sum is ready and the old gradient may be freed."""
+        """Starts to sum the gradient of `part` over all ranks. The part's new gradient is this rank's share [n] of the
+        sum. The old gradient has n elements for each rank that stores a share. Returns (part, old gradient, event).
+        When the event occurs, the sum is ready and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -217,8 +217,8 @@ class Shares(Ranks):
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of `own` [n] over the ranks that store the same share. Each of them adds up one part of the n
-        numbers, and sends the result to the others."""
+        """Returns the sum of `own` [n] over the ranks that store the same share. Each of these ranks adds up one part
+        of the n numbers, and sends its result to the others."""
         machines = self.count // self.sharing
         if machines == 1:
             return own

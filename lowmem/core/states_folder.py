@@ -1,4 +1,4 @@
-"""Opens and checks the folder for optimizer states on a disk.
+"""Opens and checks the folder for optimizer states on a disk. DiskStates (homes.py) makes the states' tensors there.
 
 A training run checks this folder before it spends minutes on reading its data. Nothing here needs PyTorch, whose import
 takes seconds.
@@ -16,8 +16,8 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_states_file(folder: Path) -> RawIOBase:
-    """Opens a new file without a name in `folder`. Creates the folder if it does not exist. Raises InputError if the
-    folder cannot be written."""
+    """Opens a new unlinked temporary file in `folder`, without a buffer. Creates the folder if it does not exist.
+    Raises InputError if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
@@ -34,12 +34,13 @@ def check_states_folder(folder: Path) -> None:
         open_states_file(folder).close()
     finally:
         for path in missing:  # the innermost comes first
-            with suppress(OSError):  # it was never made, or another run has put something into it
+            with suppress(OSError):  # the check did not make it, or another run has put a file into it
                 path.rmdir()
 
 
 def in_memory(folder: Path) -> str | None:
-    """Returns the name of the file system of `folder` if it keeps its files in RAM, otherwise None."""
+    """Returns the name of the file system of `folder` if it keeps its files in RAM, such as "tmpfs". Otherwise returns
+    None."""
     import psutil
 
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]

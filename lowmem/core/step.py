@@ -62,18 +62,18 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Says that `abandoned` returned True and ended a step or evaluation, which applied at most earlier updates."""
+    """Is raised if `abandoned` returns True in a step or evaluation. Only earlier steps' updates may have been made."""
 
 
 class TrainingStep:
     """Makes one optimizer step each time it is called with a batch. Some weight updates stay pending until the next
     forward pass; `flush` applies them at once.
 
-    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment. If it returns True,
-    StepAbandoned is raised, unless the step may have updated some units. `make_room(where, reason)` is called if memory
+    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment, unless the step may
+    have updated some units. If it returns True, StepAbandoned is raised. `make_room(where, reason)` is called if memory
     runs out, after the failed attempt has been freed. It must save memory by `change_layout`, or raise an error. If it
     returns, the attempt is repeated. `where`: STEP, UPDATES or EVALUATION. HALFWAY means that some units may have been
-    updated; then `make_room` must raise.
+    updated; then `make_room` must raise an error.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class TrainingStep:
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
         """Prepares the step for the layout of `store`. `hyper`: the optimizer's numbers. `clip_norm`: largest norm of
-        all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`:
-        replacements that a simulation passes; None for the usual ones."""
+        all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`: None,
+        or replacements that a simulation passes."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
         self.abandoned: Callable[[], bool] | None = None
-        self.most: tuple[int, int, int | None] | None = None  # the plan's rows, and tokens of a row and of a target
-        self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # below which a micro-batch is not faster
+        self.most: tuple[int, int, int | None] | None = None  # the plan's most rows, tokens of a row and of a target
+        self.least_positions = LEAST_POSITIONS.get(store.device.type, 1)  # a micro-batch with fewer is not faster
         self._decoder, self._clip_norm, self._seed = decoder, clip_norm, seed
         self._head = range(len(decoder.blocks), len(decoder.units) - 1)  # the last unit, numbered after the blocks
         self._set_layout(store.layout)
@@ -143,8 +143,8 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Returns the micro-batches of `batch` that this rank computes, on the device, in the layout's groups. With
-        several ranks, each has one group. `step` seeds dropout. `scale` multiplies the loss before backward."""
+        """Returns the micro-batches of `batch` that this rank computes, on the device, in the layout's groups. If there
+        are several ranks, each has one group. `step` seeds dropout. `scale` multiplies the loss before backward."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
         several = self.store.ranks.count > 1
@@ -214,7 +214,7 @@ class TrainingStep:
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Runs the head on `hidden`, the last block's output of each micro-batch, and frees these outputs. Returns two
-        lists with one entry per micro-batch: the loss, and the gradient for the last block's output."""
+        lists with one entry per micro-batch: its loss, and the gradient for the last block's output."""
         self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
         losses, output_gradients = [None] * len(hidden), [None] * len(hidden)
@@ -230,7 +230,7 @@ class TrainingStep:
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
         """Runs all segments backward, the last one first. `extras`, `saved`: results of `_forward`. `output_gradients`:
-        for each micro-batch, the gradient for the last block's output. That for the first block's input replaces it."""
+        gradients for the last block's output. They are replaced by those for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -270,8 +270,8 @@ class TrainingStep:
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """First applies all pending updates. Returns the loss of `batch` in nats, summed over the tokens with a label,
-        and the number of these tokens."""
+        """Returns the loss of `batch` in nats, summed over the tokens with a label, and the number of these tokens.
+        Applies all pending updates before."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
@@ -305,7 +305,7 @@ class TrainingStep:
 
     def change_layout(self, layout: Layout) -> bool:
         """Uses `layout` from now on. May move optimizer states from the device into RAM, but never back. Returns False
-        if CUDA refuses to page-lock that RAM. Raises ValueError if `layout` has other `fixed_homes` than before."""
+        if CUDA refuses to page-lock that RAM, otherwise True. Raises ValueError if `layout` changes `fixed_homes`."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
@@ -322,7 +322,7 @@ class TrainingStep:
         self.segments = layout.segments(len(self._decoder.blocks))
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """Returns `work(*arguments)`. If memory runs out, calls `make_room`, and repeats the call if that returns.
+        """Returns `work(*arguments)`. If memory runs out, calls `make_room`; if this raises no error, repeats the call.
         `where`: the kind of work (STEP, UPDATES or EVALUATION), for `make_room`."""
         while True:
             try:
@@ -337,7 +337,7 @@ class TrainingStep:
             self.make_room(HALFWAY if self.halfway else where, reason)
 
     def _discard_attempt(self) -> None:
-        """Drops the gradients of a failed step. While updates are pending, keeps the accumulators: they have the
+        """Drops the gradients of a failed step. While updates are pending, keeps the accumulators, which have the
         gradients of the step before. A step adds to accumulators only after all pending updates."""
         own = (use.own for use in self._decoder.shared if use.own is not None)
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):

@@ -4,7 +4,7 @@ A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An eve
 work that it had when the event was made. A copy waits for earlier work of its lane, and for the events it is given.
 
 Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would wait for the
-forward operations queued before it, and so would the next copy into its slot (a buffer on the device).
+forward operations queued before it. So would the next copy into the update's slot (a buffer on the device).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,16 +26,17 @@ class Lane(StrEnum):
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward
     UPDATES = "updates"  # the optimizer's rule
-    STATES_IN = "states in"  # also of gradients that waited in RAM
-    STATES_OUT = "states out"
+    STATES_IN = "states in"  # copies to the device of states, and of gradients that waited in RAM
+    STATES_OUT = "states out"  # copies of updated states back
     WEIGHTS_IN = "weights in"
     BOUNDARIES_IN = "boundaries in"
-    RAM_OUT = "boundaries and gradients out"
+    RAM_OUT = "boundaries and gradients out"  # to RAM
 
 
 class Transfers:
-    """Copies on the CPU, for a device whose memory is RAM: each copy is done when the call returns. `host_buffer`:
-    function that allocates page-locked RAM for copies from and to a disk; None here."""
+    """Copies tensors by the CPU, for a device whose memory is RAM. Each copy is done when the call returns, so nothing
+    has to wait. `host_buffer`: function that allocates page-locked RAM for copies from and to a disk; None in this
+    class."""
 
     host_buffer: MakeTensor | None = None
 
@@ -49,10 +50,11 @@ class Transfers:
         """Returns an event that occurs when `lane` (a CUDA stream) has done all its work so far; None on the CPU."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """Makes later work of `lane` (a CUDA stream) wait for `events`. Ignores events that are None."""
+        """Makes later work of `lane` (a CUDA stream) wait for `events`. For HOST, returns when they have occurred.
+        Ignores events that are None."""
 
     def updating(self) -> AbstractContextManager:
-        """Returns a context: kernels launched inside it run on the lane (CUDA stream) UPDATES."""
+        """Returns a context manager: kernels launched inside it run on the lane (CUDA stream) UPDATES."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -74,9 +76,9 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams. A lane is a queue of work. HOST is what the Python program does itself, COMPUTE is the
-    current stream, and each other lane has its own stream. UPDATES is the current stream, too, unless updates are
-    `concurrent` with forward and backward. Concurrent updates must not allocate memory."""
+    """Copies on CUDA streams, one for each lane with three exceptions. HOST is the Python program itself. COMPUTE is
+    the current stream. UPDATES is the current stream, too, unless updates are `concurrent` with forward and backward.
+    Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

@@ -29,8 +29,9 @@ class Slot:
     """Holds one buffer on the device. Numbers that are stored elsewhere are copied into its `tensors`, {name: tensor}.
 
     `inside`: the newest content: views of `tensors` in a StateWindow, a key in a WeightWindow. `arrived`, `left`:
-    events that occur when the newest copies into the slot, and out of it, are done. `buffers`: RAM through which copies
-    between the slot and a disk pass. `owed`: pairs (tensor on a disk, host buffer) still to be written to the disk.
+    events that occur when the newest copies into the slot, and out of it, are done; None for nothing to wait for.
+    `buffers`: RAM through which copies between the slot and a disk pass. `owed`: pairs (tensor on a disk, host buffer)
+    still to be written to the disk.
     """
 
     tensors: State
@@ -52,7 +53,7 @@ class Window:
         self.transfers, self.into, self.out, self.user = transfers, into, out, user
         self.slots: list[Slot] = []
         self.sizes: dict[str, tuple[int, torch.dtype]] = {}
-        self.sent: deque[Slot] = deque()  # tensors of `send_away`; their memory is not free yet
+        self.sent: deque[Slot] = deque()  # slots of tensors that `send_away` copies and `release` has not freed yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         """Allocates `number` slots (buffers on the device). `sizes`: {name: (entries, dtype)} of the tensors in each
@@ -68,8 +69,8 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Returns a Slot whose buffer is `tensors`. Copies into the slot wait for all kernels launched so far, which
-        may still use that memory."""
+        """Returns a Slot whose buffer is `tensors`. Copies into the slot will wait for all kernels launched so far,
+        which may still use that memory."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
@@ -165,7 +166,8 @@ class StateWindow:
             self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
-        """Starts to copy the updated state of `piece`, which was taken last, back to where it is stored."""
+        """Starts to copy the updated state of `piece` back to where it is stored. `piece` must be the one that the last
+        call of `take` was for."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -203,8 +205,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns {name: buffer in RAM} for the tensors of `piece` that are on a disk. If the device's memory is RAM,
-        the buffers are the tensors of `slot`."""
+        """Returns {name: buffer in RAM} for the tensors of `piece` that are on a disk. If the device's memory is RAM
+        (`host_buffer` is None), the buffers are the tensors of `slot`."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -216,8 +218,8 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes to the disk what the host buffers of `slot` (a buffer on the device) still have to deliver there.
-        Copies from the device into the host buffers must be done."""
+        """Writes the states in the host buffers of `slot` (a buffer on the device) to the disk, if that is still to be
+        done. Copies from the device into the host buffers must be done."""
         if slot.owed:
             self._transfers.write(slot.owed)
         slot.owed = []

@@ -9,12 +9,12 @@ from enum import Flag, auto
 
 
 class Kernels(Flag):
-    """Names which fused kernels run. The others need those of `PRODUCTS`."""
+    """Names sets of fused kernels, as flags. Those of all other sets need those of `PRODUCTS`."""
 
     NONE = 0
-    PRODUCTS = auto()  # of products' gradients, updates and the loss
+    PRODUCTS = auto()  # gradients of matrix products, updates, and the loss
     NORMS = auto()
-    SUMS = auto()  # of the residual stream, with dropout and norm
+    SUMS = auto()  # sums of the residual stream, with dropout and norm
     ACTIVATIONS = auto()
     ROTARY = auto()
     ALL = PRODUCTS | NORMS | SUMS | ACTIVATIONS | ROTARY

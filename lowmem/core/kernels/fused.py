@@ -1,7 +1,7 @@
 """Compiles operators.py's operators, compares them with the plain PyTorch code, and defines updates that use them.
 
-The plain code runs in the place of kernels that do not compile or do not agree, and plans assume it. So it is for all
-kernels if Triton is missing.
+Kernels may not compile, or not agree with the plain code. Then the plain code runs in their place, and plans assume so.
+Without Triton, this is so for all kernels.
 """
 
 import importlib.util
@@ -33,17 +33,17 @@ KINDS_OF_NORMS = (Rule(1e-5, 0.0, True), Rule(1e-5, 0.0, False))
 SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
-MOST_ACTIVATION_ERROR = MOST_ROTARY_ERROR = 5e-3  # the same
+MOST_ACTIVATION_ERROR = MOST_ROTARY_ERROR = 5e-3  # as for norms
 Dtypes = tuple[torch.dtype, ...]
-MOST_ULPS = 8  # between a kernel and the eager lines: some fused products and sums, and a square root
+MOST_ULPS = 8  # of a kernel against the plain code: some fused products and sums, and a square root
 
 
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Updates weights and state as optimizers.update does, in one kernel. For 8-bit moments, runs three kernels: a join
-    of the halves, bitsandbytes' update, and a split. They need 4 bytes of temporaries per parameter. In other cases
-    calls optimizers.update."""
+    """Updates weights and state as optimizers.update does, in one kernel. For 8-bit moments and 16-bit weights, runs
+    three kernels: a join of the halves, bitsandbytes' update, and a split. They need 4 bytes of temporaries per
+    parameter. In other cases calls optimizers.update."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -62,8 +62,8 @@ def update(
 
 
 def expected(capability: tuple[int, int]) -> Kernels:
-    """Returns the fused kernels that a plan for a card of this compute capability may assume: all of them. Returns none
-    for cards before Turing, and on a machine with a GPU but without Triton."""
+    """Returns the fused kernels that a plan may assume for a card with this compute `capability`. These are all
+    kernels, or none for cards before Turing. If this machine has a GPU but no Triton, returns none, too."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return Kernels.ALL if here and capability >= OLDEST_CAPABILITY else Kernels.NONE
 
@@ -76,7 +76,7 @@ def failures(device: torch.device) -> dict[Kernels, str]:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return {Kernels.ALL: "Triton compiles for cards from Turing on"}
-    in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # what runs may ask for
+    in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # dtypes of runs
     trials = {
         Kernels.ALL: _try_products,
         Kernels.NORMS | Kernels.SUMS: _try_norms,
@@ -90,7 +90,7 @@ def failures(device: torch.device) -> dict[Kernels, str]:
             continue
         try:
             reason = trial(device, in_16_bit)
-        except Exception as error:  # whatever a compiler may say: none there, a driver too old, no room for its files
+        except Exception as error:  # such as: no compiler, a driver too old, no room for files
             last = (str(error).strip() or "no reason given").splitlines()[-1]
             reason = f"they do not run here ({type(error).__name__}: {last})"
         if reason is not None:
@@ -104,8 +104,8 @@ def running(device: torch.device) -> Kernels:
 
 
 def _try_products(device: torch.device, in_16_bit: Dtypes) -> str | None:
-    """Tries updates, the loss, and the products of its gradients. Returns a reason not to use them, None if they
-    agree. So do the functions below for other kernels."""
+    """Compares the kernels of updates, of the loss, and of the products of the loss's gradients with plain code.
+    Returns a reason not to use them, None if they agree. The next functions do the same for other kernels."""
     worst = _largest(
         ulps
         for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
@@ -174,11 +174,13 @@ def loss_error(
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
-    """Returns the largest relative error on `device` of a LayerNorm or RMSNorm (`rule`) with an output in `dtype`, of
-    the sum that it normalizes, and of their gradients. Each is compared as one vector. The reference is the rule in
-    fp64 on the CPU, with the dropout mask found in the sum. `p`: probability of dropout; if it is not 0, another sum
-    with dropout follows the norm, and the share of numbers that are dropped is compared, too. None: the norm's input is
-    no sum."""
+    """Returns the largest relative error (by norm) on `device` of a norm, the sum that it normalizes, and their
+    gradients. `rule`: LayerNorm or RMSNorm. `dtype`: of the norm's output. The reference is the rule in fp64 on the
+    CPU, with the dropout mask found in the sum.
+
+    `p`: probability of dropout in the sum; None if the norm's input is no sum. If `p` is not 0, another sum with
+    dropout follows the norm. Then the share of dropped numbers is compared, too.
+    """
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
     inputs = [x, branch.to(dtype) if p is not None else None, weight, bias if rule.centered else None]
@@ -206,8 +208,9 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | 
 
 
 def activation_error(device: torch.device, dtype: torch.dtype, activation: Activation, is_gated: bool) -> float:
-    """Returns the largest relative error (by norm) on `device` of an MLP's activation in `dtype`, of its gradients, and
-    of the sum of the first one's rows. The reference is the activation in fp64 on the CPU."""
+    """Returns the largest relative error (by norm) on `device` of an MLP's activation in `dtype`, and of its gradients.
+    Without a gate, also compares the sum of the rows of the input's gradient. The reference is the activation in fp64
+    on the CPU."""
     generator = torch.Generator().manual_seed(5)
     gradient, *inputs = (torch.randn(40, 300, generator=generator).to(dtype) for _ in range(2 + is_gated))
     there = [*(tensor.to(device) for tensor in inputs), *[None] * (not is_gated)]
@@ -238,7 +241,7 @@ def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Returns the largest relative error (by norm) in pairs (found on a device, reference in fp64 on the CPU)."""
+    """Returns the largest relative error (by norm) of `pairs` (result on a device, reference in fp64 on the CPU)."""
     return _largest(((found.cpu().double() - truth).norm() / truth.norm()).item() for found, truth in pairs)
 
 
@@ -248,8 +251,8 @@ def _largest(numbers: Iterable[float]) -> float:
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels split and join weights to the same bits as precision.py. Tests weights of many
-    magnitudes."""
+    """Returns True if the kernels split and join weights to the same bits as precision.py. Tests `size` weights of many
+    magnitudes. `dtype`: the 16-bit dtype of the upper half."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -269,9 +272,9 @@ def largest_ulps(
     size: int = 4097,
 ) -> dict[str, float]:
     """Returns {weight or moment: largest error} of one update by `rule` on `device`, compared with optimizers.py on the
-    CPU. The unit is the distance between neighbouring fp32 numbers at the old or new value, whichever is larger. For
-    weights, it is at least the distance at the learning rate: where gradient and old moment cancel, a step is less
-    exact."""
+    CPU. `dtype`: the working weights'. `size`: number of weights. The unit of an error is the distance between
+    neighbouring fp32 numbers at the old or new value, whichever is larger. For weights, it is at least this distance at
+    the learning rate, because a step is less exact if gradient and old moment cancel."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -53,8 +53,8 @@ def normalize_backward(
     the output of `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2,
     P, D] fp32. Each of the P rows is a sum over N / P rows of `x`.
 
-    Adds `other_gradient` [..., D] to the gradient for `x`, if there is one. Writes the result into `branch_gradient`
-    [..., D], too, if there is one. With `seeds`, drops numbers there as `drop` does."""
+    If `other_gradient` [..., D] is not None, adds it to the gradient for `x`. If `branch_gradient` [..., D] is not
+    None, writes the result there, too. With `seeds`, drops numbers of `branch_gradient` as `drop` does."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -157,8 +157,8 @@ def _normalize_backward(
 
 def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
     """Writes `added` + dropout(x) into `y`; `added` None stands for 0. Dropout sets numbers to 0 with probability `p`
-    and divides the others by 1 - p. seeds[number] int64 and a number's place choose. All tensors have one shape
-    [..., D], for a D that 4 divides, and are contiguous."""
+    and divides the others by 1 - p. seeds[number] int64 and a number's place decide which. All tensors are contiguous
+    and have one shape [..., D]; D is a multiple of 4."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
         x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
@@ -187,8 +187,8 @@ def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl
 
 @triton.jit
 def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns [ROWS, COLUMNS] bool: False for the numbers that are dropped of the rows `row` [ROWS]. One call of Philox
-    gives four random numbers, for four neighbours in a row."""
+    """Returns [ROWS, COLUMNS] bool: True for the numbers of the rows `row` [ROWS] that dropout keeps. One call of
+    Philox gives four random numbers, for four neighbours in a row."""
     fourth = row[:, None] * (columns // 4) + tl.arange(0, COLUMNS // 4)[None, :]
     a, b, c, d = tl.rand4x(tl.load(seeds_at + number), fourth.to(tl.int32))
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
@@ -208,9 +208,9 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Writes the output of `gated` into `y` [..., I], and the gradient for `up` into `of_up`. Replaces `gradient`, for
-    that output, by the gradient for `gate`. Writes the sums of this gradient's N rows into `partial_sums` [P, I] fp32,
-    if it is not None. Each of the P rows is a sum over N / P rows."""
+    """Writes the output of `gated` into `y` [..., I], and the gradient for `up` into `of_up`. `gradient` is the
+    gradient for `y`; it is overwritten with the gradient for `gate`. If `partial_sums` [P, I] fp32 is not None, writes
+    sums of this gradient's N rows there. Each of the P rows is a sum over N / P rows."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:

@@ -7,7 +7,7 @@
     gated, ..._backward         an MLP's activation (activations.py), its gradients     (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
-    add_rows                    accumulator[ids] += rows, of which one for each id is not zero      (PyTorch)
+    add_rows                    accumulator[ids] += rows; only one row of an id may be not zero       (PyTorch)
 
 They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
 temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. `add_rows` runs in trainings on the CPU,
@@ -53,9 +53,9 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Without D, adds numbers to
-    numbers. Of the rows with one id, all but one must be zero. Then no order of additions changes a bit, and PyTorch
-    need not sort them."""
+    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Also takes `rows` [N] and
+    `accumulator` [V]. Of the rows with one id, all but one must be zero. Then no order of additions changes a bit, and
+    PyTorch need not sort them."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:

@@ -29,9 +29,10 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs `kernel`, one of those below, on tensors [n]. `others`: the kernel's other tensors and numbers. For AdamW,
-    the numbers are the gradient's scale and then optimizers.adamw_numbers. For SGD, they are the gradient's scale, 1 -
-    learning rate x decay, and the learning rate."""
+    """Runs `kernel`, one of those below, on weights `working` [n] and their halves `low` [n], None for fp32 weights.
+    `others`: the kernel's other tensors and numbers. For AdamW, the numbers are the gradient's scale and then
+    optimizers.adamw_numbers. For SGD, they are the gradient's scale, 1 - learning rate x decay, and the learning
+    rate."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
