@@ -116,7 +116,7 @@ class Updates:
         return locked
 
     def _due(self, units: int) -> bool:
-        """Returns True if the next piece of the pass belongs to one of its first `units` units."""
+        """Returns True if the next piece belongs to one of the first `units` units of the pass."""
         if not self.waiting:
             return False
         unit = self._pieces[self._next].part.unit

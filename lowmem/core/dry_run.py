@@ -20,7 +20,7 @@ _MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to t
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Calls `run` while the parameters of `model` are on the meta device, and returns its result. Parameters with two
+    """Returns the result of `run`, called while the parameters of `model` are on the meta device. Parameters with two
     or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
     too. Returns None if it raises an error again."""
     for with_buffers in (False, True):  # some models read their buffers' values, others need one device

@@ -145,7 +145,7 @@ def _multiply_back(
     gradient: Tensor, weight: Tensor, chunk: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor
 ) -> None:
     """Writes `gradient` [C, V] @ `weight` [V, D] into `hidden_gradient` [C, D], and adds `gradient`.T @ `chunk` [C, D]
-    to `weight_gradient`."""
+    to `weight_gradient` [V, D] fp32."""
     most, *others = _aligned(weight.shape[0])
     for words in others:  # before the rest, so that the large sum is rounded once
         torch.mm(gradient[:, words], weight[words], out=hidden_gradient)

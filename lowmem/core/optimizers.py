@@ -64,8 +64,9 @@ class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.
 
     `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates the fp32 weights `master` [n] and
-    their `state` in place. It first multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may overwrite
-    `scratch` [n] fp32. All allocations are made before anything is changed, so running out of memory changes nothing.
+    their `state` in place. First it multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may overwrite
+    `scratch`, which is [n] fp32, or None if the rule needs none. It allocates before it changes anything. So if memory
+    runs out, nothing is changed.
     """
 
     name: str

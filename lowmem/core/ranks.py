@@ -63,8 +63,8 @@ class Ranks:
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
         """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: this
-        process's share of that tensor. The other processes send their elements while they wait in `on_first`, so call
-        this only inside `on_first`."""
+        process's share of that tensor. Must be called only by the `work` of `on_first`. The other processes wait in
+        `on_first` meanwhile, and send their elements."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:

@@ -63,7 +63,8 @@ class _StreamMode(TorchFunctionMode):
         return result
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Returns the result of a call. Each subclass has its own."""
+        """Returns the result of `function(*args, **kwargs)`, one of the three kinds of calls. Each subclass defines
+        it."""
         raise NotImplementedError
 
     def _follow(self, tensor: Tensor) -> None:
@@ -257,7 +258,7 @@ class Watch(_StreamMode):
         return result
 
     def calls(self) -> list[Call]:
-        """Returns the calls so far, and how ResidualSums changes them."""
+        """Returns a Call for each call so far. It says whether and how ResidualSums replaces the call."""
         sums = {id(call.result): call for call in self._seen if call.function is torch.add}
         reads = Counter(address for each in self._trace.operations for address in set(map(address_of, each.reads)))
         for call in self._seen:

@@ -83,7 +83,7 @@ class WeightWindow:
         slot = next(slot for slot in slots if slot is not other_than)
         if self._bound is not None and self._bound[1] is slot:
             self._bind(None)
-        slot.inside = None  # until all copies are queued
+        slot.inside = None  # until all copies into it are queued
         pairs, mark = [(flat, part.working) for part, flat in self._flat(blocks, slot)], self._window.transfers.mark
         # The copy waits for kernels launched so far, which may use the slot's old weights. It also waits for copies of
         # updated weights to RAM.

@@ -56,7 +56,7 @@ class Gatherer:
             self._coming = None
 
     def let_go(self) -> None:
-        """Frees the memory of the gathered weights."""
+        """Frees the memory of the gathered weights. Does nothing if there are none."""
         if self._version is not None:
             self.wait()
             self._free()
@@ -129,7 +129,7 @@ class Shares(Ranks):
     Subclasses define these methods:
 
         gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
-        exchange(came, sent, among)   all-to-all: row r of `sent` [ranks x n] goes to rank r, row r of `came` is from it
+        exchange(came, sent, among)   all-to-all: rank r gets row r of `sent` [ranks x n], and sends row r of `came`
         gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r of `among`
         beside()                      a context: its kernels run on another stream, after all kernels launched so far
         mark()                        returns an event: all kernels launched in `beside` so far are done

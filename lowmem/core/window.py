@@ -57,7 +57,7 @@ class Window:
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
         """Allocates `number` slots (buffers on the device). `sizes`: {name: (entries, dtype)} of the tensors in each
-        slot. Does nothing if the slots have these sizes already."""
+        slot. Does nothing if the slots have these sizes already. If memory runs out, no slots are left."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # copies into the old slots must be done before kernels reuse their memory

@@ -70,9 +70,9 @@ def expected(capability: tuple[int, int]) -> Kernels:
 
 @cache
 def failures(device: torch.device) -> dict[Kernels, str]:
-    """Compiles and runs the fused kernels, and compares them with the plain PyTorch code. Returns {kernels to be left
-    out: the reason}, an empty dict if all agree. A reason is a clause without a full stop. This takes some ten seconds
-    the first time on a machine; later Triton's cache has the kernels."""
+    """Compiles and runs the fused kernels on `device`, a GPU, and compares them with the plain PyTorch code. Returns
+    {kernels that must not be used: the reason}, an empty dict if all agree. A reason is a clause without a full stop.
+    This takes some ten seconds the first time on a machine; later Triton's cache has the kernels."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return {Kernels.ALL: "Triton compiles for cards from Turing on"}

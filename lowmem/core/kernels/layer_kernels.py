@@ -73,7 +73,7 @@ def normalize_backward(
 
 @cache
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns a tile's width (a power of two), its number of rows, and the number of warps that hold it."""
+    """Returns the width (a power of two), rows and warps of the tile of numbers that a program holds at a time."""
     block = triton.next_power_of_2(columns)
     tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
@@ -177,7 +177,7 @@ def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl
     place = program * BLOCK + tl.arange(0, BLOCK)
     there = place < n
     x = tl.load(x_at + place, there, other=0.0).to(tl.float32)
-    # The block as a row of a matrix with BLOCK columns: its numbers have the same places.
+    # As a row of a matrix with BLOCK columns, the block's numbers have the same places.
     kept = tl.reshape(_kept(seeds_at, number, program + tl.zeros([1], tl.int64), BLOCK, p, 1, BLOCK), (BLOCK,))
     y = tl.where(kept, x * factor_of_kept, 0.0)
     if ADDS:

@@ -25,7 +25,7 @@ WORDS = 4096  # of the vocabulary, at a time: 16 for each of 256 threads
 BLOCK = 1024  # parameters per program: 8 for each of 128 threads, so that 16-bit numbers come 16 bytes at a time
 FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and taken off again, it leaves the nearest integer
+_ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracted again, it leaves the nearest integer
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
@@ -65,7 +65,7 @@ def _cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_at + row)
     logits_at += row * stride
-    highest = tl.full((), -3.0e38, tl.float32)  # finite: a block may be -inf throughout
+    highest = tl.full((), -3.0e38, tl.float32)  # finite, because all logits of a block may be -inf
     total = tl.zeros((), tl.float32)
     for start in range(0, stride, BLOCK):
         word = start + tl.arange(0, BLOCK)
@@ -164,8 +164,8 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Returns fp32 master weights, joined from their halves as in precision.join. The working half is given as int16
-    bits."""
+    """Returns fp32 master weights. fp32 working weights are the master weights. 16-bit ones are given as int16 bits,
+    and joined with their low halves as in precision.join."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
