@@ -90,8 +90,8 @@ class _StreamMode(TorchFunctionMode):
 
 class ResidualSums(_StreamMode):
     """Replaces calls of `block` inside `with`, as `calls` say (a result of Watch.calls). `hidden`: the block's input.
-    From the first call on that is not as in `calls`, no call is replaced. Raises RuntimeError on exit if a dropout was
-    left to a sum that has not come."""
+    If a call differs from `calls`, replaces neither this call nor later ones. Raises RuntimeError on exit if no sum has
+    read the output of a dropout."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
@@ -178,8 +178,8 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which compute its sums. If
-    `own_sums` is True, runs it without them."""
+    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which computes the block's
+    sums. If `own_sums` is True, runs it without ResidualSums."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
