@@ -28,11 +28,11 @@ from experiments.gpu_acceptance import element_wise
 from experiments.harness.child import Result, Setting
 from experiments.harness.comparison import worst
 from experiments.harness.countdown import in_background
-from experiments.harness.measured import capped_device, precisions, sixteen_bit
+from experiments.harness.measured import capped_device, kernels_of, precisions, sixteen_bit
 from lowmem import device as devices
 from lowmem.core import optimizers
 from lowmem.core.homes import host_tensor, page_lock
-from lowmem.core.kernels import fused
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import WORKING_DTYPES, join, split
@@ -79,8 +79,8 @@ def check(setting: Setting) -> Result:
         cases["allocator"] = partial(allocator, device, setting.gpu_limit_bytes, fits_bytes)
     done: dict[str, bool] = {}
     for name, work in cases.items():
-        needs_kernels = name.endswith((", fused", " speed"))
-        if not needs_kernels or done.get("fused kernels", True):
+        needs_kernels = device.type == "cuda" and name.endswith((", fused", " speed"))
+        if not needs_kernels or Kernels.PRODUCTS in kernels_of(device):
             done[name] = setting.attempt(name, work).held
     return Result({"parts": len(done), "ram_bytes_with_device_started": ram_bytes}, done)
 

@@ -83,7 +83,7 @@ def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
     """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
-    recorder = Recorder(device_model, name_of or _phase)
+    recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (

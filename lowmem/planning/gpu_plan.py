@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from lowmem.core.kernels import fused, used_in
 from lowmem.core.layout import Fate, Layout
 from lowmem.cudasim.tape import Memory
 from lowmem.errors import PlanError
@@ -125,7 +126,8 @@ def gpu_plan(question: Question) -> Plan:
     """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. The micro-batch does not depend
     on free RAM."""
     settings, card = question.settings, question.card
-    target = gpu_target(card, question.fused_kernels, settings.disk_rate_bytes)
+    kernels = fused.expected(card.capability) if question.fused_kernels is None else question.fused_kernels
+    target = gpu_target(card, kernels & used_in(question.precision), settings.disk_rate_bytes)
     card_is_known = settings.gpu is not None or question.process is not None or torch.cuda.is_available()
     usable_bytes = card.memory_bytes - CONTEXT_BYTES  # CUDA's context takes the rest of the card
     gpu_limit = min(settings.gpu_limit_bytes or usable_bytes, usable_bytes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from lowmem.config_switches import SWITCHES, as_given
-from lowmem.core.kernels import Kernels
+from lowmem.core.kernels import Kernels, used_in
 from lowmem.errors import InputError
 from lowmem.fields import option_name
 from lowmem.planning.plan import Plan
@@ -51,12 +51,20 @@ def config_identity(config: PretrainedConfig) -> dict:
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
+def kernels_of(identity: dict) -> Kernels:
+    """Returns the fused kernels of a checkpoint's `identity`. Older checkpoints say True if all ran, False if none."""
+    said = identity.get("fused_kernels", False)
+    if isinstance(said, bool):
+        return used_in(identity["precision"]) if said else Kernels.NONE
+    return Kernels.named(said)
+
+
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
     `state`: its state.json. `identity`: from run_identity or known_identity; only its keys are compared."""
     saved = state.get("identity", {})
-    if isinstance(saved.get("fused_kernels"), bool):  # an older checkpoint: all kernels ran, or none
-        saved = saved | {"fused_kernels": Kernels.ALL.names if saved["fused_kernels"] else []}
+    if "fused_kernels" in saved:
+        saved = saved | {"fused_kernels": kernels_of(saved).names}
     differences = list(_differences(saved, json.loads(json.dumps(identity | longer(saved, identity)))))
     if differences:
         raise InputError(
@@ -76,6 +84,9 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
             yield from (f"config.json's {difference}" for difference in _differences(saved[key], known))
         elif key == "data" and saved[key] != value:
             yield "the data, their weights or the tokenizer have changed"
+        elif key == "fused_kernels" and saved[key] != value:
+            missing = Kernels.named(saved[key]) & ~Kernels.named(value)
+            yield f"its fused kernels of {' and '.join(missing.names)} do not run here"
         elif saved[key] != value:
             old, new = (item if isinstance(item, str) else json.dumps(item) for item in (saved[key], value))
             yield f"{name} {old} -> {new}"

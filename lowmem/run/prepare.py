@@ -22,7 +22,7 @@ from lowmem import device as devices
 from lowmem.core.decoder import Decoder
 from lowmem.core.encoder_decoder import decoder_start
 from lowmem.core.homes import DiskStates
-from lowmem.core.kernels import Kernels, fused
+from lowmem.core.kernels import Kernels, fused, used_in
 from lowmem.core.optimizers import Hyperparameters, get_optimizer
 from lowmem.core.parameters import Store
 from lowmem.core.precision import WORKING_DTYPES, LossScale
@@ -47,7 +47,7 @@ from lowmem.planning.ram import Process
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.run.checkpoint import newest_state
 from lowmem.run.folder import check_disk, checkpoints_in, find_checkpoints, lock_run, step_of
-from lowmem.run.identity import known_identity, refuse_another_run, run_identity
+from lowmem.run.identity import kernels_of, known_identity, refuse_another_run, run_identity
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
@@ -120,19 +120,18 @@ def plan_here(
     fused_kernels = Kernels.NONE
     if device.type == "cuda":
         devices.take_workspaces(device)
-        fused_kernels = fused.running(device)
-        for kernels, reason in fused.failures(device).items():
-            which = "" if kernels == Kernels.ALL else f" of {' and '.join(kernels.names)}"
-            say(f"without fused kernels{which}, which takes more memory and time: {reason}")
+        fused_kernels = kernels_here(question.precision, device, ranks, say)
         devices.forget_allocations(device)
     elif question.settings.device == "auto" and (why := devices.why_no_gpu()) is not None:
         say(f"this trains on the CPU, because PyTorch cannot use the GPU here: {why}")
     ram_free = -ranks.most(-ram_available_bytes()[0] // local_ranks())  # the least of all processes
-    process = Process(ram_now_bytes(), ram_peak_bytes())
-    question = replace(question, ram_free_bytes=ram_free, process=process, fused_kernels=fused_kernels)
     sharing, micro_batch = None, None
     if saved is not None:
         sharing, micro_batch = saved[1].get("sharing"), saved[1]["identity"]["micro_batch"]
+        if (saved_kernels := kernels_of(saved[1]["identity"])) in fused_kernels:
+            fused_kernels = saved_kernels
+    process = Process(ram_now_bytes(), ram_peak_bytes())
+    question = replace(question, ram_free_bytes=ram_free, process=process, fused_kernels=fused_kernels)
     possible = meshes(ranks.count, ranks.machines, ranks.alike, sharing)
 
     def make(share: Question) -> Plan:
@@ -142,6 +141,27 @@ def plan_here(
     if plan.sharing < ranks.count:
         ranks.share_among(plan.sharing)
     return plan
+
+
+def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -> Kernels:
+    """Returns the fused kernels that a run in `precision` may use: those that run on the GPUs of all ranks. `say` gets
+    a sentence on kernels that do not."""
+
+    def without(kernels: Kernels, reason: str) -> None:
+        which = "" if kernels == wanted else f" of {' and '.join(kernels.names)}"
+        say(f"without fused kernels{which}, which takes more memory and time: {reason}")
+
+    wanted, here = used_in(precision), fused.running(device)
+    for kernels, reason in fused.failures(device).items():
+        if kernels & wanted:
+            without(kernels & wanted, reason)
+    elsewhere = Kernels.NONE
+    for kernel in wanted:
+        if ranks.most(kernel not in here) and kernel in here:
+            elsewhere |= kernel
+    if elsewhere:
+        without(elsewhere, "they do not run on another rank's GPU")
+    return wanted & here & ~elsewhere
 
 
 def in_words(plan: Plan, table: bool) -> str:
@@ -201,8 +221,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 
 def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """Page-locks the optimizer states that are in RAM, and returns the model. If the system refuses, `say` gets a
-    sentence. The returned model then has a plan with slower steps, because copies are slower."""
+    """Page-locks the numbers that are copied between RAM and the GPU, and returns the model. If the system refuses,
+    `say` gets a sentence. The returned model then has a plan with slower steps, because copies are slower."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
@@ -210,7 +230,7 @@ def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
         return model
     plan = with_pageable_copies(model.plan)
     say(
-        "page-locked memory was refused, so states are streamed from pageable memory: a step now takes about "
+        "page-locked memory was refused, so numbers in RAM are copied from pageable memory: a step now takes about "
         f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
     )
     return replace(model, plan=plan)

@@ -158,7 +158,7 @@ def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, fami
     assert train(batches, **kind, **arrangement).differences(plain) == []
 
 
-LEFT_OUT = (Kernels.NORMS | Kernels.SUMS, Kernels.SUMS, Kernels.ACTIVATIONS, Kernels.ROTARY)  # what may fail alone
+LEFT_OUT = [kernels for kernels in fused.TRIALS if kernels != Kernels.ALL]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -598,6 +598,14 @@ def test_a_step_that_is_abandoned_anywhere_leaves_what_the_step_before_it_left(k
     assert abandoned >= 4
 
 
+def test_flushing_drops_a_failed_steps_gradients_in_ram_too():
+    step, store = make_step(tiny_model("gpt2", 0.1, 0), states_on_gpu=0, micro_batch=1, group=BATCH, fate="sent")
+    for part in store.parts:
+        part.gradient_in_ram = True
+    step.flush()
+    assert not any(part.has_gradient for part in store.parts)
+
+
 def test_the_numbers_of_adam_are_those_of_the_settings():
     """Against plain AdamW with the same betas and epsilon; with the usual ones it is another."""
     numbers = {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-3}

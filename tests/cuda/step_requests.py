@@ -56,7 +56,7 @@ MODELS = {
 SEQ, BATCH = 256, 4
 PAIR = 48, 16  # tokens of a source and of a target: more than 3,072 pairs of positions would be sorted (temporaries.py)
 LENGTHS = (30, 250, 9, 100)
-LEFT_OUT = (Kernels.NORMS | Kernels.SUMS, Kernels.SUMS, Kernels.ACTIVATIONS, Kernels.ROTARY)
+LEFT_OUT = [kernels for kernels in fused.TRIALS if kernels != Kernels.ALL]
 CASES = {  # the layout, and what else differs from a plain step
     "kept": (Layout(2, kept=99, states_on_gpu=1), {}),
     "recomputed": (Layout(2, 1, 2), {}),

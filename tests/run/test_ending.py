@@ -262,3 +262,13 @@ def test_a_step_that_exceeds_a_cap_is_saved(train, tmp_path, monkeypatch):
     monkeypatch.setattr(Budget, "check", check)
     assert train(tmp_path / "run", "--save-every", "100") == CapExceeded.exit_code
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_save_that_exceeds_the_cap_too_does_not_hide_the_first_error(train, tmp_path, monkeypatch, capsys):
+    def check(self, where: str) -> None:
+        if where in ("step 2", "save"):
+            raise CapExceeded(f"{where}: RAM reached too much")
+
+    monkeypatch.setattr(Budget, "check", check)
+    assert train(tmp_path / "run", "--save-every", "100") == CapExceeded.exit_code
+    assert "step 2: RAM reached too much" in last_line(capsys)

@@ -9,13 +9,18 @@ import torch
 import transformers
 from transformers import GPT2Config
 
-from lowmem.core.kernels import Kernels
+from lowmem.core.kernels import Kernels, fused
 from lowmem.core.layout import Layout
+from lowmem.core.ranks import Ranks
+from lowmem.cudasim.gpus import CARDS
 from lowmem.data.tokenizer import byte_level_tokenizer
 from lowmem.errors import InputError
 from lowmem.planning.plan import Plan
+from lowmem.planning.question import Question
+from lowmem.run import prepare
 from lowmem.run.figures import build_report
 from lowmem.run.identity import refuse_another_run, run_identity
+from lowmem.run.prepare import kernels_here
 from lowmem.run.report import device_name, opening_remarks, versions
 from lowmem.settings import FIELD_NAMES, Settings
 from tests.test_settings import OPTION_VALUES
@@ -123,8 +128,52 @@ def test_a_checkpoint_from_when_all_kernels_ran_or_none_goes_on():
     for known, kernels in ((True, Kernels.ALL), (False, Kernels.NONE)):
         wanted = identity(Settings(), fused_kernels=kernels)
         refuse_another_run(Path("step-1"), {"identity": wanted | {"fused_kernels": known}}, wanted)
-    with pytest.raises(InputError, match=r'fused_kernels \["products", .*\] -> \[\]'):
+    in_fp32 = identity(Settings(), precision="fp32", fused_kernels=Kernels.PRODUCTS)
+    refuse_another_run(Path("step-1"), {"identity": in_fp32 | {"fused_kernels": True}}, in_fp32)
+    with pytest.raises(InputError, match="its fused kernels of products and norms and .* do not run here"):
         refuse_another_run(Path("step-1"), {"identity": wanted | {"fused_kernels": True}}, wanted)
+
+
+class WithoutSums(Ranks):
+    """Ranks of which another one's GPU does not run the kernels of sums."""
+
+    def __init__(self):
+        super().__init__()
+        self._asked = iter(Kernels)
+
+    def most(self, number: int) -> int:
+        return max(number, next(self._asked) is Kernels.SUMS)
+
+
+def test_kernels_that_do_not_run_on_every_rank_are_left_out(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(fused, "failures", lambda device: {Kernels.ROTARY: "no ptxas"})
+    assert kernels_here("bf16", CPU, WithoutSums(), said.append) == Kernels.ALL & ~(Kernels.ROTARY | Kernels.SUMS)
+    start = "without fused kernels of {}, which takes more memory and time: "
+    assert said == [start.format("rotary") + "no ptxas", start.format("sums") + "they do not run on another rank's GPU"]
+    said.clear()
+    assert kernels_here("fp32", CPU, Ranks(), said.append) == Kernels.PRODUCTS and not said  # these it uses
+
+
+@pytest.mark.parametrize(
+    ("saved", "planned"),
+    [
+        (["products", "norms"], Kernels.PRODUCTS | Kernels.NORMS),
+        (False, Kernels.NONE),  # as in that run
+        (True, Kernels.ALL & ~Kernels.ROTARY),  # then it is refused
+    ],
+)
+def test_a_resumed_run_plans_for_the_kernels_of_its_checkpoint(monkeypatch, saved, planned):
+    monkeypatch.setattr(fused, "failures", lambda device: {Kernels.ROTARY: "no ptxas"})
+    for name in ("take_workspaces", "forget_allocations"):
+        monkeypatch.setattr(prepare.devices, name, lambda device: None)
+    asked: list[Question] = []
+    monkeypatch.setattr(prepare, "plan_of_ranks", lambda question, *others: asked.append(question) or Plan)
+    monkeypatch.setattr(Plan, "sharing", 1)
+    state = {"identity": {"precision": "bf16", "micro_batch": 4, "fused_kernels": saved}}
+    question = Question(Settings(), GPT2Config(), "bf16", CARDS["rtx3060"])
+    prepare.plan_here(question, torch.device("cuda"), Ranks(), None, print, (Path("step-1"), state))
+    assert asked[0].fused_kernels == planned
 
 
 # --- what is said

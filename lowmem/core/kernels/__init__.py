@@ -5,7 +5,10 @@ training begins, fused.py compiles them and compares them with the plain PyTorch
 place of those that fail.
 """
 
+from collections.abc import Iterable
 from enum import Flag, auto
+from functools import reduce
+from operator import or_
 
 
 class Kernels(Flag):
@@ -22,3 +25,12 @@ class Kernels(Flag):
     @property
     def names(self) -> list[str]:
         return [kernel.name.lower() for kernel in self]
+
+    @classmethod
+    def named(cls, names: Iterable[str]) -> "Kernels":
+        return reduce(or_, (cls[name.upper()] for name in names), cls.NONE)
+
+
+def used_in(precision: str) -> Kernels:
+    """Returns the fused kernels that training in `precision` can use. In fp32, layers keep PyTorch's operators."""
+    return Kernels.PRODUCTS if precision == "fp32" else Kernels.ALL

@@ -34,8 +34,8 @@ SIZES = (4096, 4097)  # Triton compiles another kernel for multiples of 16
 MOST_LOSS_ERROR = 0.02  # logits, and the gradients for them, are rounded to 16 bit: 0.006 in bf16 on the CPU
 MOST_NORM_ERROR = 5e-3  # an output rounded to bf16: 0.0017 on the CPU
 MOST_ACTIVATION_ERROR = MOST_ROTARY_ERROR = 5e-3  # as for norms
-Dtypes = tuple[torch.dtype, ...]
 MOST_ULPS = 8  # of a kernel against the plain code: some fused products and sums, and a square root
+Dtypes = tuple[torch.dtype, ...]
 
 
 def update(
@@ -77,15 +77,8 @@ def failures(device: torch.device) -> dict[Kernels, str]:
     if capability < OLDEST_CAPABILITY:
         return {Kernels.ALL: "Triton compiles for cards from Turing on"}
     in_16_bit = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)  # dtypes of runs
-    trials = {
-        Kernels.ALL: _try_products,
-        Kernels.NORMS | Kernels.SUMS: _try_norms,
-        Kernels.SUMS: _try_sums,
-        Kernels.ACTIVATIONS: _try_activations,
-        Kernels.ROTARY: _try_rotary,
-    }
     found: dict[Kernels, str] = {}
-    for kernels, trial in trials.items():
+    for kernels, trial in TRIALS.items():
         if any(kernels in failed for failed in found):
             continue
         try:
@@ -146,6 +139,15 @@ def _try_rotary(device: torch.device, in_16_bit: Dtypes) -> str | None:
 
 def _reason(subject: str, error: float, most: float) -> str | None:
     return None if error <= most else f"{subject} is {error:.3g} off"
+
+
+TRIALS = {  # {kernels that must not be used if the trial fails: the trial}
+    Kernels.ALL: _try_products,
+    Kernels.NORMS | Kernels.SUMS: _try_norms,
+    Kernels.SUMS: _try_sums,
+    Kernels.ACTIVATIONS: _try_activations,
+    Kernels.ROTARY: _try_rotary,
+}
 
 
 def loss_error(
