@@ -29,7 +29,8 @@ from lowmem.run.environment import warnings_end_nothing
 from lowmem.run.folder import checkpoints_in, lock_run, sweep
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
-from lowmem.run.prepare import ask, build, page_locked, plan_here, write_weights
+from lowmem.run.prepare import ask, build, plan_here, write_weights
+from lowmem.run.recovery import page_locked
 from lowmem.run.several import plan_for
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run

@@ -51,7 +51,7 @@ from lowmem.run.identity import kernels_of, known_identity, refuse_another_run, 
 from lowmem.run.learning_rate import Course, course_of, longer, say_longer
 from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
-from lowmem.run.recovery import Recovery, recovery_of, with_pageable_copies
+from lowmem.run.recovery import Recovery, recovery_of
 from lowmem.run.report import computed_share, opening_remarks
 from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
 from lowmem.run_folder import read_run_json
@@ -218,22 +218,6 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
     check_pieces(model.decoder, model.config.vocab_size, model.settings.masks_documents)
     if store.device.type == "cuda":
         torch.cuda.empty_cache()  # frees memory that only this check needed
-
-
-def page_locked(model: LoadedModel, say: Say) -> LoadedModel:
-    """Page-locks the numbers that are copied between RAM and the GPU, and returns the model. If the system refuses,
-    `say` gets a sentence. The returned model then has a plan with slower steps, because copies are slower."""
-    store = model.step.store
-    if store.device.type == "cuda":
-        devices.release_freed_memory()  # before states take up their room
-    if store.page_lock():
-        return model
-    plan = with_pageable_copies(model.plan)
-    say(
-        "page-locked memory was refused, so numbers in RAM are copied from pageable memory: a step now takes about "
-        f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
-    )
-    return replace(model, plan=plan)
 
 
 @contextmanager

@@ -14,11 +14,13 @@ from dataclasses import asdict, replace
 
 import torch
 
+from lowmem import device as devices
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.step import EVALUATION, HALFWAY, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
 from lowmem.planning.plan import Plan, kept_in_words
+from lowmem.run.loaded_model import LoadedModel
 from lowmem.units import format_size
 
 PAGEABLE_SHARE = 0.5  # the share of the bus's speed that copies from pageable memory reach; assumed
@@ -200,6 +202,22 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
         return f"they take {format_size(moving)} and {format_size(free)} of RAM are free" if moving > free else None
 
     return Recovery(step, plan.smaller_layouts, say, ram_refuses)
+
+
+def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
+    """Page-locks the numbers that are copied between RAM and the GPU, and returns the model. If the system refuses,
+    `say` gets a sentence. The returned model then has a plan with slower steps, because copies are slower."""
+    store = model.step.store
+    if store.device.type == "cuda":
+        devices.release_freed_memory()  # before states take up their room
+    if store.page_lock():
+        return model
+    plan = with_pageable_copies(model.plan)
+    say(
+        "page-locked memory was refused, so numbers in RAM are copied from pageable memory: a step now takes about "
+        f"{plan.step_seconds:.3g} s, {plan.waiting_seconds:.2g} s of it waiting for copies"
+    )
+    return replace(model, plan=plan)
 
 
 def with_pageable_copies(plan: Plan) -> Plan:

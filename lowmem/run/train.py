@@ -13,8 +13,9 @@ from lowmem.run.ending import Ending
 from lowmem.run.figures import best_evaluation
 from lowmem.run.metrics import step_row, write_json
 from lowmem.run.plan_command import show_plan
-from lowmem.run.prepare import Session, page_locked, prepare
+from lowmem.run.prepare import Session, prepare
 from lowmem.run.preview import show_preview
+from lowmem.run.recovery import page_locked
 from lowmem.run.saver import Saver
 from lowmem.run.signals import StopRequest
 from lowmem.settings import Settings

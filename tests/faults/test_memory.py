@@ -28,6 +28,7 @@ from lowmem.core.parameters import Store
 from lowmem.core.step import TrainingStep
 from lowmem.errors import LowmemError
 from lowmem.limits import Budget
+from lowmem.run import recovery
 from lowmem.run.recovery import PAGEABLE_SHARE, with_pageable_copies
 from lowmem.settings import Settings
 from lowmem.units import MIB
@@ -287,7 +288,7 @@ def test_page_locking_that_is_refused_is_said_and_the_new_time_is_in_the_plan(tr
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
     slower = {"step_seconds": 12.5, "waiting_seconds": 2.5, "card": SimpleNamespace(name="a card")}
     slower |= {"gpu_reserved_peak_bytes": 2**20}  # a plan with a card is one for a GPU
-    monkeypatch.setattr(lowmem.run.prepare, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
+    monkeypatch.setattr(recovery, "with_pageable_copies", lambda plan: dataclasses.replace(plan, **slower))
     assert train(tmp_path / "out", "--steps", "1") == 0
     said = (tmp_path / "out/log.txt").read_text()
     assert "page-locked memory was refused, so numbers in RAM are copied from pageable memory: " in said

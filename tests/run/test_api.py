@@ -224,11 +224,10 @@ def test_a_states_folder_that_cannot_be_written_is_refused_before_the_data_is_re
 
 def test_what_makes_steps_slow_is_a_warning_and_a_batch_without_a_label_an_error(monkeypatch):
     from lowmem.core.parameters import Store
-    from lowmem.run import prepare
 
     slower = lambda plan: replace(plan, step_seconds=12.5, waiting_seconds=2.5, card=card_named("t4"))  # noqa: E731
     monkeypatch.setattr(Store, "page_lock", lambda self: False)
-    monkeypatch.setattr(prepare, "with_pageable_copies", slower)
+    monkeypatch.setattr(recovery, "with_pageable_copies", slower)
     with pytest.warns(UserWarning, match="page-locked memory was refused.* 12.5 s") as caught:
         model = lowmem.load(TINY)
     ours = [warning for warning in caught if "page-locked" in str(warning.message)]
