@@ -3,7 +3,7 @@
     python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two
 
     plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
-    plan xl, 6 GiB        the same under a tight cap
+    plan xl, 6 GiB        the same under a tight cap, with 24 GiB of RAM
     plan llama-7b         the same of Llama-7B's config for an rtx3090
     small run             three steps of the demo's small model, the whole process: mostly its start and its end
     step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
@@ -45,7 +45,7 @@ SMALL = "--demo --device cpu --seq 32 --batch 4 --micro-batch 2 --steps 3 --eval
 PROCESSES = {  # script, options, a model other than the script's
     "plan large": ("train_gpt2_large.py", "--plan-only --gpu rtx3060", None),
     "plan xl": ("train_gpt2_xl.py", "--plan-only --gpu rtx3060", None),
-    "plan xl, 6 GiB": ("train_gpt2_xl.py", "--plan-only --gpu rtx3060 --gpu-limit 6GiB", None),
+    "plan xl, 6 GiB": ("train_gpt2_xl.py", "--plan-only --gpu rtx3060 --gpu-limit 6GiB --ram-limit 24GiB", None),
     "plan llama-7b": ("train_gpt2_large.py", "--plan-only --gpu rtx3090", "llama-7b"),
     "small run": ("train_gpt2_large.py", SMALL, None),
 }
