@@ -15,6 +15,7 @@ import lowmem
 from lowmem.__main__ import main as command
 from lowmem.cudasim.gpus import card_named
 from lowmem.data.dataset import load_data
+from lowmem.run import recovery
 from lowmem.run.folder import lock_run
 from lowmem.run.learning_rate import Course
 from lowmem.units import GIB
