@@ -1,4 +1,4 @@
-"""Says a plan in a few lines for people: whether it fits, what it takes, and what would be faster.
+"""Describes a plan in a few lines for people: whether it fits, what it takes, and what would be faster.
 
     Fits: 10.9 of 11.0 GiB GPU, 15.8 of 16.0 GiB RAM, about 40 s a step on rtx3060, 3 h 20 min for 300 steps, 58 GiB of
     disk
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lowmem.planning.plan import Plan
 
 _MILLION = 1_000_000
-_WORTH_RAISING = 1.1  # A higher cap is suggested if the card has this many times as much.
+_WORTH_RAISING = 1.1  # Suggests a higher cap if the card has more than this many times as much.
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan in sentences. `done`: the steps that an earlier start of the run has made. If it is not 0,
-    returns one sentence, about the remaining steps."""
+    """Returns the plan as a list of sentences. `done`: number of steps that the run made before it was resumed. If it
+    is not 0, returns a list with one sentence, about the remaining steps."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -38,8 +38,8 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json if no plan fits: the figures are null. The entry `ways_out` lists options with
-    which the model fits, each with the bytes that training then takes."""
+    """Returns the content of plan.json if no plan fits: the figures are null. `error`: the refusal. Its `ways_out` list
+    options with which the model fits, each with the bytes that training then takes."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,
@@ -93,8 +93,8 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
 
 
 def _about_card(plan: "Plan") -> Iterator[str]:
-    """Yields a sentence if no card was named and one is assumed. Yields another if the cap is more than the card
-    has."""
+    """Yields a sentence if no card was named and one is assumed. Yields another if the cap is more than the card has.
+    Yields nothing if the plan is for the CPU."""
     if plan.card is None:
         return
     settings, asked = plan.settings, plan.settings.gpu_limit_bytes

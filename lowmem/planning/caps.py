@@ -8,7 +8,7 @@ from lowmem.units import MIB, format_size
 # Part of a cap stays free, for two reasons. Growing segments may map pages beyond the allocator's own cap (limits.py).
 # Addresses decide which free block serves a request, and no simulation knows the addresses that the driver gives.
 MARGIN_BYTES = 64 * MIB
-MARGINS_IN_A_CAP = 200
+MARGINS_IN_A_CAP = 200  # A margin is at least this part of a cap: a 200th.
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
@@ -24,15 +24,16 @@ def smallest_cap(room: int, margins: int = 1) -> int:
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins of GPU memory stay free: 1, or 2 if backward may update weights, because such a
-    step cannot be repeated. `needs_all_gradients`: whether updates wait for the norm of all gradients."""
+    """Returns how many safety margins of GPU memory stay free. `needs_all_gradients`: whether updates wait for all
+    gradients. If they do, returns 1. Otherwise returns 2, because backward may then update weights. If memory runs out
+    in such a step, the step cannot be repeated."""
     return 1 if needs_all_gradients else 2
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do.
-    `gpu_limit`: the given cap of GPU memory, in bytes. `gpu_cap`: the smallest one. `ram`: the smallest cap of RAM, for
-    all processes on the machine. None leaves a cap out."""
+    """Returns the sentence that refuses to train. It names the given caps, and the smallest ones that would do. All
+    figures are bytes. `gpu_limit`: the given cap of GPU memory, None to leave it out. `gpu_cap`: the smallest cap of
+    GPU memory, None to leave it out. `ram`: the smallest cap of RAM, for all processes on the machine."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
@@ -44,7 +45,7 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
     """Returns the options that set caps of `gpu_cap` and `ram` bytes, such as ["--gpu-limit 800MiB", "--ram-limit
-    900MiB"]. None leaves an option out."""
+    900MiB"]. Leaves out the option of a cap that is None."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 

@@ -12,20 +12,24 @@ from lowmem.planning.simulated_step import StepCase
 from lowmem.planning.simulations import Simulations
 from lowmem.settings import Settings
 
-FEW_SEQUENCES = 4  # the largest micro-batch with gradients sent or dropped: more would not fit next to the inputs
-FEW_MICRO_BATCHES = 16  # the most if the whole batch is one group with held gradients: more save too many inputs
+FEW_SEQUENCES = 4  # the largest micro-batch if gradients are sent or dropped: more would not fit next to the inputs
+FEW_MICRO_BATCHES = 16  # the most in a group of the whole batch with held gradients: more save too many inputs
 SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the second list if the batch is one group
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts to search. They have the fields of `base`, such as the Fate of gradients, with exceptions:
+    """Describes layouts to search. They have the fields of `base`, such as the Fate of gradients, except for the fields
+    that the next paragraph names.
 
     `micro_batches`, `groups`, `segments` and `kept` list, in ascending order, the values to try for `micro_batch`,
-    `group`, `segment_blocks` and `kept` of the layout. `units_on_gpu` lists values of `weights_on_gpu` if working
-    weights are in RAM, else of `states_on_gpu`. `kept` and `units_on_gpu` have steps of 1. `groups` None allows any
-    size. `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their states on a disk.
-    0: none. 1: as few as RAM demands, perhaps none. A larger number: at least so many.
+    `group`, `segment_blocks` and `kept` of the layout. `groups` None allows any size. `units_on_gpu` lists the values
+    to try for one more field: `weights_on_gpu` if the weights of `base` are in RAM, else `states_on_gpu`. So "units on
+    the GPU" counts units with weights there in the first case, and units with optimizer states there in the second.
+    `kept` and `units_on_gpu` have steps of 1.
+
+    `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their states on a disk. 0
+    means none, and 1 means as few as RAM demands, perhaps none. A larger number means at least so many.
     """
 
     base: Layout
@@ -38,8 +42,10 @@ class Choices:
     disk: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the group sizes to try, in micro-batches. `batch` and `micro_batch` are in sequences. If any size is
-        allowed, the first is 1. Each next one is at least twice the one before, and less than the whole batch."""
+        """Returns the group sizes to try, in micro-batches and in ascending order. `batch` and `micro_batch` are in
+        sequences. With `whole_batch`, only the size of the whole batch is possible. If `groups` is None, the first size
+        is 1. Each next one is at least twice the one before, and less than the whole batch. Returns [] if no size in
+        `groups` is possible."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -57,7 +63,7 @@ class Choices:
         )
 
 
-ByHome = Sequence[Sequence[Choices]]  # lists of Choices that differ only in the Fate of gradients, one for each home
+ByHome = Sequence[Sequence[Choices]]  # a list of Choices for each home of weights, inputs and states (choices_by_home)
 
 
 def only(number: int) -> range:
@@ -65,8 +71,8 @@ def only(number: int) -> range:
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
-    """Describes the training step of these settings for the simulation. Its layout is a placeholder for the layouts
-    that are compared."""
+    """Returns the training step of these settings, for the simulation. `precision`: such as "bf16". The step's layout
+    is a placeholder: each simulation replaces it."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -76,12 +82,13 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     """Returns all Choices that the settings allow, in the order to try them: a list for each home of weights, of block
-    inputs and of states. In the first list, weights and block inputs are on the GPU. Then weights are in RAM, then
-    block inputs, then both. If states may be on a disk, the same lists follow with states there.
+    inputs and of optimizer states. In the first list, weights and block inputs are on the GPU. In the next lists,
+    weights are in RAM, then block inputs, then both. If states may be on a disk, the same lists follow with states
+    there. With --states disk, there are no other lists.
 
-    The Choices in a list differ in the Fate of gradients (_fates). With several ranks each comes twice. First, all
-    blocks gather their weights from the ranks for forward, and again for backward. Then all keep the gathered weights
-    in between.
+    The Choices in a list differ in the Fate of gradients (_fates). With several ranks, each of them is listed twice. In
+    the first, all blocks gather their weights from the ranks for forward, and again for backward. In the second, all
+    blocks keep the gathered weights in between.
     """
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
@@ -101,7 +108,7 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns the Choices of `by_home` whose gradients have one of `fates`."""
+    """Returns the Choices of `by_home` whose gradients have one of `fates`. Leaves out lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 
@@ -113,15 +120,15 @@ def _with_home(
     base = Layout(1, boundaries_in_ram=inputs_in_ram, weights_on_gpu=1 if weights_in_ram else None)
     kept = choices.kept
     if weights_in_ram:
-        kept = range(kept.start, min(kept.stop, simulations.blocks + 1))  # a graph that is kept holds its weights
+        kept = range(kept.start, min(kept.stop, simulations.blocks + 1))  # a kept graph holds its block's weights
         choices = replace(choices, units_on_gpu=range(1, simulations.units - 1))
-    if inputs_in_ram:  # tensors that blocks keep would be on the GPU, and take more than inputs do
+    if inputs_in_ram:  # kept tensors would be on the GPU, and take more memory than inputs
         kept = kept[:1]
     return replace(choices, base=base, kept=kept)
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the Choices that the settings allow with weights and gradients on the GPU."""
+    """Returns the Choices that the settings allow if weights, block inputs and gradients are on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
     units_on_gpu = {"auto": range(units + 1), "resident": only(units)}
@@ -141,9 +148,9 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields `choices` for each fate of gradients that the settings allow. The order is: held, held with the whole
-    batch as one group, sent to RAM, dropped. If no update waits for the gradient norm, the last two are replaced by
-    applied. With several ranks the whole batch is always one group."""
+    """Yields `choices` for each Fate of gradients that the settings allow. The order is: HELD, HELD with the whole
+    batch as one group, SENT, DROPPED. The whole batch is one group for SENT and DROPPED, too. If no update waits for
+    the gradient norm, yields APPLIED instead of SENT and DROPPED. With several ranks, leaves out the first HELD."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     if held and case.mesh.count == 1:

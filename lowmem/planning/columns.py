@@ -1,9 +1,17 @@
 """Computes memory and time of all layouts in a column from a few simulated steps.
 
 The layouts of a column differ in two numbers. `kept` is how much blocks keep for backward (`Layout.kept`).
-`units_on_gpu` is how many units (blocks, mostly) are on the GPU: their weights if weights may be in RAM, else their
-optimizer states. One more unit on the GPU adds its own bytes to the peak. Figures for another `kept` are estimated from
-steps with the smallest micro-batch. These estimates only decide which layouts are simulated.
+`units_on_gpu` is how many units (blocks, mostly) have a home on the GPU: for their weights if the column's Choices have
+weights in RAM, else for their optimizer states. One more unit on the GPU adds its own bytes to the peak. Some values of
+`kept` have names:
+
+    least_kept      the smallest that the column allows
+    first_kept      the first to simulate: from here on, each block that keeps more adds equally many bytes
+    known_kept      all that have been simulated
+    expected_kept   an estimate of the largest that fits under a cap
+    most_kept       the largest that the column allows
+
+Estimates come from steps with the smallest micro-batch. They only decide which layouts are simulated.
 """
 
 from bisect import bisect_left
@@ -43,45 +51,46 @@ class Column:
 
 class Columns:
     """Computes memory and time of many layouts from a few simulated steps. In its methods, `kept` and `units_on_gpu`
-    are the two numbers in which the layouts of a column differ."""
+    are the two numbers in which the layouts of a column differ (see the top of this file)."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
-        self._recorded: dict[Column, dict[int, int]] = {}  # {column: {kept: simulated units_on_gpu}}
-        self._estimates: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch and kept
+        self._recorded: dict[Column, dict[int, int]] = {}  # {column: {kept: the units_on_gpu simulated}}
+        self._estimates: dict[tuple[int, int], tuple[float, float]] = {}  # {(micro-batch, kept): _estimate}
 
     def smallest(self, choices: Choices) -> Column:
         """Returns the column of `choices` that needs the least RAM. It has the smallest micro-batch and group, and the
-        shortest segments. If segments' inputs are saved in RAM, it has the longest segments instead, which save fewer
-        inputs."""
+        shortest segments. If the inputs of segments are saved in RAM, it has the longest segments instead: then fewer
+        inputs are saved."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def most_kept(self, column: Column) -> int:
         """Returns the largest `kept` of the layouts in this column. If its segments have several blocks, at least one
-        block must keep only its input, because segments of several blocks consist of such blocks."""
+        block must keep only its input, because only such blocks form longer segments."""
         kept = column.choices.kept[-1]
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` from which each further block adds equally many bytes to the peak. Usually this is the
-        column's smallest amount. If the whole batch is one group and gradients are held, it is the number of blocks
-        (all keep their matrix products), if the column allows it. Smaller amounts may not raise the peak then, because
-        gradients take the same memory later."""
+        """Returns the `kept` from which on each block that keeps more adds equally many bytes to the peak. Usually this
+        is the column's smallest `kept`. It is larger if the whole batch is one group and gradients are held. Then small
+        values may not raise the peak, because gradients take the same memory later. So it is the number of blocks (all
+        keep their matrix products), or the nearest value that the column allows."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
         return min(max(self.simulations.blocks, column.least_kept), self.most_kept(column))
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the bytes in RAM that a step copies to the GPU when needed, with this number of units on the GPU."""
+        """Returns how many bytes a layout of the column keeps in RAM and copies to the GPU when needed. The layout has
+        `units_on_gpu` units on the GPU."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout of `column` with `kept` certainly exceeds `limit_bytes` of GPU memory. Does not
-        simulate it. Adds the weights to the larger of two figures: the saved inputs of a group, and the gradients held
-        on the GPU."""
+        """Returns False if the layout of `column` with these two numbers certainly exceeds `limit_bytes` of GPU memory.
+        Returns True if it may fit, or if `limit_bytes` is None. Does not simulate the layout. Adds the weights on the
+        GPU to the larger of two figures: the saved inputs of a group, and the gradients held on the GPU."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -96,9 +105,10 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units whose optimizer states must be on a disk, so that the rest of what a
-        step copies to the GPU fits in `limit_bytes` of RAM (None: no limit). Returns None if it does not fit with any
-        number that the column allows. A column may allow no disk at all."""
+        """Returns the smallest number of units with optimizer states on a disk for which `limit_bytes` of RAM are
+        enough. None means no limit. RAM has to hold all else that a step copies to the GPU. Returns None if no number
+        that the column allows is enough. Without a disk (`Choices.disk` is 0), the column allows only the number in its
+        `base`."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -115,8 +125,9 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory of a layout with `kept`. Simulates one layout of the column for each
-        `kept`. From its peak, computes the peaks with other numbers of units on the GPU."""
+        """Returns the peak of allocated GPU memory, in bytes, of the layout with these two numbers. Simulates one
+        layout of the column for each `kept`. Computes the peaks with other numbers of units on the GPU from that
+        layout's peak."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
@@ -125,18 +136,18 @@ class Columns:
         return size + self._added_bytes(column, units_on_gpu) - self._added_bytes(column, recorded)
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns each `kept` for which `allocated_bytes` needs no further simulation."""
+        """Returns each `kept` for which `allocated_bytes` needs no further simulation, in ascending order."""
         return sorted(self._recorded.get(column, ()))
 
     def _added_bytes(self, column: Column, units: int) -> int:
-        """Returns the bytes that the first `units` units add to the peak. If all units are on the GPU, the slots for
-        streamed states are not needed."""
+        """Returns how many bytes more the peak has with the first `units` units on the GPU than with the column's
+        smallest number. If all units are there, subtracts the slots, into which states from RAM would be copied."""
         slots = self.simulations.slots_bytes if units == self.simulations.units else 0
         return self._bytes_on_gpu(column, units) - slots
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns the bytes that the first `units` units add on the GPU, compared with the column's smallest number of
-        units there. Counts weights if these may be in RAM, else optimizer states."""
+        """Returns how many bytes more are on the GPU with the first `units` units there than with the column's smallest
+        number. Counts the units' weights if the column's Choices have weights in RAM, else their optimizer states."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.fewest_on_gpu : units])
@@ -144,13 +155,13 @@ class Columns:
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
         """Returns the seconds of copies that a step saves with `more` units on the GPU instead of `fewer`. Counts
         copies over the bus and, if states may be on a disk, to and from the disk. Weights in RAM are copied for each
-        forward and each backward pass of each group."""
+        forward and each backward pass of each group. Returns 0 if the device needs no copies."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
         base = column.choices.base
         moved = self._bytes_on_gpu(column, more) - self._bytes_on_gpu(column, fewer)
-        # These units leave their RAM to states that were on the disk.
+        # The RAM that these units leave has room for states that were read from the disk and written to it.
         disk = 2 * moved / target.disk if column.choices.disk else 0.0
         if base.weights_on_gpu is None:
             return disk + moved / target.copies
@@ -160,7 +171,8 @@ class Columns:
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` with which a layout is expected to fit into `limit_bytes` of GPU memory.
-        Extrapolates from `known`, a `kept` whose bytes `allocated_bytes` has simulated."""
+        Extrapolates from the bytes of the layout that keeps `known`, and simulates it if necessary. Returns the
+        column's largest `kept` if `limit_bytes` is None, and its smallest if no `kept` is expected to fit."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -171,17 +183,18 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest `kept`.
-        Assumes the fastest `kept` up to `most`, because keeping more is not always faster."""
+        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest `kept`
+        that fits. Keeping more is not always faster. So compares `most`, the column's smallest `kept`, and between them
+        0 and the number of blocks, and assumes the fastest of these."""
         least, blocks = column.least_kept, self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._estimate(column, kept)[1] for kept in turns) / self._estimate(column, least)[1]
         return share * self.simulated(column).computing_seconds
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
-        """Returns an estimated lower bound for the seconds of a step, for all layouts of `choices` with this
-        micro-batch. If gradients are dropped (Fate), forward and backward run twice. The bound is then 1.5 times as
-        high: updates run only once, and take less than half of a step."""
+        """Returns an estimated lower bound for the seconds of a step in any layout of `choices` with this micro-batch.
+        If gradients are dropped (Fate), forward and backward run twice. Updates run only once, but take less than half
+        of a step. So the bound is then 1.5 times as high."""
         column = Column(replace(choices, base=Layout(1), units_on_gpu=only(0)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
@@ -189,7 +202,8 @@ class Columns:
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
         """Returns (allocated bytes, seconds without waits) of a step with the column's smallest micro-batch and all
         optimizer states in RAM. Simulates steps in which all blocks keep the same for backward: their input, their
-        matrix products or their whole graph. For a `kept` in between, interpolates between two of them."""
+        matrix products or their whole graph. For a `kept` in between, interpolates between the two nearest of these
+        steps."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._estimates:
@@ -203,6 +217,6 @@ class Columns:
         return self._estimates.setdefault(key, tuple(between))
 
     def simulated(self, column: Column) -> SimulatedStep:
-        """Simulates one layout of `column`, the one that takes the least GPU memory: with the smallest `kept` and the
-        fewest units on the GPU."""
+        """Returns the simulated step of one layout of `column`, the one that takes the least GPU memory. It has the
+        smallest `kept` and the fewest units on the GPU."""
         return self.simulations.record(column.layout(column.least_kept, column.fewest_on_gpu))

@@ -1,9 +1,10 @@
 """Makes the plan for the CPU, without predicting time. Takes the first layout that fits, in order of preference.
 
-The largest micro-batch of at most 4,096 tokens comes first, then layouts that never hold all gradients (two passes, or
-updates in backward), then states on a disk. All activations are kept if they fit into a quarter of the free RAM. The
-simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB) is added to it, because malloc does
-not reuse all of them. That is a rule of thumb (experiments/memory_estimation has figures of four models).
+Micro-batches of at most 4,096 tokens come first, from the largest to the smallest. Then come layouts that never hold
+all gradients (two passes, or updates in backward), then states on a disk. All activations are kept if that takes at
+most a quarter of the free RAM. The simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB)
+is added to it, because malloc does not reuse all of their memory. That is a rule of thumb
+(experiments/memory_estimation has figures of four models).
 
 The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
@@ -32,6 +33,8 @@ CPU_MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class _Case:
+    """Holds a question and the simulations for it."""
+
     question: Question
     simulations: Simulations
 
@@ -48,7 +51,7 @@ class _Case:
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
-        """Returns True if the plan's RAM is under the cap."""
+        """Returns True if the plan's RAM is under the cap, or if there is no cap."""
         return within(plan.ram_bytes, self.question.settings.ram_limit_bytes)
 
     def fits_here(self, plan: Plan) -> bool:
@@ -59,9 +62,9 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns a list with `layout` changed so that gradients never exist all at once. The new layout applies them
-        in backward. If updates wait for their norm, it runs forward and backward twice instead. Returns an empty list
-        if that is not possible."""
+        """Returns a list with one layout: `layout`, changed so that gradients never exist all at once. Backward applies
+        the gradients. If updates wait for the gradient norm, forward and backward run twice instead. Returns [] if this
+        is not possible."""
         whole = self.question.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.question.settings.group not in (None, whole):
             return []
@@ -69,7 +72,7 @@ class _Case:
         return [replace(layout, fate=fate, group=whole)]
 
     def on_disk(self, layout: Layout, units: int) -> Layout:
-        """Returns `layout` with the states of this number of units on the disk."""
+        """Returns `layout` with the states of `units` units on the disk, and all other states in RAM."""
         resident = self.simulations.units - units if layout.weights_on_gpu is None else 0
         return replace(layout, states_on_gpu=resident, states_on_disk=units)
 
@@ -86,7 +89,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     plan = case.first(layouts, case.fits)
     if settings.states_folder is not None and (plan is None or not case.fits_here(plan)):
         layouts = [case.on_disk(layout, simulations.units) for layout in layouts]
-        plan = plan or case.first(layouts, case.fits)  # caps choose the micro-batch, and free RAM the rest
+        plan = plan or case.first(layouts, case.fits)  # the cap chooses the micro-batch; free RAM, the rest
         if plan is not None:
             same = [layout for layout in layouts if layout.micro_batch == plan.layout.micro_batch]
             plan = case.first(same, case.fits_here) or plan
@@ -127,8 +130,8 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """Returns the layouts to try, the largest micro-batch first. All tensors are in RAM, except states with --states
-    disk."""
+    """Returns the layouts to try, the largest micro-batch first. All tensors are in RAM. With --states disk, optimizer
+    states are on the disk."""
     choices = open_choices(settings, simulations)
     base = Layout(
         1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.units_on_gpu[-1],
@@ -152,8 +155,8 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns the plan with the states of as few units on the disk as the cap of RAM and the free RAM allow. Bisects;
-    `plan` must fit."""
+    """Returns the plan that has the states of as few units on the disk as the cap of RAM and the free RAM allow.
+    `plan`: a plan that fits, with states on the disk. Bisects between none and its number of units."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

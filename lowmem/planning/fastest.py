@@ -3,7 +3,7 @@
 The search counts allocated bytes, but the allocator may need more. So the layout that the search finds is run through
 the model of the allocator. If memory runs out there, the search is repeated without this layout. If the search finds
 nothing, the layouts that take the least memory are tried. The smallest caps, which a refusal names, are computed from
-these layouts, too. So there is a plan under each cap that is named.
+these layouts, too. So there is a plan under each cap that a refusal names.
 """
 
 import math
@@ -17,12 +17,13 @@ from lowmem.planning.columns import Column, Columns, within
 from lowmem.planning.search import Found, Room, Search
 from lowmem.planning.simulations import Simulations
 
-_WORTH_STREAMING = 0.995  # Weights leave the GPU if a step then takes less than this share of the time.
+_WORTH_STREAMING = 0.995  # Weights leave the GPU only if a step then takes less than this share of the time.
 _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed) if it takes this many times as long.
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout of all Choices that fits into `room`, None if nothing fits."""
+    """Returns the fastest layout of all Choices that fits into `room`, None if nothing fits. A layout fits if it
+    completes in the model of the allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -38,9 +39,9 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
     """Returns an amount kept for backward (Layout.kept) with which the column of `found` runs out of memory in the
-    model of the allocator. With one less it completes, unless this is the column's smallest amount. `found` must fail
-    there. Tries the two amounts below that of `found`, then bisects. Then tries amounts above the result, because a
-    layout may complete although one that keeps less fails."""
+    model of the allocator. With one less it completes, unless the result is the column's smallest amount. `found`
+    itself must run out there. First tries the two amounts below that of `found`, then bisects. Then tries some amounts
+    above the result: if one completes although it is larger, bisects again above it."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
@@ -49,7 +50,7 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
     for fewer in range(kept - 1, max(kept - 3, least - 1), -1):
         if not fails(fewer):
             return fewer + 1
-    beyond = max(kept - 2, least)  # it fails
+    beyond = max(kept - 2, least)  # fails: either `found`, or the last amount tried
     failing = bisect_left(range(beyond), True, lo=least, key=fails)
     more = 1
     while failing + more < beyond:
@@ -60,10 +61,11 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in order,
-    until the fastest layout so far has weights and gradients on the GPU and keeps each block's matrix products. If it
-    does not keep them, then only tries weights in RAM. Goes on if a layout that failed (Search.failed) was much faster.
-    Tries a disk only if nothing else fits, or if the fastest so far runs forward and backward twice."""
+    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in the
+    order of `by_home`. Stops if the fastest layout so far has weights and gradients on the GPU, and keeps each block's
+    matrix products. If it has the first but keeps less, still tries weights in RAM, then stops. Goes on in both cases
+    if a layout that failed (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest
+    layout so far runs forward and backward twice."""
     best: Found | None = None
     on_gpu = False
     for of_home in by_home:
@@ -72,7 +74,7 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
             break
         if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
-        for choices in reversed(of_home) if disk else of_home:  # those that need the least RAM first
+        for choices in reversed(of_home) if disk else of_home:  # on a disk, those that need the least RAM first
             if choices.base.gathered and (best is None or not best.waits):
                 continue  # weights that stay would not fit, or save no time
             on_disk = best is not None and best.layout.states_on_disk and best.layout.weights_on_gpu is None
@@ -91,9 +93,9 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits under which a layout fits. Assumes that none fits into `room`. If only RAM is short,
-    raises the RAM limit and keeps the GPU limit. Otherwise raises the GPU limit, and also the RAM limit if every layout
-    exceeds it."""
+    """Returns the smallest limits under which a layout fits. Must be called only if none fits into `room`. If only RAM
+    is short, raises the RAM limit of `room` and keeps its GPU limit. Otherwise raises the GPU limit. Raises the RAM
+    limit, too, if every layout exceeds it."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -111,7 +113,8 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
-    """Returns the layout that needs the least RAM of those that fit into `gpu` bytes, None if none does."""
+    """Returns the layout that needs the least RAM among those that fit into `gpu` bytes of GPU memory (None: no limit).
+    Returns None if none fits."""
     least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
@@ -130,21 +133,22 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 @dataclass(frozen=True)
 class Candidate:
     """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
-    this column, because simulating each layout would take longer."""
+    the column. Simulating each layout would take longer."""
 
     layout: Layout
     column: Column
-    least_gpu_bytes: int  # It allocates as much or more: the slots may be smaller than those of the other layout.
-    ram_bytes: int  # copied to the GPU when needed
+    least_gpu_bytes: int  # a lower bound: the slots may be smaller than those of the other layout
+    ram_bytes: int  # of tensors in RAM that are copied to the GPU when needed
 
     def fits(self, simulations: Simulations, limit_bytes: int | None) -> bool:
         return within(self.least_gpu_bytes, limit_bytes) and simulations.fits(self.layout, limit_bytes)
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts with the smallest micro-batch and group that keep the least for backward, up to six in a column
-    (columns.py). One has the fewest units on the GPU that RAM allows, one the most that its Choices allow. The others
-    have the most that the GPU allows, or up to three fewer, because the allocator may need more."""
+    """Returns layouts that may need the least memory: those with the smallest micro-batch and group that keep the least
+    for backward. For each length of segments there are up to six, with different numbers of units on the GPU. One has
+    the fewest that the RAM of `room` allows, and one has the most that the Choices allow. The others have the most that
+    the GPU memory of `room` allows, or up to three fewer, because the allocator may need more memory."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -170,8 +174,9 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
     """Returns layouts that a run can change to if memory runs out, in the order of `shares`. For each share, searches
-    for the fastest that allocates at most this share of the GPU bytes of `found`. Each has the micro-batch and
-    `fixed_homes` of `found`, and no more units with states on the GPU."""
+    for the fastest layout that allocates at most this share of the GPU bytes of `found`. The layout has the micro-batch
+    and the `fixed_homes` of `found`, and no more units with states on the GPU. Leaves out a share if nothing is found,
+    and layouts that are equal to `found` or to an earlier one."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

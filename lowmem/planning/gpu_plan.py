@@ -31,13 +31,14 @@ from lowmem.planning.simulations import Simulations
 from lowmem.planning.ways_out import WaysOut, in_a_sentence
 from lowmem.units import GIB, format_size
 
-_WORTH_SAYING = 0.995  # More RAM is named if it brings a step below this share of its time.
+_WORTH_SAYING = 0.995  # The plan names more RAM only if a step then takes less than this share of its time.
 _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shares of the plan's GPU memory.
 
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds a question and the simulations for it. `gpu_limit`: bytes of the card that the allocator may take."""
+    """Holds a question and the simulations for it. `gpu_limit`: cap of GPU memory in bytes, at most what the card has
+    for PyTorch."""
 
     question: Question
     simulations: Simulations
@@ -51,8 +52,8 @@ class _Case:
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int) -> Room:
-        """Returns the bytes that a layout may take on the GPU and, under the process's cap `ram_limit`, in RAM.
-        `margins`: the number of safety margins that stay free on the GPU (caps.py)."""
+        """Returns the bytes that a layout may take on the GPU and in RAM. `ram_limit`: cap of the process's RAM in
+        bytes, None for no cap. `margins`: number of safety margins that stay free on the GPU (caps.py)."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:
@@ -68,9 +69,9 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout under the process's cap `ram_limit` of RAM, None if nothing fits, and the room in
-        which it was searched. If backward may update weights, also searches layouts in which it does not: they leave
-        only one margin free, because their steps can be made again."""
+        """Returns the fastest layout, None if nothing fits, and the room in which it was searched. `ram_limit`: cap of
+        the process's RAM in bytes, None for no cap. If backward may update weights, also searches layouts in which it
+        does not. Those leave only one safety margin free, because their steps can be made again."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)
         if self.margins == 1:
@@ -101,8 +102,9 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan of `found`. Adds smaller layouts for the same `room`, to go on with if memory runs out. Adds
-        none if no training follows (`plan_only`), or for several ranks, which cannot change their layout."""
+        """Returns the plan of `found`, with smaller layouts for the same `room`. Training changes to one of them if
+        memory runs out. Adds none if no training follows (`plan_only`). Adds none for several ranks, because these
+        cannot change their layout."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         if plan.settings.plan_only or not alone:
             return plan
@@ -113,9 +115,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Simulates the allocator under the cap that training sets, which is a little larger than the room that the
-        search fills. Tries smaller caps if memory runs out. Returns the memory figures, and the smaller cap if one was
-        needed, else None."""
+        """Runs the layout through the model of the allocator, under the cap that training sets. This cap is a little
+        larger than the room that the search fills. Tries smaller caps if memory runs out. Returns the memory figures,
+        and the smaller cap, which is None if none was needed."""
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -123,8 +125,9 @@ class _Case:
 
 
 def gpu_plan(question: Question) -> Plan:
-    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits. The micro-batch does not depend
-    on free RAM."""
+    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits under the caps. If the plan needs
+    more RAM than is free, returns a plan with less RAM and the same micro-batch. If there is none, returns the plan
+    that needs too much."""
     settings, card = question.settings, question.card
     kernels = fused.expected(card.capability) if question.fused_kernels is None else question.fused_kernels
     target = gpu_target(card, kernels & used_in(question.precision), settings.disk_rate_bytes)
@@ -143,26 +146,29 @@ def gpu_plan(question: Question) -> Plan:
     if free_bytes is not None and plan.ram_bytes > free_bytes:
         same = replace(settings, micro_batch=found.layout.micro_batch)
         less, room = case.fastest(choices_by_home(same, simulations), free_bytes)
-        return plan if less is None else _with_faster(case.plan_with_smaller(less, room), plan)
+        return plan if less is None else _with_more_ram_hint(case.plan_with_smaller(less, room), plan)
     if plan.disk_state_bytes and settings.states != "disk":
         layout = replace(found.layout, states_on_disk=0)
         without = replace(found, layout=layout, simulated=simulations.record(layout))
         if without.seconds < _WORTH_SAYING * found.seconds and simulations.completes(layout, room.gpu):
-            return _with_faster(plan, case.plan(without))
+            return _with_more_ram_hint(plan, case.plan(without))
     if found.layout.fate is Fate.DROPPED and room.ram is not None and settings.gradients == "auto":
         sent = fastest_layout(with_fates(by_home, {Fate.SENT}), simulations, replace(room, ram=None))
         if sent is not None and sent.seconds < _WORTH_SAYING * found.seconds:
-            return _with_faster(plan, case.plan(sent))
-    return replace(plan, faster_with_ram=_faster_with_ram(case, room, found, plan.gpu_reserved_peak_bytes))
+            return _with_more_ram_hint(plan, case.plan(sent))
+    return replace(plan, faster_with_ram=_more_ram_hint(case, room, found, plan.gpu_reserved_peak_bytes))
 
 
-def _with_faster(plan: Plan, other: Plan) -> Plan:
+def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
+    """Returns `plan` with a hint: with the RAM of `other`, a step would take the seconds of `other`."""
     return replace(plan, faster_with_ram=(other.ram_bytes, other.step_seconds))
 
 
-def _faster_with_ram(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns (a RAM limit that is 1 GiB higher, seconds of a step under it). Returns None if that saves less than 0.5%
-    of the time. Keeps the micro-batch, group and segments of `found`, which reserves `reserved_bytes` of the GPU."""
+def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
+    """Returns a hint for the plan: (a RAM limit that is 1 GiB higher, seconds of a step under it). Returns None if that
+    saves less than 0.5% of the time. Also returns None if there is no RAM limit, if it has room for another unit's
+    states, if all states are in RAM already, or if some are on a disk. Keeps the micro-batch, group and segments of
+    `found`, which reserves `reserved_bytes` of the GPU."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
@@ -199,7 +205,7 @@ def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
         options = " ".join(cap_options(named, ram))
         first = {"options": options, "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0}
         said = [first, *(way for way in said if way["options"] != first["options"])]
-        others = [way for way in found if way.changes or not only_ram]  # without the first way once more
+        others = [way for way in found if way.changes or not only_ram]  # RAM alone is named already, as `first`
         return PlanError(refusal(question, named and case.gpu_limit, named, ram) + in_a_sentence(others), said)
     said.append({"options": "", "gpu_bytes": gpu_cap, "ram_bytes": ram, "disk_bytes": 0})
     ram_cap = "" if question.ram_limit_bytes is None else f" and {format_size(question.ram_limit_bytes)} of RAM"

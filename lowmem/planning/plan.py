@@ -1,8 +1,9 @@
 """Defines the plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes
 plans.
 
-A plan is written as `plan.json` for programs, printed as an answer of a few lines (answer.py), and with --verbose as a
-table. The figures depend on the kind of card and on the versions of torch and transformers, so the plan names them.
+A plan is written as `plan.json` for programs, and printed as an answer of a few lines (answer.py). With --verbose, it
+is printed as a table. The figures depend on the kind of card and on the versions of torch and transformers, so
+plan.json names them.
 """
 
 import math
@@ -29,7 +30,7 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 @dataclass(frozen=True)
 class Plan:
     """Holds a layout and the figures predicted for it. If several ranks train together, bytes and seconds are those of
-    one rank. On the CPU the card and all GPU figures are None."""
+    one rank. On the CPU, the card, the peaks of GPU memory and the seconds are None."""
 
     settings: Settings
     parameters: int  # of the model
@@ -44,21 +45,21 @@ class Plan:
     gpu_reserved_peak_bytes: int | None = None
     gpu_breakdown: dict[str, int] = field(default_factory=dict)
     step_seconds: float | None = None
-    waiting_seconds: float | None = None  # of a step, in which the GPU waits for copies
+    waiting_seconds: float | None = None  # of a step, in which the GPU waits for copies or other ranks
     # (second of a step, bytes allocated, bytes reserved)
     timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     fused_kernels: Kernels = Kernels.NONE  # those that are expected to run
-    not_compared: str | None = None  # why compatibility.py did not compare the model with its pieces; None: it did
-    faster_with_ram: tuple[int, float] | None = None  # (bytes of RAM, seconds of a step) with more RAM
+    not_compared: str | None = None  # why the model was not compared with its pieces (compatibility.py); None: it was
+    faster_with_ram: tuple[int, float] | None = None  # with more RAM: (bytes of RAM, seconds of a step)
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
-    typical_tokens: int | None = None  # of a step with rows like the data's, timed by `step_seconds`; None: full rows
+    typical_tokens: int | None = None  # of the step that is timed, with rows like the data's; None: full rows
     steps: int | None = None  # of the whole training run; None if that depends on the data
     ranks: int = 1  # processes that train together
     sharing: int = 1  # how many ranks store one copy of the model together; the others store further copies
     sent_bytes: int = 0  # to other ranks, in a step
-    # To go on with if memory runs out in training, the largest first: 5 to 50% less is allocated, no bit changes.
+    # If memory runs out, training changes to these, the largest first. They allocate 5 to 50% less, and change no bit.
     smaller_layouts: tuple[Layout, ...] = ()
 
     @property
@@ -71,7 +72,7 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
-        """Returns {what takes RAM: bytes} in the phase of the training run that takes the most."""
+        """Returns {name of what takes RAM: bytes} in the phase of the training run that takes the most RAM."""
         return largest(self.ram)
 
     @property
@@ -80,13 +81,13 @@ class Plan:
 
     @property
     def ram_phases(self) -> dict[str, int]:
-        """Returns the bytes of RAM in each phase of the training run."""
+        """Returns {phase of the training run: bytes of RAM}."""
         return {phase: sum(held.values()) for phase, held in self.ram.items()}
 
     @property
     def most_saves(self) -> int | None:
-        """Returns the largest number of checkpoints that training can write. Returns None if that depends on data, or
-        if --save-every is a time and the time of a step is unknown."""
+        """Returns the largest number of checkpoints that training can write. Returns None if that depends on the data,
+        or if --save-every is a time and the time of a step is unknown."""
         settings, steps = self.settings, self.steps
         every, seconds = settings.save_every, interval_seconds(settings.save_every)
         if steps is None or (seconds is not None and self.step_seconds is None):
@@ -97,8 +98,9 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Returns the most bytes that training takes on disks, by name. These are finished checkpoints, the checkpoint
-        that is being written, exported weights, the files beside them, and optimizer states in --states-folder."""
+        """Returns {name: bytes} of all that training has on disks when it takes the most. The names stand for finished
+        checkpoints, the checkpoint that is being written, exported weights, the files beside them, and optimizer states
+        in --states-folder."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}
@@ -217,8 +219,8 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """Returns a clause that says how many of the model's `blocks` the layout recomputes, and how many keep
-    everything."""
+    """Returns a clause that says how many of the model's `blocks` are recomputed, recomputed except for their matrix
+    products, and kept whole."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""

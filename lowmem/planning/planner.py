@@ -26,18 +26,19 @@ from lowmem.planning.ram import DATA_BYTES, Process
 from lowmem.planning.simulated_step import gpu_target, record_step
 from lowmem.units import MIB, format_size
 
-_COLLECTIONS = 200_000, 20, 100  # new objects until a collection; collections of younger objects until one of older
+_COLLECTIONS = 200_000, 20, 100  # for gc.set_threshold: new objects, younger collections
 
 
 def make_plan(question: Question) -> Plan:
     """Returns the plan for `question`. For a GPU, first prints at a terminal that planning takes a while. Raises
-    PlanError if nothing fits (with the smallest caps that would do), or if too little RAM is free here. Raises
-    InputError if the architecture cannot be trained in pieces."""
+    PlanError in three cases. If nothing fits, its message names the smallest caps that would do. The other cases are
+    that too little RAM is free here, or that the process has already exceeded its cap of RAM. Raises InputError if the
+    architecture cannot be trained in pieces."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
     if question.process is None and (card is None or torch.cuda.is_initialized()):
-        not_loaded = DATA_BYTES if question.ram_free_bytes is None else 0  # a plan alone, not for this process
+        not_loaded = DATA_BYTES if question.ram_free_bytes is None else 0  # a plan without training
         question = replace(question, process=Process(ram_now_bytes() + not_loaded, 0))
     not_compared = compare_small_copy(question.config, settings.masks_documents, precision, settings.residual)
     with architecture_blamed(settings.model, precision), _rare_collections():
@@ -77,7 +78,8 @@ def _rare_collections() -> Iterator[None]:
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
     """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes do not change, because such
-    rows take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same factor."""
+    rows take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same factor. On
+    the CPU, only `typical_tokens` changes."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

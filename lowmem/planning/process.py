@@ -1,12 +1,12 @@
 """Makes plans in a separate process, so that planning takes no memory from the process that trains.
 
 A simulated step leaves some hundred MiB of Python objects behind. The peak of RAM, which the cap is compared with,
-would count them until the end. So the process forks before it uses CUDA, while it is small and its imports are done.
-The fork executes the calls that it is sent, and returns their results. It sees no GPU. Nothing is imported a second
-time, and a script needs no `if __name__ == "__main__"`.
+would include them for the rest of the run. So the process forks before it uses CUDA, while it is small and its imports
+are done. The fork executes the calls that it is sent, and returns their results. It sees no GPU. Nothing is imported a
+second time, and a script needs no `if __name__ == "__main__"`.
 
-If a fork is not safe, the plan is made in the same process. That is so outside of Linux, if CUDA is initialised
-already, and if autograd has started its threads, which are not forked.
+The plan is made in the same process if a fork is not safe. It is not safe on systems other than Linux, if CUDA is
+initialised already, or if autograd has started its threads, which are not forked.
 """
 
 import os
@@ -37,7 +37,7 @@ def process_aside() -> Iterator[Callable]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(ours, theirs), daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those here hold no lock that the fork needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads; those here hold no lock of the fork
         process.start()
     theirs.close()
 

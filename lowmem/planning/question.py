@@ -27,11 +27,11 @@ class Question:
     config: PretrainedConfig
     precision: str
     card: Card | None  # None: the CPU
-    ram_free_bytes: int | None = None  # RAM that the process may still take, besides the cap; None: no such limit
-    fused_kernels: Kernels | None = None  # those that run; None: as expected of the card
+    ram_free_bytes: int | None = None  # RAM that is free for the process; None: not a limit, only the cap counts
+    fused_kernels: Kernels | None = None  # those that run; None: those expected to run on the card
     process: Process | None = None  # the RAM of the process that will train; None: the process is not here
     mesh: Mesh = ALONE  # the processes that train together; `settings` has the batch and caps of one process
-    ranks_here: int = 1  # how many of them share this machine's RAM, and --ram-limit
+    ranks_here: int = 1  # how many processes of `mesh` share this machine's RAM, and --ram-limit
 
     @property
     def make_decoder(self) -> partial:
@@ -45,7 +45,8 @@ class Question:
 
     @property
     def ram_here_bytes(self) -> int | None:
-        """Returns the RAM that the process can have on this machine, None for no limit."""
+        """Returns the most RAM that the process can have on this machine: the RAM that it has now, and the free RAM.
+        Returns None if either is not given."""
         if self.ram_free_bytes is None or self.process is None:
             return None
         return self.process.now_bytes + self.ram_free_bytes
@@ -55,8 +56,8 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
     """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
     plan is for a GPU, even if none is here, unless the settings ask for the CPU.
 
-    Raises InputError if the card is unknown or lacks the bf16 that is asked for, or if training needs a card that is
-    not here.
+    Raises InputError if the card is unknown, if it lacks the bf16 that is asked for, or if training needs a card that
+    is not here. Also raises it for settings of CUDA's allocator that no plan can be made for.
     """
     if settings.plan_only:
         on_gpu = settings.device != "cpu"
@@ -81,9 +82,10 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the card that the settings name, or else the one in this machine. Without either, returns the measured
-    card with bf16 that has the least memory of those with room for the cap. If none has room, returns the measured card
-    with the most memory."""
+    """Returns the card that the settings name, or else the one in this machine. A named card has at most the memory of
+    the card here, unless the settings are `plan_only`. If no card is named and none is here, returns the measured card
+    with bf16 that has the least memory of those with room for the cap. If none has room, returns the measured card with
+    the most memory."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)
@@ -103,7 +105,8 @@ def card_for(settings: Settings) -> Card:
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
     """Returns this machine's card, which is not in the table, with the speeds of the table's most similar card. The
-    card here is not timed, because no choice may depend on measured time (cpu_plan.py)."""
+    card here is not timed, because no choice may depend on measured time (cpu_plan.py). `properties`: as from
+    torch.cuda.get_device_properties."""
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -3,9 +3,9 @@
     prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
     load       weights are read or made, a part at a time; states get their memory
     evaluate   the model and its states, and a forward pass
-    train      the same, and on the CPU gradients and activations
+    train      the model and its states, and on the CPU gradients and activations
     save       the model and its states, and a buffer for copies from a GPU
-    export     the same, and the buffers in which weights are converted
+    export     the model and its states, and the buffers in which weights are converted
 
 The rest of the process is one number: the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on the
 CPU). A plan without training adds DATA_BYTES. For a GPU that is not here, the number is CUDA_PROCESS_BYTES instead.
@@ -22,12 +22,12 @@ from lowmem.units import GIB, MIB
 
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
 CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host side and data, if no GPU is here.
-# Data, buffers and the kernels that CUDA loads at their first use, after planning. On an H200 with torch 2.11
-# GPT-2-Large took 340 MiB, the demo 500.
+# What the process takes after planning: data, buffers, and the kernels that CUDA loads at their first use. On an H200
+# with torch 2.11, GPT-2-Large took 340 MiB, the demo 500.
 TRAINING_BYTES = 544 * MIB
 CPU_TRAINING_BYTES = 112 * MIB  # The same on the CPU, from runs of GPT-2 and GPT-2-Medium.
 DATA_BYTES = 64 * MIB  # Assumed: the tokenizer and data of a run, which a plan alone does not load.
-PROCESS_VARIES_BYTES = 8 * MIB  # The next start may take this much more; about 1 MiB was seen.
+PROCESS_VARIES_BYTES = 8 * MIB  # The process may take this much more at its next start; about 1 MiB was seen.
 RUNS_BYTES = 24 * MIB  # for reading, converting and writing weights piece by piece; a test checks this number
 
 Ram = dict[str, dict[str, int]]  # by phase, by name
@@ -35,7 +35,8 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that will train, at the time of planning: in use now, and its peak so far."""
+    """Holds the RAM of the process that will train: bytes in use at the time of planning, and its peak until then. The
+    peak is 0 if no training follows."""
 
     now_bytes: int
     peak_bytes: int
@@ -64,7 +65,8 @@ def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
     """Returns how many bytes of weights, states and so on may stay in RAM so that no phase of `on_a_gpu` exceeds
-    `limit_bytes`. The result is negative if training exceeds the limit even with 0 such bytes."""
+    `limit_bytes`. The result is negative if training exceeds the limit even without them. The other arguments are those
+    of `on_a_gpu`."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -76,16 +78,17 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
-    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading the moments are
-    zeros, which take no RAM until they are page-locked after it."""
+    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading, the moments are
+    zeros and take no RAM. They take it when they are page-locked after loading."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     total = sum(layout.values())
     return Fraction(total - layout.get("low", 0), total or 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Returns the RAM of training on the CPU, {phase: {name: bytes}}. `train`: {name: bytes} in use at a step's peak.
-    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made."""
+    """Returns the RAM of training on the CPU, {phase: {name: bytes}}. `process_bytes`: RAM of the process without the
+    entries of `train`. `train`: {name: bytes} in use at a step's peak. `drawn_bytes`: the largest tensor that is whole
+    in RAM while weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),
@@ -102,5 +105,5 @@ def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> R
 
 
 def largest(ram: Ram) -> dict[str, int]:
-    """Returns the bytes by name in the phase that takes the most RAM."""
+    """Returns {name: bytes} in the phase that takes the most RAM."""
     return max(ram.values(), key=lambda held: sum(held.values()))

@@ -29,9 +29,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor that an executed call returned: which storage it views, and how."""
+    """Describes a tensor that an executed call returned: the storage that it views, and how it views it."""
 
-    storage: int  # the storage's number in the recording of the call; -1 - n: it is that of argument n
+    storage: int  # its number in the recording of the call; -1 - n: the storage of argument n
     size: int  # bytes of the storage
     offset: int
     shape: torch.Size
@@ -41,19 +41,19 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds the recording of an operation that was executed once. Later calls replay its allocations and return new
+    """Holds the recording of an operation that was executed once. Later calls replay its allocations, and return new
     tensors like its results."""
 
     region: Region  # its allocations
-    leaves: list  # of what it returned, with a _Place for each new tensor
-    structure: TreeSpec  # the containers that it returned
+    leaves: list  # of its result, with a _Place for each tensor that is new or views an argument
+    structure: TreeSpec  # the containers in its result
 
 
 class ReplayedOperations:
     """Takes the place of Operations in a simulated step. Executes each operation once per shape, and records its
-    allocations and time. Later calls replay this recording. `known`: dict in which recordings are stored; None:
-    executes all operations. `functions`: returns a context in which the device's functions (DeviceModel) replace
-    PyTorch's."""
+    allocations and time. Later calls replay this recording. `known`: dict in which recordings are stored. If it is
+    None, stores nothing and executes all operations. `functions`: returns a context in which the device's functions
+    (DeviceModel) replace PyTorch's."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -62,14 +62,15 @@ class ReplayedOperations:
         self._operations, self._recorder, self._known, self._functions = operations, recorder, known, functions
         decoder = operations.decoder
         self._tables: list[Tensor] = []
-        # Forward passes that wait for their backward: an executed one's region, a replayed one's first storage.
+        # Forward passes that wait for their backward, by the id of their SavedSegment. The value is the Region of an
+        # executed pass, and the number of the first storage of a replayed one.
         self._forwards: dict[int, Region | int] = {}
         self._parts: list[list[Part]] = [[] for _ in decoder.units]
         for part in operations.store.parts:
             self._parts[part.unit].append(part)
-        self._ends = self._parts[0] + self._parts[-1]  # embeddings and head may add to these parts' gradients
+        self._ends = self._parts[0] + self._parts[-1]  # the parts to whose gradients embeddings and head may add
         self._shapes: dict[int, torch.Size] = {}  # of token ids, by the id of the extras that `embed` made of them
-        self._kinds = list(range(len(decoder.blocks)))
+        self._kinds = list(range(len(decoder.blocks)))  # a number for each block; blocks that are alike have the same
         if known is not None:
             if "kinds" not in known:
                 kinds = [kind_of(block) for block in decoder.blocks]
@@ -82,7 +83,7 @@ class ReplayedOperations:
 
     def group(self, run: Callable, *key):
         """Returns `run()`, which runs a group of micro-batches forward and backward. Executes it once for each `key`
-        and set of parts that have gradients."""
+        and each set of parts that have gradients, and replays it later."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -111,9 +112,9 @@ class ReplayedOperations:
         operations = self._operations
         optimizer = operations.optimizer
         key = ("update", optimizer.name, piece.stop - piece.start, piece.part.working.dtype)
-        if optimizer.name == "adamw8bit":  # need not be installed for a plan
+        if optimizer.name == "adamw8bit":  # its package need not be installed for a plan
             operations.optimizer = replace(optimizer, rule=_traffic_of_8_bit)
-            if not self._tables:  # 256 numbers for each moment; the first update makes and keeps them
+            if not self._tables:  # 256 numbers for each moment, which the first update makes and keeps
                 self._tables = [torch.empty(256, device=META) for _ in range(2)]
         self._once(key, "update", lambda: operations.update(piece, state, hyperparameters))
         operations.optimizer = optimizer
@@ -124,7 +125,8 @@ class ReplayedOperations:
         if segment.keep == INPUT:
             forward = lambda: run(segment, hidden, extras, dropout)[0]  # noqa: E731
             return self._once(("forward", *key), "live_blocks", forward, renamed="boundaries"), SavedSegment(hidden)
-        # Only a replayed backward can follow a replayed forward. So its recordings must be known, both kinds.
+        # Only a replayed backward can follow a replayed forward. So backward must have been recorded, both with new
+        # accumulators of gradients and with existing ones.
         count = len(self._parts_of(segment))
         if self._known is not None and all(("backward", *key, (new,) * count) in self._known for new in (True, False)):
             known = self._known["graph", *key]
@@ -155,7 +157,8 @@ class ReplayedOperations:
         """Executes `segment` forward and backward twice, on a temporary tape that is dropped. The recordings stay, so
         that the step can replay both passes. A replayed forward makes no graph, so it needs a recording of its
         backward. The first backward allocates the gradients' accumulators, and the second adds to them. Does nothing if
-        a segment with the same key (`_kind`) and input shape was executed before."""
+        a segment with the same key (`_kind`) and input shape was rehearsed before, or if nothing is stored (`known` is
+        None)."""
         key = ("rehearsed", *self._kind(segment, extras), hidden.shape)
         if self._known is None or key in self._known:
             return
@@ -178,9 +181,9 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key of a segment. Segments with equal keys make equal allocations. Their blocks are alike
-        (kind_of), and save the same for backward. Their `extras` (blocks' other arguments) come from token ids of equal
-        shapes."""
+        """Returns a key of a segment. Segments with equal keys make equal allocations: their blocks are alike
+        (kind_of), and save the same for backward. `extras`: for each block, its arguments other than its input. For
+        equal keys, they come from token ids of equal shapes."""
         kinds = tuple(self._kinds[index] for index in segment.blocks)
         return segment.keep, kinds, segment.blocks.start == 0, self._shapes[id(extras)]
 
@@ -193,10 +196,10 @@ class ReplayedOperations:
     ):  # fmt: skip
         """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
 
-        On the tape, new storages get the name `name`, and the result's storage gets the name `renamed`. `parts`: `call`
-        makes their gradient accumulators if they have none. `arguments`: tensors that `call` may return. `forward`: the
-        forward pass whose graph `call` frees: a Region if it was executed, the number of its first storage if it was
-        replayed.
+        On the tape, new storages get the name `name`. The result's storage gets the name `renamed`, unless that is
+        None. `parts`: parts to which `call` adds gradients; it makes their accumulators if they have none. `arguments`:
+        input tensors of `call`, which it may return. `forward`: the forward pass whose graph `call` frees, None if it
+        frees none. It is a Region if it was executed, and the number of its first storage if it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -236,9 +239,10 @@ class ReplayedOperations:
         self._known[key] = _Known(region, list(map(place, leaves)), structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of the replayed call `known`, as new tensors without data. `base`: the number that the
-        tape gives to the first storage of this replay. `arguments`: the call's tensors, which it may return. `held`:
-        whether autograd would keep the results until the call's backward pass."""
+        """Returns the results of the replayed call `known`, as new tensors without data. `base`: the tape's number of
+        the first storage that this replay allocates. `arguments`: input tensors of the call. A result may share the
+        storage of one of them. `held`: whether autograd keeps the results until the call's backward pass. If so,
+        freeing them earlier is not recorded."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -260,8 +264,8 @@ def _tensors_of(micro_batch: Batch) -> list[Tensor]:
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """Stands in for bitsandbytes' 8-bit update (an Optimizer.rule) in a simulation. Reads and writes as much memory as
-    the update and the gradient's scaling before it, and allocates nothing."""
+    """Stands in for bitsandbytes' 8-bit update (an Optimizer.rule) in a simulation. Reads and writes as many bytes as
+    that update and the scaling of the gradient before it, and allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()

@@ -44,7 +44,8 @@ class Found:
 
     @property
     def units_on_gpu(self) -> int:
-        """Returns how many units have weights on the GPU if weights may be in RAM, else how many have states there."""
+        """Returns the number of units on the GPU, as `Choices.units_on_gpu` counts them. These are units with weights
+        there if the layout has weights in RAM. Otherwise they are units with optimizer states there."""
         return self.layout.states_on_gpu if self.layout.weights_on_gpu is None else self.layout.weights_on_gpu
 
     @property
@@ -57,9 +58,9 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts; `one` if both are equally fast. Either may be None. If either has states on a
-    disk and their times differ by at most 0.2%, returns the one with fewer bytes on the disk. If these are equal, too,
-    returns the one with less computing time."""
+    """Returns the faster of two layouts, `one` if both are equally fast. Either may be None; returns None if both are.
+    If either has states on a disk and their times differ by at most 0.2%, returns the one with fewer bytes on the disk.
+    If these are equal, too, returns the one with less computing time."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -70,10 +71,10 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: pairs (found, kept) of layouts
-    whose allocated bytes fit, but which run out of memory in the model of the allocator. `kept` is the amount kept for
-    backward (Layout.kept) from which their column fails. The search skips layouts of the column that keep at least this
-    amount, with at least as many units on the GPU."""
+    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: pairs (found, kept) for layouts
+    whose allocated bytes fit, but which run out of memory in the model of the allocator. Layouts of the same column
+    that keep at least `kept` for backward (Layout.kept) are taken to run out, too. The search skips those that also
+    have at least as many units on the GPU as `found`."""
 
     columns: Columns
     room: Room
@@ -81,7 +82,8 @@ class Search:
     _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `choices`, or `best` if none is faster."""
+        """Returns the fastest layout of `choices`, or `best` if none is faster. Returns None if nothing fits and `best`
+        is None."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -116,8 +118,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of a column (columns.py), None if nothing fits. If no layout is expected to be
-        faster than `best`, returns any that fits."""
+        """Returns the fastest layout of a column (columns.py), None if nothing fits. If no layout of the column is
+        expected to be faster than `best`, returns any that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None
@@ -127,7 +129,7 @@ class Search:
             if computing >= best.seconds or self._least_disk_seconds(column) > (1 + _NEGLIGIBLE) * best.seconds:
                 return self._found(column, least, fitting[0])
         fastest, some = None, fitting
-        if fitting[-1] == columns.simulations.units:  # no copies, and no slots for them
+        if fitting[-1] == columns.simulations.units:  # all units: no copies, and no slots
             fastest, some = self._with_most_kept(column, fitting[-1]), fitting[:-1]
         if some:
             fastest = faster(fastest, self._bisected(column, some[0], some[-1], best))
@@ -139,8 +141,8 @@ class Search:
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
         """Returns the fastest layout with `fewest` to `most` units on the GPU, found by bisection. With more units
         there, a step waits less for copies. But less memory is left for tensors that blocks keep for backward, so more
-        is recomputed. A step's time therefore falls until it waits for no copy, and then rises. Stops early if no
-        layout left is expected to beat `best`."""
+        is recomputed. So a step's time first falls with the number of units, until no copy is waited for, and then
+        rises. Stops early if no layout left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.units_on_gpu < most and found.waits:
@@ -151,7 +153,7 @@ class Search:
             enough = bisect_left(range(most + 1), waiting, lo=found.units_on_gpu + 1, key=saved)
             middle = enough if enough <= most else (found.units_on_gpu + most + 1) // 2
             kept = self.columns.expected_kept(column, middle, found.layout.kept, self.room.gpu)
-            if self.columns.expected_seconds(column, kept) >= to_beat:  # with all that then fits kept, and no waits
+            if self.columns.expected_seconds(column, kept) >= to_beat:  # even if it keeps all that fits and never waits
                 most = middle - 1
                 continue
             tried = self._with_most_kept(column, middle)
@@ -163,16 +165,17 @@ class Search:
         return fastest
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM.
-        Tries the layouts whose blocks keep the least for backward."""
+        """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM, in
+        ascending order. Tries only layouts whose blocks keep the least for backward."""
         if column not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]
         return self._fitting[column]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        """Returns a lower bound for the seconds of a step of any layout in `column`: the time that the disk needs.
-        Returns 0 if states may not be on a disk, or if nothing fits."""
+        """Returns a lower bound for the seconds of a step of any layout in `column`: the time in which the disk reads
+        and writes the states on it. Counts the layout with the most units on the GPU, which has the fewest states on
+        the disk. Returns 0 if states may not be on a disk, or if nothing fits."""
         fitting, simulations = self.fitting(column) if column.choices.disk else (), self.columns.simulations
         if not fitting:
             return 0.0
@@ -180,24 +183,25 @@ class Search:
         return 2 * simulations.bytes_on_disk(layout) / simulations.target.disk
 
     def _fitting_ram(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU with which the RAM limit is enough for all other units. Their states
-        may be on a disk if the Choices allow it. Returns all numbers if the column certainly exceeds the GPU's memory,
-        so that nothing is simulated for it."""
+        """Returns each number of units on the GPU with which RAM is large enough for the other units. If the Choices
+        allow a disk, states that do not fit into RAM are there. Returns all numbers if there is no RAM limit. Also
+        returns them if the column certainly exceeds the GPU memory; then nothing is simulated for it."""
         numbers, limit = column.choices.units_on_gpu, self.room.ram
         if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
             return list(numbers)
         return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
     def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
-        """Returns the layout whose blocks keep the most for backward that fits with this number of units on the GPU. If
-        more units then fit there as well, it has as many as fit."""
+        """Returns the layout with this number of units on the GPU that keeps the most for backward and fits. If memory
+        is left for more units on the GPU, returns the layout with as many as fit."""
         kept, units = self._most_kept(column, units_on_gpu), units_on_gpu
         while units < column.choices.units_on_gpu[-1] and self._fits(column, kept, units + 1):
             units += 1
         return self._found(column, kept, units)
 
     def _layout(self, column: Column, kept: int, units_on_gpu: int) -> Layout:
-        """Returns the layout of `column` with these numbers, and with as few states on a disk as RAM allows."""
+        """Returns the layout of `column` with these two numbers, and with the states of as few units on a disk as RAM
+        allows."""
         on_disk = self.columns.least_on_disk(column, units_on_gpu, self.room.ram)
         return replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
 
@@ -206,8 +210,8 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column)
 
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the largest amount kept for backward (Layout.kept) whose layout fits into GPU memory with this number
-        of units there. The column's smallest amount must fit."""
+        """Returns the largest amount kept for backward (Layout.kept) that fits into GPU memory with this number of
+        units there. The column's smallest amount must fit."""
         columns, least = self.columns, column.least_kept
         after = columns.most_kept(column) + 1
         known = columns.known_kept(column)
@@ -223,8 +227,9 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the amount kept for backward (Layout.kept) to try next. It is larger than `fits`, which fits, and
-        smaller than `beyond`, which does not. Returns `fits` if no larger amount is expected to fit."""
+        """Returns the amount kept for backward (Layout.kept) to try next. `fits`: the largest amount that is known to
+        fit. `beyond`: the smallest that is known not to fit, or the first that the column does not allow. The result is
+        between them. Returns `fits` if no larger amount is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

@@ -28,8 +28,8 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 
 @dataclass(frozen=True)
 class Mesh:
-    """Describes the ranks that train together. `sharing` ranks store one copy of the model together; there are
-    `replicas` such copies. `network`: bytes per second that one of the `machines` receives from the others."""
+    """Describes the ranks that train together. `sharing` ranks store one copy of the model together, and there are
+    `replicas` such copies. `network`: bytes per second that each of the `machines` receives from the others."""
 
     sharing: int = 1
     replicas: int = 1
@@ -41,9 +41,9 @@ class Mesh:
         return self.sharing * self.replicas
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
-        """Returns {ranks of a collective: bytes per second that a rank receives from them}. `bus`: bytes per second of
-        a copy from RAM to its card. `link`: bytes per second between cards of a machine, None if they send through
-        RAM."""
+        """Returns {Among: bytes per second}: the rate at which a rank receives from the others in a collective of these
+        ranks. `bus`: bytes per second of a copy from RAM to its card. `link`: bytes per second between cards of a
+        machine, None if they send through RAM."""
         on_each = self.count // self.machines
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
         outside = min(inside, self.network / on_each)
@@ -55,15 +55,15 @@ ALONE = Mesh()
 
 class SimulatedRanks(Shares):
     """Simulates the first rank of `mesh`, whose batch is this rank's part of the whole batch. `rates`: bytes per second
-    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card stood still only
-    because of transfers between ranks. `sent_bytes`: how many bytes it has sent so far."""
+    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card was idle only because
+    of transfers between ranks. `sent_bytes`: how many bytes it has sent so far."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
         self.share_among(mesh.sharing)
         self.exposed_seconds, self.sent_bytes = 0.0, 0
         self._recorder, self._rates = recorder, rates
-        self._free = dict.fromkeys(Among, 0.0)  # when each link has made the transfers so far
+        self._free = dict.fromkeys(Among, 0.0)  # when each link will have made the transfers so far
         self._beside: float | None = None  # inside `beside`: when its transfers end
         self._sums_end = 0.0
 
@@ -73,7 +73,7 @@ class SimulatedRanks(Shares):
     own, total = Ranks.own, Ranks.total
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
-        # An evaluation gathers each block when it runs. It needs memory for two: one that runs, one that arrives.
+        # An evaluation gathers each block when it runs. It needs memory for two blocks: one runs, and one arrives.
         self._weights.bring(range(-1, 0))
         self._weights.bring(range(1), range(1, 2))
         return [(each, True) for each in micro_batches]
@@ -102,8 +102,8 @@ class SimulatedRanks(Shares):
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
         """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. It
-        begins when the link is idle and the card has done its earlier work. Transfers inside one `beside` follow each
-        other. Returns the simulated time at which it ends, and does not wait."""
+        begins when the link is idle and the card has done its earlier work. Transfers inside one `with` statement of
+        `beside` follow each other. Does not wait. Returns the simulated time at which the transfer ends."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
@@ -115,8 +115,8 @@ class SimulatedRanks(Shares):
 
 class _SimulatedGatherer(Gatherer):
     """Simulates the memory and time of gathering one unit's matrices, `part`, from all ranks. Records the all-gather's
-    buffer and the gathered copy on the tape, and its transfer on the rank's link. `parameters`: {name: the model's
-    parameter} of `part`. These become views of a tensor that takes no simulated memory."""
+    buffer and the gathered copy on the tape, and the transfer on the rank's link. `parameters`: {name: the model's
+    parameter} of `part`. Makes these parameters views of a tensor that takes no simulated memory."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)
@@ -146,7 +146,7 @@ class _SimulatedGatherer(Gatherer):
 
 BESIDE = "gradient_sums"  # name of the storages that are made on a second stream
 STREAMS = {BESIDE: 1}
-NAMES = {  # of storages that are allocated in these functions, or in functions that they call
+NAMES = {  # names of storages that are allocated in these functions, or in functions that they call
     _SimulatedGatherer._gather.__code__: "gathered_weights",
     _SimulatedGatherer._arrive.__code__: "gathered_weights",
     Shares._sum_slices.__code__: BESIDE,

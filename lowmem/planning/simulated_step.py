@@ -5,9 +5,9 @@ evaluation, with which training begins, then two optimizer steps. The second ste
 all later ones do. With states on a disk there are two more steps, because late writes of one step delay the next. The
 layout fits if the tape of allocations completes under the cap (cudasim/tape.py).
 
-The search records many layouts. To save time, their first step has one micro-batch, or is left out if a step applies
-its own updates. Then reserved bytes may be off by a page or two; `whole_first_step` makes them exact. The CUDA context
-is not simulated, nor are saving and export, which take less GPU memory than training.
+The search records many layouts. To save time, their first step has one micro-batch. It is left out if a step applies
+its own updates (Fate DROPPED or APPLIED). Then reserved bytes may be off by a page or two; `whole_first_step` makes
+them exact. The CUDA context is not simulated, nor are saving and export, which take less GPU memory than training.
 """
 
 import math
@@ -42,7 +42,8 @@ from lowmem.planning.replay import META, ReplayedOperations
 from lowmem.planning.simulated_ranks import ALONE, Mesh, SimulatedRanks
 from lowmem.planning.simulated_transfers import SimulatedTransfers
 
-_NAMES = {  # of storages allocated in these functions, or in functions that they call, outside of replayed operations
+# Names of storages that these functions allocate, or functions that they call, outside of replayed operations.
+_NAMES = {
     Batch.to.__code__: "batch",
     StateWindow.fit.__code__: "staging_ring",
     WeightWindow.fit.__code__: "weight_slots",
@@ -56,15 +57,17 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that a step is simulated for. Rates are bytes per second. `device_model`: of its operators.
-    `update`: the function that updates weights there. `fused_kernels`: those of its decoders. `copies`, `link`,
-     `disk`: rates of copies over the bus, from other cards, and of a disk. `least_positions`: a micro-batch with
-    fewer positions takes no less time."""
+    """Describes the device that a step is simulated for. Rates are bytes per second.
+
+    `device_model`: its operators. `update`: the function that updates weights. `fused_kernels`: the kernels that
+    decoders use there. `copies`, `link` and `disk`: rates of copies over the bus, from other cards, and of a disk.
+    `least_positions`: a micro-batch with fewer positions takes no less time.
+    """
 
     device_model: DeviceModel
     update: UpdateFunction = optimizers.update
     fused_kernels: Kernels = Kernels.NONE
-    copies: float | None = None  # in each direction, if both are busy; None: no copies over a bus
+    copies: float | None = None  # in each direction of the bus, if both are busy; None: no copies
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
     least_positions: int = LEAST_POSITIONS["cuda"]
@@ -90,7 +93,8 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Returns the target for a GPU of this kind. `fused_kernels`: those that run; None: as expected of the card."""
+    """Returns the target for a GPU of this kind. `fused_kernels`: those that run; None: those expected to run on the
+    card. `disk_bytes_per_second`: rate of the disk for states."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -105,7 +109,8 @@ def cpu_target() -> Target:
 
 
 class _ReplayedStep(TrainingStep):
-    """Replays whole groups of micro-batches in a simulation."""
+    """Replays whole groups of micro-batches in a simulation. Does so only if gradients are held on the GPU, and no copy
+    or pending update makes groups differ."""
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         run = partial(super()._group, work, gradients)
@@ -117,8 +122,8 @@ class _ReplayedStep(TrainingStep):
 
 @dataclass(frozen=True)
 class StepCase:
-    """Holds a training step to be simulated: sizes in tokens (`seq`) and sequences (`batch`), layout, optimizer, and so
-    on."""
+    """Holds a training step to be simulated: the length of sequences in tokens (`seq`), their number (`batch`), layout,
+    optimizer, and so on."""
 
     seq: int
     batch: int  # of one rank
@@ -133,20 +138,22 @@ class StepCase:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Returns True if updates wait for all gradients: to clip them or, with a scaled loss, to check them."""
+        """Returns True if updates wait for all gradients. They do so to clip gradients by their norm or, with a scaled
+        loss (fp16), to check that all are finite."""
         return self.clip_norm is not None or self.dtype is torch.float16
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of a simulation. `tape`: allocations of all its steps. Times are those of the last step, which
-    is like all later ones. `began`: when this step began on the simulated clock."""
+    """Holds the results of a simulation. `tape`: allocations of all its steps. `began`: time on the simulated clock at
+    which the last step began. `seconds` and `waiting_seconds` are those of the last step, which is like all later
+    ones."""
 
     tape: Tape
     began: float
     seconds: float
-    waiting_seconds: float  # in which the GPU waits for copies
-    in_ram: dict[str, int]  # bytes by name of all that is copied to the GPU when needed
+    waiting_seconds: float  # in which the GPU waits for copies or other ranks
+    in_ram: dict[str, int]  # {name: bytes} of all that is in RAM and copied to the GPU when needed
     state_bytes: tuple[int, ...]  # of the optimizer, by unit, wherever stored
     disk_bytes: tuple[int, ...]  # of states on a disk, by unit
     weight_bytes: int  # of all working weights
@@ -169,10 +176,12 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and two steps of `case`, four with states on a disk. Returns the last step's times. The
-    first step has one micro-batch, or is left out if steps apply their own updates. `whole_first_step`: it has the
-    whole batch, and the last step's updates are made. `known`: dict of executed operations to replay, for one decoder,
-    sequence length, dtype and target; None: executes all. The decoder's parameters become meta tensors."""
+    """Simulates an evaluation and two steps of `case`, or four with states on a disk. The times in the result are those
+    of the last step. The first step has one micro-batch, and is left out if steps apply their own updates. With
+    `whole_first_step`, it always runs with the whole batch, and the last step's updates are made at the end. `known`:
+    dict of executed operations to replay, for one decoder, sequence length, dtype and target. If it is None, executes
+    all. The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for other kernels than
+    the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -207,12 +216,12 @@ def record_step(
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
         if layout.fate in (Fate.HELD, Fate.SENT) or whole_first_step:
-            whole = whole_first_step or case.lengths is not None  # full rows take more memory than those
+            whole = whole_first_step or case.lengths is not None  # full rows take more memory than those of `lengths`
             step(batch_of_zeros(case, case.batch if whole else layout.micro_batch), 0, 1e-4)
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        # A disk is still busy with late writes of the steps before: the fourth step is like all later ones.
+        # A disk is still busy with late writes of earlier steps. Only the fourth step is like all later ones.
         for _ in range(2 if layout.states_on_disk and copies is not None else 0):
             step(batch, 1, 1e-4)
         waits = [each for each in (copies, ranks) if each is not None]
@@ -238,8 +247,8 @@ def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns four fields of SimulatedStep, in bytes: in_ram, state_bytes, disk_bytes and weight_bytes. Counts what
-    `store` and `step` hold."""
+    """Returns four fields of SimulatedStep, in bytes: in_ram, state_bytes, disk_bytes and weight_bytes. Counts the
+    tensors of `store`, and the buffers of `step`."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -257,7 +266,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
 
 
 def batch_of_zeros(case: StepCase, rows: int) -> Batch:
-    """Returns a batch of zeros with the same tensors as real batches (batches.py and pairs.py)."""
+    """Returns a batch of `rows` rows of zeros, with the same tensors as real batches (batches.py and pairs.py)."""
     zeros = partial(torch.zeros, dtype=torch.int64)
     input_ids = zeros((rows, case.seq))
     if case.target_tokens is not None:
@@ -268,5 +277,6 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [entries] whose entries share the memory of one number. `host_tensor` would allocate RAM."""
+    """Returns a tensor [entries] that stands in for one in RAM. All its entries share the memory of one number.
+    `host_tensor` would allocate RAM for all of them."""
     return torch.zeros(1, dtype=dtype).expand(entries)

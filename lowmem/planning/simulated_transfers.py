@@ -26,15 +26,15 @@ ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
-    """Simulates the time of copies, without copying. `exposed_seconds`: how long the GPU stood still only because of
+    """Simulates the time of copies, without copying. `exposed_seconds`: how long the GPU was idle only because of
     copies. `busy_seconds`: {IN or OUT: how long this direction of the bus copied}."""
 
     def __init__(
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """Sets the rates. `concurrent`: whether updates have their own lane (CUDA stream). `host_buffer`: a function
-        that allocates a buffer in RAM for copies between disk and GPU."""
+        """Sets the rates of the bus in both directions, and of the disk. `concurrent`: whether updates have their own
+        lane (CUDA stream). `host_buffer`: a function that allocates a buffer in RAM for copies between disk and GPU."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
@@ -43,7 +43,7 @@ class SimulatedTransfers(Transfers):
         self._free = {IN: 0.0, OUT: 0.0}  # when each engine will have made the copies so far
         self._ready = dict.fromkeys(Lane, 0.0)  # when the events that each lane waits for have happened
         self._disk_rate, self._disk_free = disk_bytes_per_second, 0.0
-        self._read: dict[int, float] = {}  # when tensors will be in the page cache, by id
+        self._read: dict[int, float] = {}  # {id of a tensor: when it will be in the page cache}
 
     def copy(self, lane, pairs, *after):
         self.wait(lane, *after)
@@ -92,16 +92,16 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True if `lane` is UPDATES and updates have a CUDA stream to themselves. If they have none, they run
-        on the lane COMPUTE."""
+        """Returns True if `lane` is UPDATES and updates have their own CUDA stream. Without one, they run on the lane
+        COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """Simulates that the disk reads or writes `size_bytes`, without waiting. Returns the simulated time of the
-        end."""
+        """Simulates that the disk reads or writes `size_bytes`, without waiting. Returns the simulated time at which it
+        is done."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

@@ -1,6 +1,6 @@
 """Simulates layouts of one decoder's step, each once: seconds, allocated bytes and the smallest cap.
 
-These three figures do not depend on the given caps, so the search may ask for them in any order.
+These figures do not depend on the given caps, so the search may ask for them in any order.
 """
 
 import math
@@ -21,15 +21,15 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's training step on one target device, in different layouts, and stores the results. `base`
-    describes the step; each method replaces its layout by the one that the method is given. `make_decoder` makes the
-    decoder."""
+    """Simulates one decoder's training step on one target device, in different layouts, and stores the results.
+    `make_decoder` makes the decoder. `base` describes the step. Methods that take a layout simulate `base` with this
+    layout."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
         self._make_decoder, self._decoder = make_decoder, make_decoder()
         self.units, self.blocks = len(self._decoder.units), len(self._decoder.blocks)
-        self.weight_bytes = [  # by unit, of its matrices: only these may be in RAM, or shared among ranks
+        self.weight_bytes = [  # of each unit's matrices; weights that are vectors stay whole on the GPU
             base.dtype.itemsize * sum(p.numel() for p in unit.parameters.values() if p.dim() > 1) // base.mesh.sharing
             for unit in self._decoder.units
         ]
@@ -38,11 +38,12 @@ class Simulations:
         self._known: dict = {}
         self._steps: dict[tuple[Layout, bool], SimulatedStep] = {}
         self._peaks: dict[Layout, int] = {}
-        self._summaries: dict = {}  # of regions, for `Tape.peak_bytes`
-        self._runs: dict[Layout, dict[float, Memory | None]] = {}  # by cap
+        self._summaries: dict = {}  # of replayed regions, for `Tape.peak_bytes`
+        self._runs: dict[Layout, dict[float, Memory | None]] = {}  # by layout, then by cap
 
     def changed(self, **fields) -> "Simulations":
-        """Returns simulations of another step, in which these fields of `base` have other values."""
+        """Returns simulations of another step: `base` with these fields changed. They share no results with this
+        object."""
         return Simulations(self._make_decoder, replace(self.base, **fields), self.target)
 
     def case(self, layout: Layout) -> StepCase:
@@ -54,7 +55,7 @@ class Simulations:
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
-        """Returns a layout's simulated step. With `whole_first_step`, the first of its steps is not shortened
+        """Returns a layout's simulated step. With `whole_first_step`, its first optimizer step is not shortened
         (record_step). Then reserved bytes are exact, and the simulation takes twice as long."""
         key = layout, whole_first_step
         if key not in self._steps:
@@ -68,38 +69,40 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how many bytes of RAM `layout` saves by optimizer states on a disk. Subtracts the bytes of the
-        buffers in RAM through which they are copied."""
+        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk. Subtracts the buffers in
+        RAM through which these states are copied."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
         return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
 
     @cached_property
     def input_bytes(self) -> int:
-        """Returns a lower bound for the bytes of a block's saved input, for one sequence."""
+        """Returns a lower bound for the bytes of the input that one block saves for one sequence."""
         saved = most_bytes(self.record(self.base.layout).tape, "boundaries")
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns the number of sequences that pass a segment together: those of a group. With several ranks, these are
-        all sequences of one rank."""
+        """Returns the number of sequences that pass a segment together. These are all sequences of a group or, with
+        several ranks, of one rank."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Returns the bytes of the slots: buffers on the GPU into which optimizer states from RAM are copied."""
+        """Returns the bytes of the slots. These are the buffers on the GPU into which optimizer states are copied from
+        RAM."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
 
     def allocated_bytes(self, layout: Layout) -> int:
-        """Returns the peak of the bytes that tensors take, without the allocator's waste."""
+        """Returns the peak of the bytes that tensors take on the GPU, without the allocator's waste."""
         if layout not in self._peaks:
             self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING, self._summaries)
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Returns a layout's memory figures under a cap, by the model of the allocator; None if memory runs out."""
+        """Returns a layout's memory figures under a cap, by the model of the allocator. `limit_bytes`: the cap, None
+        for no cap. Returns None if memory runs out."""
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
             same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
@@ -112,25 +115,26 @@ class Simulations:
         return known[limit]
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns memory figures of a layout under a cap, and that cap: the largest of the caps tried under which the
-        layout completes. Tries `widest`, the `smaller` caps, and caps between them in steps of 8 MiB. If all fail,
-        takes `smallest_cap_bytes`. A layout may complete only under a smaller cap, because the allocator then frees its
-        cache at another time."""
+        """Returns the memory figures of a layout under a cap, and this cap in bytes. Tries `widest`, the `smaller`
+        caps, and caps between them in steps of 8 MiB, the largest first. Takes the first cap under which the layout
+        completes. If all fail, takes `smallest_cap_bytes`. A layout may complete only under a smaller cap, because the
+        allocator then frees its cache at another time."""
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the simulated allocator does not run out of memory under this cap."""
+        """Returns True if the simulated allocator does not run out of memory under a cap of `limit_bytes` (None: no
+        cap)."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes under a cap of `limit_bytes` (None: no cap) or under a smaller cap, for
-        the allocator may fail under the larger one alone. A few smaller caps are tried. Also returns True if the layout
-        reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
+        """Returns True if the layout completes under a cap of `limit_bytes` (None: no cap), or under a smaller one. A
+        layout may fail under a cap and complete under a smaller one, so a few smaller caps are tried. Also returns True
+        if the layout reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:
@@ -139,10 +143,10 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns a cap in whole MiB under which the layout completes, a few thousandths above the smallest one.
-        Bisects between the bytes allocated and those reserved without a cap. The bisection may miss the smallest: a
-        layout may complete under one cap and fail under a larger one, because caps decide when the allocator frees its
-        cache."""
+        """Returns a cap in bytes under which the layout completes. It is a whole number of MiB, and a few thousandths
+        above the smallest such cap. Bisects between the bytes allocated and those reserved without a cap. The bisection
+        may miss the smallest cap: a layout may complete under one cap and fail under a larger one. Caps decide when the
+        allocator frees its cache."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2

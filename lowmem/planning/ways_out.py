@@ -1,7 +1,7 @@
 """Finds settings with which a model fits after all: more RAM, states on a disk, 8-bit moments, shorter sequences.
 
-Each change is tried with the layouts that take the least memory. The search tries these layouts, too. So there is a
-plan for the settings that a refusal names.
+Each change is tried with the layouts that take the least memory. The search of a plan tries these layouts, too. So
+there is a plan for each setting that a refusal names.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ _SHORTEST = 32  # tokens of the shortest sequences that are tried
 
 @dataclass(frozen=True)
 class WayOut:
-    """Holds options with which the model fits, and the memory that training then takes. `changes`: the options that do
-    not concern RAM. `ram_limit`: the cap of RAM to be given, None if the present one is enough."""
+    """Holds options with which the model fits, and the bytes of RAM and disk that training then takes. `changes`: the
+    options other than --ram-limit, "" if there are none. `ram_limit`: the cap of RAM to be given, None if the present
+    one is enough."""
 
     changes: str
     ram_bytes: int
@@ -36,7 +37,7 @@ class WayOut:
         return f"{self.changes} {ram}".strip()
 
     def to_dict(self) -> dict:
-        """Returns an entry of `ways_out` in plan.json."""
+        """Returns this way as an entry of `ways_out` in plan.json."""
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:
@@ -52,8 +53,9 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Looks for options with which the model fits on a GPU. `ram_bytes(simulations, size)` returns the RAM that
-    training takes on the machine if `size` bytes in each process are copied to the GPU when needed."""
+    """Looks for options with which the model fits on a GPU. `room`: the limits under which nothing fits.
+    `ram_bytes(simulations, size)` returns the RAM that training takes on the machine if `size` bytes in each process
+    are copied to the GPU when needed."""
 
     settings: Settings
     simulations: Simulations
@@ -61,7 +63,7 @@ class WaysOut:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns changed settings with which the model fits under the same cap of GPU memory."""
+        """Returns changed settings with which the model fits under the same cap of GPU memory; [] if there are none."""
         by_home = choices_by_home(self.settings, self.simulations)
         exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
@@ -80,9 +82,9 @@ class WaysOut:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut for the options `changes` with this layout, None if the layout does not fit into GPU
-        memory. With a `peak`, it fits if it allocates at most `peak` bytes there. If `peak` is None, the model of the
-        allocator decides."""
+        """Returns the WayOut for the options `changes` with this layout. Returns None if the layout does not fit into
+        GPU memory. With a `peak`, it fits if it allocates at most `peak` bytes there. If `peak` is None, the model of
+        the allocator decides."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -107,7 +109,7 @@ class WaysOut:
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
         """Returns the WayOut with the longest sequences that fit without more RAM, None if there is none. Tries half of
-        --seq, a quarter, and so on."""
+        --seq, a quarter, and so on. `peak`: see `_way`."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
