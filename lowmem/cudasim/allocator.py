@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from lowmem.errors import LowmemError
 from lowmem.units import MIB, format_size, round_up
 
-ROUNDING = 512
+ROUNDING = 512  # bytes; requests are rounded up to a multiple
 SMALL_LARGEST = 1 * MIB  # the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
@@ -34,8 +34,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 class _Arena:
     """Divides the addresses of one pool (small or large requests) on one stream into ranges. `used`, `free` and
-    `unmapped`: {address: bytes} of ranges in use, of free ranges, and of ranges of an expandable segment without mapped
-    pages. Free ranges next to each other are merged, and so are unmapped ones."""
+    `unmapped` are dicts {address: bytes} of ranges in use, of free ranges, and of an expandable segment's ranges
+    without mapped pages. Free ranges next to each other are merged, and so are unmapped ones."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -48,13 +48,14 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the free range to take `size` bytes from; None if no range is large
+        """Returns the index in `by_size` of the free range to take `size` bytes from, None if no range is large
         enough."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
             return None
-        # Prefer the range that can grow least; the search ends at the first that is no better, as in the source.
+        # A range counts as larger by the unmapped pages behind it. The search ends if the next range is not smaller, as
+        # in the source.
         while place + 1 < len(by_size):
             own, address = by_size[place]
             more = unmapped.get(address + own)
@@ -68,7 +69,7 @@ class _Arena:
 
     def use(self, place: int, size: int) -> int:
         """Takes `size` bytes from the free range with index `place` in `by_size`. Takes the whole range if at most
-        `largest_waste` bytes would be left. Returns the address."""
+        `largest_waste` bytes would be left. Returns the address of the bytes taken."""
         available, address = self.by_size.pop(place)
         del self.free[address]
         rest, end = available - size, address + available
@@ -83,7 +84,7 @@ class _Arena:
         return address
 
     def make_free(self, address: int, size: int) -> None:
-        """Adds a free range of `size` bytes, and merges it with the free ranges next to it."""
+        """Adds a free range of `size` bytes at `address`, and merges it with the free ranges next to it."""
         free, by_size, end = self.free, self.by_size, address + size
         following = free.pop(end, None)
         if following is not None:
@@ -104,7 +105,8 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps pages under the first `size` bytes of the unmapped range at `address`. Returns the bytes mapped."""
+        """Maps pages under the first `size` bytes of the unmapped range at `address`, and adds them as a free range.
+        Returns the number of bytes mapped: `size` rounded up to whole pages."""
         mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -112,7 +114,8 @@ class _Arena:
         return mapped
 
     def unmap_pages(self, address: int) -> int:
-        """Unmaps the pages that are wholly inside a free range. Returns the number of bytes unmapped."""
+        """Unmaps the pages that are wholly inside the free range at `address`. Returns the number of bytes unmapped, 0
+        if no page is."""
         last = address + self.free[address]
         begin, end = round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -126,8 +129,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address from which `size` bytes are free or unmapped, so that mapping more pages makes
-        room for them. An unmapped range begins at this address, or a free range directly before one."""
+        """Returns the lowest address from which on `size` bytes are free or unmapped, so that mapping the unmapped ones
+        makes room. Either an unmapped range begins there, or a free range with an unmapped one directly behind it."""
         for address in sorted(self.unmapped):
             start = end = self._starts.get(address, address)
             while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):
@@ -137,7 +140,8 @@ class _Arena:
         raise AssertionError("the address space of an expandable segment has an end")
 
     def release_segment(self, address: int) -> int:
-        """Returns the segment at `address` to the driver if it is wholly free. Returns the number of bytes released."""
+        """Returns the segment at `address` to the driver if it is wholly free. Returns the number of bytes released, 0
+        if it is not. A free range must begin at `address`."""
         size = self.free[address]
         if self.segments.get(address) != size:
             return 0
@@ -145,16 +149,16 @@ class _Arena:
         return self.segments.pop(address)
 
 
-Block = tuple[_Arena, int]  # the address of a range in use
+Block = tuple[_Arena, int]  # an arena, and the address of a range in use
 
 
 class CachingAllocator:
     """Models the caching allocator of one GPU, for any number of streams. All figures are bytes.
 
-    `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``. `growth` lists [operation,
-    bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or `empty_cache`,
-    counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the driver. Under all
-    caps of at least this size, memory use is the same.
+    `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``; None means no cap. `growth`
+    lists [operation, bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or
+    `empty_cache`, counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the
+    driver. Under all caps of at least this size, memory use is the same.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
@@ -186,7 +190,7 @@ class CachingAllocator:
         return arena, address
 
     def free(self, block: Block | None) -> None:
-        """Frees a block that `allocate` returned. Raises ValueError if the block is not in use."""
+        """Frees a block that `allocate` returned; None frees nothing. Raises ValueError if the block is not in use."""
         self._operations += 1
         if block is None:
             return
@@ -198,7 +202,7 @@ class CachingAllocator:
         arena.make_free(address, size)
 
     def empty_cache(self) -> None:
-        """Returns wholly free segments to the driver; with expandable segments, wholly free pages."""
+        """Returns wholly free segments to the driver, or wholly free pages if segments are expandable."""
         self._operations += 1
         self._release_cached()
 
@@ -214,12 +218,13 @@ class CachingAllocator:
         return arena
 
     def _new_addresses(self, size: int) -> int:
-        self._next_address += size + LARGE_SEGMENT  # with a gap, because ranges of two segments never merge
+        self._next_address += size + LARGE_SEGMENT  # a gap keeps the ranges of two segments from merging
         return self._next_address - size
 
     def _grow(self, arena: _Arena, size: int) -> int:
-        """Reserves memory for a free range of at least `size` bytes. Returns its index in the arena's `by_size`. At the
-        cap, cached memory is released first. Raises SimulatedOutOfMemory if that is not enough."""
+        """Takes memory from the driver, so that `arena` has a free range of at least `size` bytes. Returns the index of
+        this range in the arena's `by_size`. At the cap, releases cached memory first. Raises SimulatedOutOfMemory if
+        that is not enough."""
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
@@ -251,7 +256,8 @@ class CachingAllocator:
 
 
 def _segment_bytes(size: int) -> int:
-    """Returns the number of bytes taken from the driver for a request, whose `size` is already rounded."""
+    """Returns the number of bytes that the allocator takes from the driver for a request. `size`: bytes of the request,
+    already rounded up to a multiple of ROUNDING."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else round_up(size, SEGMENT_ROUNDING)

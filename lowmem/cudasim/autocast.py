@@ -2,11 +2,12 @@
 
 `torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. So
 CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Products and attention run
-in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once, and lives until autocast ends
+in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once. It lives until autocast ends
 and backward has used it.
 
-Functions written in Python have entries here, too: cross_entropy, not only the nll_loss inside. A test compares the
-names with PyTorch's own test lists. A function of those lists without a rule here is refused by name.
+CUDA has rules for operators. Here functions that are written in Python have rules, too: cross_entropy, not only the
+nll_loss inside. A test compares the names with PyTorch's own test lists. Functions of those lists without a rule here
+are refused by name.
 """
 
 from typing import ClassVar
@@ -28,7 +29,7 @@ IN_FP32 = (
     "rsqrt reciprocal exp expm1 log log1p log2 log10 logsumexp sum prod cumsum cumprod softplus l1_loss "
     "smooth_l1_loss kl_div cosine_similarity acos asin cosh sinh tan erfinv dist"
 ).split()
-# CUDA's autocast casts these arguments to the widest dtype among them. Here different float dtypes are refused.
+# CUDA's autocast casts the arguments of these functions to their widest dtype. Here different float dtypes are refused.
 WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
 REFUSED = (
     "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "
@@ -36,7 +37,7 @@ REFUSED = (
     "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss triplet_margin_loss "
     "binary_cross_entropy_with_logits multilabel_margin_loss multi_margin_loss grid_sampler"
 ).split()
-_HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  # a dtype that is given is respected
+_HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  # they keep a dtype that is given
 
 
 def _functions(names: list[str]) -> dict:
@@ -48,15 +49,15 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Simulates torch.autocast("cuda", dtype) around a forward pass; a dtype of None switches autocast off. Raises
-    InputError for a function that has no rule here."""
+    """Simulates torch.autocast("cuda", dtype) around a forward pass. A dtype of None switches autocast off inside
+    another one. Raises InputError if a function in REFUSED is called, or one in WIDEST with different float dtypes."""
 
-    _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one decides
+    _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one, which is the last, decides
 
     def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
         super().__init__()
         self._dtype = dtype
-        self._copies: dict[Tensor, Tensor] = {}  # of the weights, by identity
+        self._copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
     def __enter__(self):
         self._open.append(self)

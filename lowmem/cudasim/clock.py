@@ -28,7 +28,7 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect on both clocks of one operation, which takes the host `host` seconds and the GPU `gpu`
+        """Returns the effect of one operation on both clocks. It takes the host `host` seconds and the GPU `gpu`
         seconds. If `gpu` is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
@@ -43,12 +43,12 @@ class Span:
 
 
 NOTHING = Span(0.0, 0.0, -math.inf)
-SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU, as `.item()` makes it do
+SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU, as in `.item()`
 
 
 class Clock:
-    """Keeps two simulated times in seconds. `host` is the present. `gpu` is when the compute stream will have finished
-    all work launched so far."""
+    """Keeps two simulated times in seconds. `host` is the present time of the host. `gpu` is the time at which the
+    compute stream will have finished all work launched so far."""
 
     def __init__(self):
         self.host = 0.0

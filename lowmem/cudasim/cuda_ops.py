@@ -1,12 +1,11 @@
 """Runs CUDA's operators in place of PyTorch's generic ones, and computes the workspaces of matrix products.
 
-Meta tensors take PyTorch's generic path. On a GPU some functions are fused operators, which save other tensors for
-backward. `CudaFunctions` runs those. temporaries.py has the memory that kernels take while they run.
+For meta tensors, PyTorch takes its generic path. On a GPU some functions are fused operators, which save other tensors
+for backward. `CudaFunctions` runs the fused operators. temporaries.py has the memory that kernels take while they run.
 
-Each entry names its source below aten/src/ATen, and the version that was read. "2.13" is the version that torch 2.13.0
-installs, "recent" is close to it, and "main" is newer.
-
-tests/cuda compares all entries with PyTorch 2.14.1's CUDA build. docs/cuda-memory.md has the result.
+Each function names its source below aten/src/ATen, and the version that was read. "2.13" is the version that torch
+2.13.0 installs. "recent" is close to it, and "main" is newer. tests/cuda compares all replaced functions with PyTorch
+2.14.1's CUDA build; docs/cuda-memory.md has the result.
 """
 
 import functools
@@ -37,7 +36,8 @@ CUBLAS_OPERATORS = {
 
 class CudaFunctions(TorchFunctionMode):
     """Replaces PyTorch's generic functions by the operators that PyTorch chooses on CUDA, except cuDNN's attention.
-    Replaces them only for tensors without data: meta tensors, or FakeTensors of any device."""
+    Replaces them only for tensors without data: meta tensors, or FakeTensors of any device. A replacement returns
+    NotImplemented to leave a call to PyTorch."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -71,10 +71,10 @@ def attention_kernel(
     capability: Capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, *,
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
-    """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash", else "efficient", else "math".
-    From PyTorch 2.14 on, "efficient" supports grouped-query attention, and "flash" and "efficient" support one head of
-    keys for all queries (observed). Sources: PyTorch's native/transformers/cuda/sdp_utils.cpp (main branch) and
-    sdp_utils_cpp.h (2.13 and 2.14)."""
+    """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash" if it supports these arguments,
+    else "efficient" if that does, else "math". From PyTorch 2.14 on, "efficient" supports grouped-query attention, and
+    both support one head of keys for all queries (observed). Sources: PyTorch's native/transformers/cuda/sdp_utils.cpp
+    (main branch) and sdp_utils_cpp.h (2.13 and 2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
@@ -111,8 +111,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the attention operator that `chosen` (attention_kernel) names for these arguments: "flash", "efficient" or
-    "math". Source: native/transformers/attention.cpp (recent)."""
+    """Runs the attention kernel that `chosen` (attention_kernel) returns for these arguments. Returns NotImplemented
+    for tensors with data. Source: native/transformers/attention.cpp (recent)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -120,7 +120,7 @@ def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_caus
         width = query.shape[-1]
         padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
         scale = 1 / math.sqrt(width) if scale is None else scale
-        # Its small results are as on CUDA: rng_state 16 bytes, an unused number, and no debug mask.
+        # On meta, its small results are as on CUDA: rng_state 16 bytes, an unused number, and no debug mask.
         out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :width] if width % 8 else out
     mask = _additive(attn_mask, query.dtype)
@@ -168,22 +168,24 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 def _linear(input, weight, bias=None):
     """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
-    place. For tensors without data or under a dispatch mode, PyTorch makes a new tensor instead."""
+    place. PyTorch would make a new tensor for tensors without data, and under a dispatch mode. Returns NotImplemented
+    if there is no difference."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Leaves dropout with
-    `inplace` to PyTorch; its mask has the input's dtype. Source: native/Dropout.cpp of recent versions."""
+    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Returns NotImplemented for
+    tensors with data, if `p` is 0 or 1, and outside of training. Also does so for `inplace`, with which the mask has
+    the input's dtype. Source: native/Dropout.cpp (recent)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
-    """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. bf16 inputs are not replaced.
-    Source: native/SoftMax.cpp (main)."""
+    """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. Returns NotImplemented for
+    all others, such as bf16 inputs. Source: native/SoftMax.cpp (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
@@ -191,8 +193,8 @@ def _softmax(input, dim, dtype=None):
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
     """Returns the results of an aten operator that are allocated on the device, in order of allocation (seen on
-    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). Efficient attention with dropout returns two random
-    numbers in RAM, so these are left out."""
+    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). Efficient attention with dropout also returns two
+    random numbers in RAM, which are left out."""
     if func is _aten.native_dropout.default:
         return results[::-1]
     if func is _aten._scaled_dot_product_efficient_attention.default:
@@ -204,11 +206,11 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
     """Returns the bytes of the workspaces that a thread allocates at its first matrix product, and keeps. The first
     workspace is cuBLAS's. PyTorch 2.12 and older have another one for cuBLASLt, which computes addmm with a bias
-    vector, in forward only.
+    vector. Only forward needs it.
 
-    `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count". Source: cuda/CublasHandlePool.cpp of PyTorch
-    2.13. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: PyTorch's main branch, whose threads free the
-    workspace after each product.
+    `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count"; None if it is not set. Source:
+    cuda/CublasHandlePool.cpp of PyTorch 2.13. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: PyTorch's
+    main branch, whose threads free the workspace after each product.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

@@ -15,14 +15,15 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device. `hidden_bytes`, `allocated` and `seconds` are functions that are called for each
-    operation (func, args, kwargs, results)."""
+    """Describes a simulated device. Three fields are functions that the recorder calls for each new operation:
+    `hidden_bytes` and `seconds` with (func, args, kwargs, result), and `allocated` with (func, args, kwargs, list of
+    results)."""
 
-    functions: Callable[[], AbstractContextManager] = nullcontext  # where the device's operators replace generic ones
-    hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary of an operation
-    # At its first matrix product, the forward thread allocates all of these, the backward thread the first one only.
+    functions: Callable[[], AbstractContextManager] = nullcontext  # returns a context with the device's operators
+    hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary
+    # Bytes. The forward thread allocates all of these at its first matrix product, the backward thread only the first.
     workspace_bytes: tuple[int, ...] = ()
-    allocated: Callable = lambda func, args, kwargs, results: results  # returns the results on the device, in order
+    allocated: Callable = lambda func, args, kwargs, results: results  # returns those on the device, in order
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}
@@ -33,8 +34,9 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
-    """Registers a custom operator that multiplies its arguments number `first_factor` and `first_factor` + 1 through
-    cuBLAS. Each call takes `host_seconds` more on the host than other operators."""
+    """Tells the simulation that the custom operator `packet` multiplies two matrices through cuBLAS. `first_factor`:
+    index (from 0) of the left matrix among its arguments; the right matrix follows it. `host_seconds`: seconds that the
+    host needs for a call in addition to those for any operator."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.CUBLAS_OPERATORS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
@@ -43,8 +45,8 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
     """Returns the model of a card. With `plain`, PyTorch's settings are its defaults: kernels need not be
-    deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes
-    (device.py)."""
+    deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes (device.py).
+    `torch_version`: (major, minor)."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

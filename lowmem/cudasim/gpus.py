@@ -1,12 +1,12 @@
 """Lists the kinds of GPU that can be simulated, with the memory and speed of each.
 
-cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce cards, by their data
-sheets, and professional.csv the cards of workstations and data centers. Rates are dense, with sums in fp32, as PyTorch
-computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square products of 8,192.
-docs/cuda-memory.md has the sources, and the way to add a card.
+cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce cards, and
+professional.csv the cards of workstations and data centers, both by their data sheets. Rates are dense, with sums in
+fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square products of
+8,192. docs/cuda-memory.md has the sources, and the way to add a card.
 
-This file needs no PyTorch, because stand_in/ (a simulated card under PyTorch's CUDA build) reads it before PyTorch can
-be imported.
+This file needs no PyTorch, because stand_in/ reads it before PyTorch can be imported. (stand_in/ is a simulated card
+under PyTorch's CUDA build.)
 """
 
 import csv
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Capability = tuple[int, int]
-MEMORY_SHARE = 0.8  # of the bandwidth; copies reach 0.89 (mli/transformers-benchmarks#4), reductions less; assumed
+MEMORY_SHARE = 0.8  # of the bandwidth; assumed. Copies reach 0.89 (mli/transformers-benchmarks#4), reductions less.
 EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
 # Share of one direction's speed while both copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
 DUPLEX_SHARE = 0.85
@@ -74,7 +74,7 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
     """Returns the limits of a multiprocessor of cards with this compute capability. If the table lacks it, returns
-    those of the nearest older one."""
+    those of the nearest older one, or of the oldest in the table."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
@@ -100,13 +100,13 @@ class Card:
     multiprocessors: int
     rates: dict[str, Rate] = field(hash=False)  # by precision; a card without bf16 units has no "bf16"
     memory_bytes_per_second: float  # by the data sheet; kernels reach `memory_share` of it
-    bus_bytes_per_second: float  # of a page-locked copy in one direction, with the other direction idle
+    bus_bytes_per_second: float  # of a page-locked copy if the other direction is idle
     reported_names: tuple[str, ...]  # by torch.cuda.get_device_name, without "NVIDIA"
     source: str
     memory_share: float = MEMORY_SHARE
-    measured: bool = True  # the shares were measured on this card
+    measured: bool = True  # whether its shares were measured on such a card
     nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
-    cache_bytes: int = 0  # of the last-level cache; 0 if it is no faster than memory in what was measured
+    cache_bytes: int = 0  # of the last-level cache; 0 if measurements show it no faster than memory
 
     @property
     def clocks_per_second(self) -> float:
@@ -116,17 +116,18 @@ class Card:
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """Returns the bytes per second that come from other cards over NVLink; None without NVLink."""
+        """Returns the bytes per second that a card receives from other cards over NVLink; None without NVLink."""
         return None if self.nvlink_bytes_per_second is None else NVLINK_SHARE * self.nvlink_bytes_per_second
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Returns the bytes per second of copies in each direction if both directions are busy."""
+        """Returns the bytes per second of page-locked copies in each direction of the bus if both directions are
+        busy."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
-        """Returns the FLOP/s that large matrix products of `dtype` reach. Any dtype but fp16 and bf16 counts as
-        fp32."""
+        """Returns the FLOP/s that large matrix products of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32.
+        If the card has no units for `dtype`, it emulates products at half of the rate of fp32."""
         precision = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
         if precision not in self.rates:
             return self.rates["fp32"].sustained * EMULATED_SHARE
@@ -182,8 +183,8 @@ CARDS = _MEASURED | {
     row["name"]: _from_data_sheet(row, _MEASURED) for file in ("geforce.csv", "professional.csv") for row in _rows(file)
 }
 _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
-_ROUNDING = (0.9, 1.01)  # memory that CUDA reports, as a share of the memory in a card's name
-_SAYS_NOTHING = re.compile(
+_ROUNDING = (0.9, 1.01)  # least and most memory that CUDA reports, as shares of the memory in a card's name
+_SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
     r"nvidia|geforce|tesla|quadro|gpu|with|design|generation|blackwell|workstation|server|edition|"
     r"[^a-z0-9]"
 )
@@ -209,8 +210,8 @@ def card_named(name: str) -> Card:
 
 
 def _forms(short: str) -> tuple[str, ...]:
-    """Returns names under which the table may have the card `short`: as it is, with "rtx" or "gtx" before it, or
-    without its "rtx"."""
+    """Returns the names under which the table may have the card `short`: this name, the name with "rtx" or "gtx" before
+    it, and the name without its "rtx"."""
     return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
 
 
@@ -219,7 +220,7 @@ def _exactly(short: str) -> Card | None:
 
 
 def _of_size(name: str) -> Card | None:
-    """Returns the card whose `name` has a memory size or a kind of board that the table's name lacks, such as "rtx 3060
+    """Returns the card whose `name` says more than the table's name: a memory size or a kind of board, as in "rtx 3060
     12gb" or "v100-sxm2-32gb". Returns None if there is no such card."""
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
@@ -233,7 +234,7 @@ def _of_size(name: str) -> Card | None:
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
     """Returns the card that torch.cuda.get_device_name calls `name`, None if the table lacks it. If several cards have
-    this name, returns the one with memory nearest to `memory_bytes`, or the first if that is None."""
+    this name, returns the one with memory nearest to `memory_bytes`, or the first if `memory_bytes` is None."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

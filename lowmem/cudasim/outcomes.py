@@ -1,6 +1,6 @@
-"""Remembers what operations cost, which depends only on the shapes of the arguments.
+"""Remembers the costs of operations: allocations and time. They depend only on the shapes of the arguments.
 
-The key of an outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
+The key of an Outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def tensors_in(result) -> list[Tensor]:
 @cache
 def is_view(func) -> bool:
     """Returns True if all results of the operator `func` are views of its arguments, according to its schema. Such an
-    operation allocates nothing, and takes equally long for all arguments. So one Outcome is stored for each such
+    operation allocates nothing, and takes equally long for all arguments. So one Outcome serves for all calls of the
     operator."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
@@ -38,20 +38,23 @@ def is_view(func) -> bool:
 
 
 def is_simulated(tensor: Tensor) -> bool:
-    """Returns True if `tensor` has no numbers. A FakeTensor does not say that it is on meta; its storage is."""
+    """Returns True if `tensor` has no numbers: a meta tensor, or a FakeTensor. A FakeTensor's `device` may be another
+    one, but its storage is on meta."""
     return tensor.untyped_storage().device.type == "meta"
 
 
 @cache
 def may_resize(func) -> bool:
-    """Returns True if an operator may change the size of the storages of its results (`resize_`, or with `out`)."""
+    """Returns True if an operator may change the size of the storages of its results: `resize_`, `resize_as_`, or an
+    operator with an `out` argument."""
     resizes = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
     return func in resizes or any(a.is_out for a in func._schema.arguments)
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key under which an operation's outcome is stored. Returns None if its arguments do not allow that: if
-    one is a tensor with data, a tensor that is passed twice, or neither a tensor nor a plain value."""
+    """Returns the key under which an operation's outcome is stored. Returns None if the outcome cannot be stored. That
+    is so if an argument is a tensor with data, if a tensor is passed twice, or if an argument is neither a tensor nor a
+    plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

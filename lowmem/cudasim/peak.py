@@ -1,8 +1,9 @@
 """Predicts the GPU memory that any PyTorch code would take with PyTorch's own allocator, without a GPU (`cuda_peak`).
 
 The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
-these to meta. Meta tensors say that they are on "cuda:0", so the code takes the branches of a GPU. AdamW, for example,
-then updates lists of tensors. Code that needs numbers or a real GPU is refused.
+the devices to meta, and `_autocast_simulated` applies CUDA's rules. Meta tensors say that they are on "cuda:0", so the
+code takes the branches of a GPU. AdamW, for example, then updates lists of tensors. Code that needs numbers or a real
+GPU is refused.
 """
 
 import sys
@@ -29,8 +30,8 @@ from lowmem.errors import InputError, first_line
 from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-_UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # operations, and torch.compile
-_WITHOUT_GPU = (  # in PyTorch's errors
+_UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # of operations, and of torch.compile
+_WITHOUT_GPU = (  # parts of PyTorch's errors for a missing GPU
     *("CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"),
     "module 'torch._C' has no attribute",
 )
@@ -42,7 +43,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Peak:
-    """Holds the memory peaks that are predicted for a function, and its time on the card."""
+    """Holds the memory peaks in bytes that are predicted for a function, and its time on the card in seconds."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -82,7 +83,9 @@ def cuda_peak(
 def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
-    """Calls `function` with a new recorder, and returns the recorder. `name_of` names tensors (see Recorder)."""
+    """Calls `function` with a new recorder, and returns the recorder. `name_of` names storages by the code that made
+    them (see Recorder); None names them after the phase: forward, backward, update. Raises InputError for code that
+    needs a GPU."""
     recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
@@ -100,8 +103,8 @@ def record(
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA. `note` records a tensor
-    that a function in _FROM_NUMBERS has made, because no dispatch mode sees that."""
+    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA. `note`: called with each
+    tensor that a function in _FROM_NUMBERS makes, because no dispatch mode sees these."""
 
     def __init__(self, note: Callable[[Tensor], None]):
         super().__init__()
@@ -135,9 +138,9 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps modes on during backward inside `with`; PyTorch switches them off there. Recomputed blocks run a model's
-    code in backward. `modes`: functions that make a mode. Also switches off checkpoint's check of recomputed tensors,
-    which would compare "meta" with "cuda"."""
+    """Keeps modes on in backward passes inside `with`, in which PyTorch would switch them off. There, recomputed blocks
+    run a model's code. `modes`: functions that each return a mode. Also switches off checkpoint's check of recomputed
+    tensors, which would compare "meta" with "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -153,14 +156,15 @@ def modes_in_backward(*modes: Callable) -> Iterator[None]:
 
 
 def _devices_by_number() -> AbstractContextManager:
-    """Makes `module.to(0)` inside `with` mean the GPU."""
+    """Makes `module.to(0)` inside `with` mean the first GPU."""
     parse = torch._C._nn._parse_to
     parsed = lambda *args, **options: parse(*map(_by_number, args), **options)  # noqa: E731
     return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
 def _storages_resized(recorder: Recorder) -> AbstractContextManager:
-    """Records what `tensor.untyped_storage().resize_(size)` frees and allocates inside `with`."""
+    """Makes `recorder` record, inside `with`, the memory that `tensor.untyped_storage().resize_(size)` frees and
+    allocates."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int):
@@ -184,8 +188,8 @@ def _on_meta(value):
 
 
 def _refuse_number() -> None:
-    """Raises InputError if the user's own code reads a tensor's value; called when any code does. Code of an installed
-    package may do so: transformers asks whether a mask is all ones, and gets the value 1."""
+    """Is called if code reads a tensor's value. Raises InputError if that is the user's own code. Code of an installed
+    package may read values: transformers asks whether a mask is all ones, and gets the value 1."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back

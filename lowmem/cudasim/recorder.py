@@ -3,7 +3,7 @@
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
 sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
 `clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
-almost no cost. An operation costs 0.1 ms, or a tenth of that if `outcomes` has its costs.
+almost no cost. Recording an operation takes 0.1 ms, or a tenth of that if `outcomes` has its costs.
 
 FakeTensors would be slower, and transformers builds other masks for them.
 """
@@ -40,9 +40,10 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a recorder's tape, so that it can be replayed. `base`: number on the tape of the first of its
-    `count` storages. In `operations` they are numbered from 0. Storage n of an earlier region, which this region may
-    free, is written -1 - n there. `span`: the region's effect on the clock."""
+    """Holds a part of a recorder's tape, so that it can be replayed. `base`: the tape's number of the first of its
+    `count` storages. `operations`: its allocations and frees, in which its storages are numbered from 0. They may also
+    free storages of an earlier region. There, storage n of the earlier region has the number -1 - n. `span`: the
+    region's effect on the clock."""
 
     base: int
     count: int = 0
@@ -60,7 +61,8 @@ class Region:
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns a name for
     the storages that the code of a Python frame allocates. If it returns None, the calling frame is tried, and so on.
-    `outcomes`: dict of known operations (outcomes.py), which recorders of one `device_model` may share."""
+    `outcomes`: dict {signature: Outcome} of known operations, which recorders of one `device_model` may share. If it is
+    None, the costs of each operation are computed."""
 
     def __init__(
         self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
@@ -77,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._threads: set[int] = set()  # threads that have a workspace
         self._open: list[tuple[Region, str]] = []  # regions being recorded, with the name for their storages
         self.number_read: Callable[[], None] = lambda: None  # called if code reads a tensor's value, which is then 1
-        self._sum: tuple | None = None  # a sum of two gradients, just computed; see _settle
+        self._sum: tuple | None = None  # the sum of two gradients that was just computed (_settle), else None
         self._paused = self._ended = False
         self._operations: list[Operation] = []
         self._begin_chunk()
@@ -174,8 +176,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
         """Records the code inside `with` as a region, a part of the tape that `replay` can repeat. Its storages get the
-        name `name`. Regions may be nested. Raises AssertionError if the code frees storages that were allocated neither
-        in the region nor in `earlier`."""
+        name `name`. Regions may be nested. The code may free only storages that were allocated in the region or in the
+        region `earlier`. Raises AssertionError if it frees others."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -198,8 +200,9 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Repeats the operations of `region` on the tape. Returns the number of the first storage that they allocate.
-        `earlier_base`: this number of the earlier region's replay, if `region` frees that region's storages."""
+        """Repeats the operations of `region` on the tape. Returns the tape's number of the first storage that they
+        allocate. `earlier_base`: if `region` frees storages of an earlier region, the number that the replay of that
+        one returned."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -209,8 +212,9 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes without data for storage `number` of the tape, which a replay has
-        allocated. If `held`, freeing it is not recorded: the replay of a backward frees this number."""
+        """Returns a storage of `size` bytes without data. It stands for the storage that a replay has allocated on the
+        tape under this `number`. If `held`, freeing it is not recorded, because the replay of a backward frees this
+        number."""
         self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
@@ -232,17 +236,17 @@ class Recorder(TorchDispatchMode):
         return patch.object(self, "_paused", True)
 
     def take_workspaces(self) -> None:
-        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they have been allocated."""
+        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they are allocated already."""
         for thread in (FORWARD, BACKWARD):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number by which the tape knows the storage of `tensor`; None if it is not on the tape."""
+        """Returns the number of the storage of `tensor` on the tape, None if it is not on the tape."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless the recorder knows it. `name`: its name on the
-        tape."""
+        """Records the storage of `tensor` as allocated now, unless the recorder knows it. `name`: its name on the tape,
+        None for the name that an allocation here would get."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:
@@ -259,11 +263,13 @@ class Recorder(TorchDispatchMode):
                 self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor`, which was made inside `paused`, off the tape: it takes no simulated memory."""
+        """Keeps the storage of `tensor` off the tape, so that it takes no simulated memory. The tensor must have been
+        made inside `paused`."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` the name `name` on the tape. A replayed storage keeps its region's name."""
+        """Gives the storage of `tensor` the name `name` on the tape. Does nothing if the storage is freed, not on the
+        tape, or part of a replay."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)

@@ -3,7 +3,7 @@
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share),
                                    elements / elements per second)    (less for bytes in a large last-level cache)
 
-Matrix products and attention count FLOPs. All operations read each input once and write each output once. A card's
+Matrix products and attention count FLOPs. Most operations read each input once and write each output once. A card's
 sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Some
 kernels process elements more slowly than fast memory delivers them. Seconds are good enough to order plans; they may be
 off by a third. Constants without a source are assumed.
@@ -75,11 +75,13 @@ _ATTENTION = {
     for suffix, *numbers in (("", 0, 0, 1, 1), ("_backward", 1, 1, 3, 2))
 }  # fmt: skip
 _NO_KERNEL = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense")  # beginnings of names
+# Operators that write an argument without reading it. The second line has those of lowmem.
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
-_OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated_backward", "rotate"}  # of lowmem
-_UPDATED = {"gradient"}  # arguments of these that are read first
+_OVERWRITES |= {"normalize", "normalize_backward", "drop", "gated_backward", "rotate"}
+_UPDATED = {"gradient"}  # they read an argument with this name first
 _COPIES = {"clone", "copy_", "_to_copy"}
 _COPY_FIRST = {"masked_fill"}  # copies the input, then changes the copy in place (TensorAdvancedIndexing.cpp)
+# Operators that read some rows of their first argument. Those of the second line write them, too.
 _GATHERS = {"embedding", "gather", "index", "index_select"}
 _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_", "_index_put_impl_", "add_rows"}
 
@@ -109,7 +111,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """Holds how often each argument, by name, and each result of an operator passes through memory."""
+    """Holds how often each argument and each result of an operator passes through memory."""
 
     arguments: dict[str, int]  # in the order of the schema
     results: int
@@ -147,8 +149,8 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes of the tensors in `value`, a tensor or nested lists of tensors. Skips tensors whose ids are in
-    `seen`, and adds the others' ids to it."""
+    """Returns the bytes of the tensors in `value`, which is a tensor or nested lists of tensors; other values count 0.
+    Skips tensors whose ids are in `seen`, and adds the ids of the others to it."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -158,8 +160,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the seconds of a kernel that is slow because of its instructions, not of memory. Returns 0 for all
-    other kernels."""
+    """Estimates the seconds of a kernel that is slow because of its instructions, not because of memory. Returns 0 for
+    all other kernels."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -182,7 +184,7 @@ def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """Estimates the time of the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
+    """Estimates the seconds of the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
     dimension B, the product is grouped: M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -199,10 +201,10 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy. A multiprocessor
-    computes one tile of the result at a time. Parts of tiles beyond the result's edges are lost, and so are
-    multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors, several share a
-    long sum (split-K)."""
+    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy, for `batch` such
+    products. A multiprocessor computes one tile of the result at a time. Parts of tiles beyond the result's edges are
+    lost. So are multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors,
+    several share a long sum (split-K)."""
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))
@@ -215,7 +217,8 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates the time of fused attention: query [B, H, T, E]. Causal attention skips tiles above the diagonal."""
+    """Estimates the seconds of a fused attention kernel, forward or backward. Query, key and value are [B, H, T, E].
+    Causal attention skips tiles above the diagonal."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]

@@ -3,8 +3,8 @@
 `under_cap` replays a tape with the model of CUDA's allocator (allocator.py). Code fits under a memory cap if this
 replay completes. `named_at_peak` and `most_bytes` count requested bytes, without an allocator.
 
-A tape consists of chunks. Replays of a region (a part of the tape) share one list of operations. Each chunk refers to
-such a list, and says at which number its storages begin.
+A tape consists of chunks. Each chunk refers to a list of allocations and frees, and says at which number its storages
+begin. All replays of a region (a part of the tape) share one list.
 """
 
 import math
@@ -16,13 +16,14 @@ from lowmem.cudasim.allocator import Block, CachingAllocator
 from lowmem.device import expandable_segments as environment_expands
 
 FREED = -1  # stands in the place of a size
-Operation = tuple[int, int, str]  # storage, bytes or FREED, name
+Operation = tuple[int, int, str]  # (storage, bytes or FREED, name)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Refers to a list of operations, which several chunks of a tape may share. In the list, storage n >= 0 means
-    number `base` + n. A negative storage -1 - n means number `earlier_base` + n, which was allocated before."""
+    """Refers to a list of operations, which several chunks of a tape may share. In the list, a storage n >= 0 has the
+    number `base` + n on the tape. A storage -1 - n, with n >= 0, was allocated earlier, and has the number
+    `earlier_base` + n."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -36,8 +37,8 @@ class Chunk:
 @dataclass
 class Tape:
     """Lists allocations and frees in the order in which code makes them. Iterating yields (number of a storage, bytes,
-    name) for an allocation, and (the same number, FREED, "") for its free. The name says what the storage holds. Each
-    storage has another number."""
+    name) for an allocation, and (the same number, FREED, "") when it is freed. The name says what the storage holds. No
+    two storages have the same number."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -47,14 +48,14 @@ class Tape:
                 yield chunk.number(storage), size, name
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
-        """Returns the largest sum of bytes allocated at once, each size rounded up to a multiple of `rounding`.
-        `summaries`: a dict in which this method stores the totals of replayed regions. Later calls with this dict are
-        faster if their tapes have the same regions."""
+        """Returns the largest sum of bytes that are allocated at once. Rounds each size up to a multiple of `rounding`.
+        `summaries`: a dict in which this method stores the totals of replayed regions, None to store nothing. Later
+        calls with the same dict are faster if their tapes have the same regions."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
         for chunk in self.chunks:
-            if not chunk.base:  # no replay
+            if not chunk.base:  # not a replay
                 summary = _summary(chunk, sizes, rounding)
             elif (summary := summaries.get(id(chunk.operations))) is None:
                 summary = summaries[id(chunk.operations)] = (*_summary(chunk, sizes, rounding), chunk.operations)
@@ -69,9 +70,9 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk. Both figures are relative to its
-    start. `allocated`: (storage, bytes) of each storage that the chunk allocates and does not free. `freed`: storages
-    that it frees and that were allocated before it. `sizes`: {number: bytes} of these earlier storages."""
+    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk. The bytes are relative to its start.
+    `allocated`: a list of (storage, bytes) that the chunk allocates and does not free. `freed`: a list of storages from
+    before the chunk that it frees. `sizes`: {number: bytes} of all storages from before the chunk."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -136,8 +137,9 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes}, largest first, at the moment when the tape's storages take the most bytes. If `peak_bytes`
-    is given, the allocator's peak, adds an entry "rounding" with the difference."""
+    """Returns {name: bytes}, largest first, at the moment when the tape's storages take the most bytes. `peak_bytes`:
+    the peak in a model of the allocator, None if there is none. If it is given, the entry "rounding" has the difference
+    to it."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -157,7 +159,8 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the most bytes that storages named `name` take at once. Only counts storages below `below_bytes`."""
+    """Returns the most bytes that storages with this `name` take at once. Counts only storages of less than
+    `below_bytes` bytes."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

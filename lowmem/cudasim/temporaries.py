@@ -1,10 +1,11 @@
 """Computes the temporaries of PyTorch's CUDA kernels: memory that a kernel takes from the caching allocator while it
 runs.
 
-Temporaries are copies of operands, sums in fp32, staging buffers, sorted indices. TEMPORARIES is the table by operator;
-any other operator takes less than 1 KiB. Each function returns the bytes of each temporary, and names its source below
-aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own allocator. docs/cuda-memory.md says how each
-was found and what is left out. "assumed" marks figures that no test can show.
+Temporaries are copies of operands, sums in fp32, staging buffers, and sorted indices. TEMPORARIES maps each operator to
+the function that computes its temporaries; any other operator takes less than 1 KiB. Each function returns the bytes of
+each temporary, and names its source below aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own
+allocator. docs/cuda-memory.md says how each was found and what is left out. "assumed" marks figures that no test can
+show.
 """
 
 import math
@@ -24,9 +25,9 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the bytes of each temporary of `func`, an aten operator, on CUDA. Returns () for tensors on the CPU. All
-    these temporaries exist at the same time. They are allocated after the results, except for operators in
-    COPIED_FIRST."""
+    """Returns the bytes of each temporary of `func`, an aten operator, on CUDA. Returns () for tensors on the CPU, and
+    for operators that TEMPORARIES lacks. All these temporaries exist at the same time. They are allocated after the
+    results, or before them for operators in COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -47,8 +48,8 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
     """Returns the bytes of the gradients of keys and values for every query head. In grouped-query attention, the
-    kernel computes these first; then they are summed over the query heads that share a key head. Returns () if each
-    query head has a key head."""
+    kernel computes these first, and then sums them over the query heads that share a key head. Returns () if each query
+    head has its key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -59,9 +60,9 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of partial results. One CUDA block works on 64 queries of one head of one sequence. If this
-    leaves multiprocessors idle, several blocks split the keys of a head, and have partial results. Source:
-    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the bytes of partial results in fp32: a log-sum-exp per row, and outputs. One CUDA block works on 64
+    queries of one head of one sequence. If this leaves multiprocessors idle, several blocks split the keys of a head,
+    and have partial results. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -73,8 +74,8 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
     """Returns the number of parts into which the keys are split: the smallest that reaches 85% of the best occupancy of
-    the card. `slots`: CUDA blocks that the card runs at once. `blocks`: CUDA blocks without splitting. `key_blocks`:
-    blocks of keys, each of which stays whole."""
+    the card. `blocks`: number of CUDA blocks without splitting. `slots`: number of CUDA blocks that the card runs at
+    once. `key_blocks`: number of blocks of keys, each of which stays whole."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -86,8 +87,9 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the bytes of copies, and of the queries' gradient in fp32. If deterministic, this gradient exists once
-    for each part into which the keys are split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the bytes of copies, of a sum per row, and of the queries' gradient in fp32. If kernels must be
+    deterministic, this gradient exists once for each part into which the keys are split. Source:
+    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -104,9 +106,9 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns the numbers of queries and keys in the backward kernel's tile, and whether dk and dv stay in registers.
-    PyTorch takes the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits
-    into shared memory. The bytes that a kernel asks for were read off its launches; those on Volta are assumed."""
+    """Returns (queries, keys, whether dk and dv stay in registers) of the tile of the backward kernel. PyTorch takes
+    the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits into shared
+    memory. The bytes that a kernel asks for were read off its launches; those on Volta are assumed."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -128,8 +130,9 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Returns the bytes of the gradients' sums in fp32, and of copies. Sources:
-    transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
+    """Returns the bytes of the gradients' sums in fp32, and of copies. Some buffers exist only before the kernel, and
+    some only while it runs: counts the larger set. Sources: transformers/cuda/attention_backward.cu,
+    mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
     queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
@@ -141,7 +144,7 @@ def _efficient_backward(
             splits = 1 if B * H >= 256 and splits <= 2 else max(1, min(splits, 200 // (B * H)))
         per_head += splits * keys * (round_up(D, queries) + round_up(width, queries))
     if half or gpu.capability >= (7, 0):
-        per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # dq, and a lock per tile
+        per_head += -(-T // queries) * -(-D // keys) * (4 + queries * keys)  # sums of dq, and a lock per tile
     rows = B * H * T * 4
     while_running = rows, B * H * round_up(per_head, 4) * 4
     before = ()  # the sums of grad_out x out, which only 16-bit kernels compute themselves
@@ -166,8 +169,9 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the bytes of the kernel's buffers: the sorted lookups, and partial sums in fp32, of up to ten lookups of
-    one word each. Up to 3,072 lookups need no buffer. Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    """Returns the bytes of the kernel's buffers: sorted lookups, and partial sums in fp32. A partial sum is of up to
+    ten lookups of one word. Up to 3,072 lookups need no buffer. A gradient with gaps is copied. Sources:
+    cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -179,9 +183,10 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns the function for TEMPORARIES that gives the bytes of a norm's backward. The norm has `weights` vectors:
-    weight and bias, or only a weight. Their gradients are first summed over blocks of rows if there are more than
-    65,536 rows, and too few columns to keep all multiprocessors busy. Source: cuda/layer_norm_kernel.cu."""
+    """Returns the function for TEMPORARIES that computes the temporaries of a norm's backward. The norm has `weights`
+    vectors: weight and bias, or only a weight. Their gradients are first summed over blocks of rows. That is so if
+    there are more than 65,536 rows, and too few columns to keep all multiprocessors busy. Otherwise the function
+    returns (). Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -208,8 +213,8 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the bytes of sorted indices and their positions, for deterministic algorithms. A sort of more than 2,048
-    indices has two more buffers, a smaller one takes one more byte. Source: cuda/Indexing.cu,
+    """Returns the bytes of sorted indices and their positions, if algorithms are deterministic, else (). A sort of more
+    than 2,048 indices has two more buffers. A smaller one takes one more byte. Source: cuda/Indexing.cu,
     index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
