@@ -157,7 +157,7 @@ def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -
             without(kernels & wanted, reason)
     elsewhere = Kernels.NONE
     for kernel in wanted:
-        if ranks.most(kernel not in here) and kernel in here:
+        if ranks.most(int(kernel not in here)) and kernel in here:
             elsewhere |= kernel
     if elsewhere:
         without(elsewhere, "they do not run on another rank's GPU")
