@@ -1,10 +1,10 @@
-"""Describes a plan in a few lines for people: whether it fits, what it takes, and what would be faster.
+"""Formats the plan of a training run as a few lines of text: whether it fits, what it takes, and what would be faster.
 
     Fits: 10.9 of 11.0 GiB GPU, 15.8 of 16.0 GiB RAM, about 40 s a step on rtx3060, 3 h 20 min for 300 steps, 58 GiB of
     disk
     Faster: 36 s a step with --ram-limit 17GiB
 
-The table with all figures is `Plan.describe`.
+`Plan.describe` returns the table with all figures.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ _WORTH_RAISING = 1.1  # Suggests a higher cap if the card has more than this man
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan as a list of sentences. `done`: number of steps that the run made before it was resumed. If it
-    is not 0, returns a list with one sentence, about the remaining steps."""
+    """Returns the plan as a list of sentences. `done`: number of steps that the run made before it was resumed. If
+    `done` is not 0, returns only one sentence, about the remaining steps."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -38,8 +38,9 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json if no plan fits: the figures are null. `error`: the refusal. Its `ways_out` list
-    options with which the model fits, each with the bytes that training then takes."""
+    """Returns the content of plan.json for a training run that does not fit: its predicted figures are None. `error`:
+    the PlanError that was raised. `error.ways_out` lists options with which the model fits, and the bytes that training
+    then takes."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,
@@ -70,7 +71,7 @@ def _ranks(plan: "Plan") -> str:
 
 
 def _of(size_bytes: int, limit_bytes: int | None) -> str:
-    """Returns `10.9 of 11.0 GiB`, or the size alone if there is no limit."""
+    """Returns a size and its limit as text, such as `10.9 of 11.0 GiB`. Returns only the size if the limit is None."""
     if limit_bytes is None:
         return format_size(size_bytes)
     size, limit = format_size(size_bytes), format_size(limit_bytes)
@@ -93,8 +94,8 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
 
 
 def _about_card(plan: "Plan") -> Iterator[str]:
-    """Yields a sentence if no card was named and one is assumed. Yields another if the cap is more than the card has.
-    Yields nothing if the plan is for the CPU."""
+    """Yields a sentence if the settings name no GPU and this machine has none, so that one is assumed. Yields another
+    if --gpu-limit exceeds the memory of the GPU. Yields nothing if the plan is for the CPU."""
     if plan.card is None:
         return
     settings, asked = plan.settings, plan.settings.gpu_limit_bytes
@@ -107,7 +108,8 @@ def _about_card(plan: "Plan") -> Iterator[str]:
 
 
 def _faster(plan: "Plan") -> Iterator[str]:
-    """Yields a clause for each known way to a faster step: more RAM, or a higher cap of GPU memory."""
+    """Yields a clause for each known way to make the steps of `plan` faster: more RAM, or a higher cap of GPU
+    memory."""
     settings, limit = plan.settings, plan.settings.ram_limit_bytes
     if plan.faster_with_ram is not None:
         ram_bytes, seconds = plan.faster_with_ram

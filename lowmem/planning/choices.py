@@ -1,4 +1,7 @@
-"""Lists the layouts that the settings allow, in the order in which the search tries them."""
+"""Lists the layouts of a training step that the settings allow, in the order in which the search tries them.
+
+A layout says how the batch is cut, what is recomputed, and where tensors are stored.
+"""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,17 +22,18 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes layouts to search. They have the fields of `base`, such as the Fate of gradients, except for the fields
-    that the next paragraph names.
+    """Describes a set of layouts (ways to compute a training step) to search. They have the fields of `base`, such as
+    the Fate of gradients, except for these, whose values to try are listed in ascending order:
 
-    `micro_batches`, `groups`, `segments` and `kept` list, in ascending order, the values to try for `micro_batch`,
-    `group`, `segment_blocks` and `kept` of the layout. `groups` None allows any size. `units_on_gpu` lists the values
-    to try for one more field: `weights_on_gpu` if the weights of `base` are in RAM, else `states_on_gpu`. So "units on
-    the GPU" counts units with weights there in the first case, and units with optimizer states there in the second.
-    `kept` and `units_on_gpu` have steps of 1.
+        micro_batches   values of `Layout.micro_batch`: sequences per micro-batch
+        groups          values of `Layout.group`: micro-batches that pass each block together; None allows any size
+        segments        values of `Layout.segment_blocks`: consecutive blocks that are recomputed together
+        kept            values of `Layout.kept`: how much blocks save for backward; in steps of 1
+        units_on_gpu    numbers of units (such as blocks) stored on the GPU, in steps of 1: of units with weights there
+                        if `base` has weights in RAM, else of units with optimizer states there
 
-    `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their states on a disk. 0
-    means none, and 1 means as few as RAM demands, perhaps none. A larger number means at least so many.
+    `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their optimizer states on a
+    disk. 0 means none, and 1 means as few as RAM demands, perhaps none. A larger number is a minimum.
     """
 
     base: Layout
@@ -42,10 +46,10 @@ class Choices:
     disk: int = 0
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the group sizes to try, in micro-batches and in ascending order. `batch` and `micro_batch` are in
-        sequences. With `whole_batch`, only the size of the whole batch is possible. If `groups` is None, the first size
-        is 1. Each next one is at least twice the one before, and less than the whole batch. Returns [] if no size in
-        `groups` is possible."""
+        """Returns the group sizes to try, in ascending order. A group size is a number of micro-batches that pass each
+        block together. `batch` and `micro_batch` are in sequences. With `whole_batch`, the only size is the whole
+        batch. If `groups` is None, the sizes are 1 and some larger divisors of the number of micro-batches. Each is at
+        least twice the size before. Returns [] if no size in `groups` is possible."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -71,8 +75,8 @@ def only(number: int) -> range:
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
-    """Returns the training step of these settings, for the simulation. `precision`: such as "bf16". The step's layout
-    is a placeholder: each simulation replaces it."""
+    """Returns a description of the training step for the simulation. `precision`: such as "bf16". `mesh`: the ranks
+    that train together. The step's layout is a placeholder: each simulation replaces it."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -81,14 +85,14 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
-    """Returns all Choices that the settings allow, in the order to try them: a list for each home of weights, of block
-    inputs and of optimizer states. In the first list, weights and block inputs are on the GPU. In the next lists,
-    weights are in RAM, then block inputs, then both. If states may be on a disk, the same lists follow with states
-    there. With --states disk, there are no other lists.
+    """Returns all Choices (sets of layouts to search) that the settings allow, in the order to try them. There is one
+    list for each way to place weights, block inputs and optimizer states. In the first list, weights and block inputs
+    are on the GPU. In the next lists, weights are in RAM, then block inputs, then both. If states may be on a disk, the
+    same lists follow with states there. With --states disk, there are no other lists.
 
-    The Choices in a list differ in the Fate of gradients (_fates). With several ranks, each of them is listed twice. In
-    the first, all blocks gather their weights from the ranks for forward, and again for backward. In the second, all
-    blocks keep the gathered weights in between.
+    The Choices in a list differ in the Fate of gradients (where they wait for the update; see _fates). With several
+    ranks, each of them is listed twice. In the first, all blocks all-gather their weights for forward, and again for
+    backward. In the second, all blocks keep the gathered weights in between.
     """
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
@@ -108,7 +112,8 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns the Choices of `by_home` whose gradients have one of `fates`. Leaves out lists that would be empty."""
+    """Returns the Choices (sets of layouts) of `by_home` whose gradients have one of `fates`, such as waiting in RAM.
+    Leaves out lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 
@@ -128,7 +133,7 @@ def _with_home(
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the Choices that the settings allow if weights, block inputs and gradients are on the GPU."""
+    """Returns the set of layouts that the settings allow if weights, block inputs and gradients are on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
     units_on_gpu = {"auto": range(units + 1), "resident": only(units)}
@@ -148,9 +153,17 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields `choices` for each Fate of gradients that the settings allow. The order is: HELD, HELD with the whole
-    batch as one group, SENT, DROPPED. The whole batch is one group for SENT and DROPPED, too. If no update waits for
-    the gradient norm, yields APPLIED instead of SENT and DROPPED. With several ranks, leaves out the first HELD."""
+    """Yields a copy of `choices` for each Fate of gradients (how they wait for the optimizer update) that the settings
+    allow:
+
+        HELD      gradients stay on the GPU until the update
+        HELD      the same, with the whole batch as one group (micro-batches that pass each block together)
+        SENT      gradients wait in RAM; the whole batch is one group
+        DROPPED   gradients are freed, but for their norm, and a second pass computes them again; one group
+
+    If no update waits for the gradient norm, APPLIED takes the place of SENT and DROPPED: backward updates each block
+    at once. With several ranks, leaves out the first line. `case`: the training step to plan.
+    """
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     if held and case.mesh.count == 1:

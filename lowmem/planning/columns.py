@@ -1,9 +1,9 @@
-"""Computes memory and time of all layouts in a column from a few simulated steps.
+"""Computes memory and time of many layouts of a training step from a few simulated steps.
 
-The layouts of a column differ in two numbers. `kept` is how much blocks keep for backward (`Layout.kept`).
-`units_on_gpu` is how many units (blocks, mostly) have a home on the GPU: for their weights if the column's Choices have
-weights in RAM, else for their optimizer states. One more unit on the GPU adds its own bytes to the peak. Some values of
-`kept` have names:
+A column is a set of layouts that differ in only two numbers. `kept` is how much blocks save for backward
+(`Layout.kept`). `units_on_gpu` is the number of units (blocks, mostly) whose weights are stored on the GPU, if the
+column has weights in RAM. Otherwise it is the number of units whose optimizer states are there. One more unit on the
+GPU adds its own bytes to the peak. Some values of `kept` have names:
 
     least_kept      the smallest that the column allows
     first_kept      the first to simulate: from here on, each block that keeps more adds equally many bytes
@@ -29,8 +29,9 @@ def within(size_bytes: int, limit_bytes: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """Defines a column: the layouts of `choices` with this `micro_batch` (in sequences), `group` (in micro-batches) and
-    `segment` (in blocks)."""
+    """Represents the layouts of `choices` with this `micro_batch` (in sequences), `group` (micro-batches that pass each
+    block together) and `segment` (blocks that are recomputed together). These layouts differ in only two numbers: how
+    much blocks save for backward, and how many units (such as blocks) are stored on the GPU."""
 
     choices: Choices
     micro_batch: int
@@ -50,8 +51,9 @@ class Column:
 
 
 class Columns:
-    """Computes memory and time of many layouts from a few simulated steps. In its methods, `kept` and `units_on_gpu`
-    are the two numbers in which the layouts of a column differ (see the top of this file)."""
+    """Computes memory and time of many layouts of a training step from a few simulated steps. A column is a set of
+    layouts that differ in only two numbers. `kept`: how much blocks save for backward (Layout.kept). `units_on_gpu`:
+    how many units (such as blocks) have their weights or optimizer states on the GPU."""
 
     def __init__(self, simulations: Simulations):
         self.simulations = simulations
@@ -59,38 +61,40 @@ class Columns:
         self._estimates: dict[tuple[int, int], tuple[float, float]] = {}  # {(micro-batch, kept): _estimate}
 
     def smallest(self, choices: Choices) -> Column:
-        """Returns the column of `choices` that needs the least RAM. It has the smallest micro-batch and group, and the
-        shortest segments. If the inputs of segments are saved in RAM, it has the longest segments instead: then fewer
-        inputs are saved."""
+        """Returns the column (a set of similar layouts) of `choices` that needs the least RAM. It has the smallest
+        micro-batch and group, and the shortest segments (blocks that are recomputed together). If the inputs of
+        segments are saved in RAM, it has the longest segments instead, because these have fewer inputs."""
         micro_batch = choices.micro_batches[0]
         group = choices.groups_of(self.simulations.base.batch, micro_batch)[0]
         return Column(choices, micro_batch, group, choices.segments[-1 if choices.base.boundaries_in_ram else 0])
 
     def most_kept(self, column: Column) -> int:
-        """Returns the largest `kept` of the layouts in this column. If its segments have several blocks, at least one
-        block must keep only its input, because only such blocks form longer segments."""
+        """Returns the largest `kept` (how much blocks save for backward) of the layouts in `column`. If a segment has
+        several blocks, at least one block must save only its input, because only such blocks are recomputed
+        together."""
         kept = column.choices.kept[-1]
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` from which on each block that keeps more adds equally many bytes to the peak. Usually this
-        is the column's smallest `kept`. It is larger if the whole batch is one group and gradients are held. Then small
-        values may not raise the peak, because gradients take the same memory later. So it is the number of blocks (all
-        keep their matrix products), or the nearest value that the column allows."""
+        """Returns the `kept` (how much blocks save for backward) from which on each block that saves more adds equally
+        many bytes to the peak. Usually this is the column's smallest `kept`. It is larger if the whole batch is one
+        group and gradients are held on the GPU. Then small values may not raise the peak, because gradients take the
+        same memory later. The result is then the number of blocks (all save their matmul outputs), or the nearest value
+        that the column allows."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
         return min(max(self.simulations.blocks, column.least_kept), self.most_kept(column))
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
-        """Returns how many bytes a layout of the column keeps in RAM and copies to the GPU when needed. The layout has
-        `units_on_gpu` units on the GPU."""
+        """Returns the bytes that a step stores in RAM and copies to the GPU when needed. The step has a layout of
+        `column` with `units_on_gpu` units (such as blocks) stored on the GPU."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:
-        """Returns False if the layout of `column` with these two numbers certainly exceeds `limit_bytes` of GPU memory.
-        Returns True if it may fit, or if `limit_bytes` is None. Does not simulate the layout. Adds the weights on the
-        GPU to the larger of two figures: the saved inputs of a group, and the gradients held on the GPU."""
+        """Returns False if a layout of `column` certainly exceeds `limit_bytes` of GPU memory. Returns True if it may
+        fit, or if `limit_bytes` is None. Does not simulate the layout. Adds the weights on the GPU to the larger of two
+        figures: the saved inputs of a group of micro-batches, and the gradients held on the GPU."""
         if limit_bytes is None:
             return True
         simulations, layout = self.simulations, column.layout(kept, units_on_gpu)
@@ -105,10 +109,10 @@ class Columns:
         return sum(weights) + max(inputs, gradients) <= limit_bytes
 
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
-        """Returns the smallest number of units with optimizer states on a disk for which `limit_bytes` of RAM are
-        enough. None means no limit. RAM has to hold all else that a step copies to the GPU. Returns None if no number
-        that the column allows is enough. Without a disk (`Choices.disk` is 0), the column allows only the number in its
-        `base`."""
+        """Returns the smallest number of units (such as blocks) whose optimizer states must be on a disk if RAM has
+        `limit_bytes` (None: no limit). RAM has to store all else that a step copies to the GPU. Returns None if no
+        number that the column allows is enough. Without a disk (`Choices.disk` is 0), the column allows only the number
+        in its `base`."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -125,9 +129,9 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory, in bytes, of the layout with these two numbers. Simulates one
-        layout of the column for each `kept`. Computes the peaks with other numbers of units on the GPU from that
-        layout's peak."""
+        """Returns the peak of allocated GPU memory, in bytes, of the layout of `column` with `kept` and `units_on_gpu`.
+        Simulates one layout of the column for each `kept`. Computes the peaks with other numbers of units on the GPU
+        from that layout's peak."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
@@ -146,16 +150,18 @@ class Columns:
         return self._bytes_on_gpu(column, units) - slots
 
     def _bytes_on_gpu(self, column: Column, units: int) -> int:
-        """Returns how many bytes more are on the GPU with the first `units` units there than with the column's smallest
-        number. Counts the units' weights if the column's Choices have weights in RAM, else their optimizer states."""
+        """Returns how many more bytes the GPU stores with `units` units (such as blocks) there than with the column's
+        smallest number. Counts the units' weights if the column's Choices have weights in RAM, else their optimizer
+        states."""
         states = column.choices.base.weights_on_gpu is None
         sizes = self.simulations.state_bytes if states else self.simulations.weight_bytes
         return sum(sizes[column.fewest_on_gpu : units])
 
     def copying_seconds(self, column: Column, fewer: int, more: int) -> float:
-        """Returns the seconds of copies that a step saves with `more` units on the GPU instead of `fewer`. Counts
-        copies over the bus and, if states may be on a disk, to and from the disk. Weights in RAM are copied for each
-        forward and each backward pass of each group. Returns 0 if the device needs no copies."""
+        """Returns the seconds of copies that a step saves if the GPU stores `more` units (such as blocks) instead of
+        `fewer`. Counts copies over the bus and, if states may be on a disk, reads and writes of the disk. Weights in
+        RAM are copied in each forward and each backward pass of each group of micro-batches. Returns 0 if the device
+        needs no copies."""
         target = self.simulations.target
         if target.copies is None:
             return 0.0
@@ -170,9 +176,10 @@ class Columns:
         return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest `kept` with which a layout is expected to fit into `limit_bytes` of GPU memory.
-        Extrapolates from the bytes of the layout that keeps `known`, and simulates it if necessary. Returns the
-        column's largest `kept` if `limit_bytes` is None, and its smallest if no `kept` is expected to fit."""
+        """Returns the largest `kept` (how much blocks save for backward) with which a layout is expected to fit into
+        `limit_bytes` of GPU memory. Extrapolates from the bytes of the layout with the value `known`, and simulates
+        that if necessary. Returns the column's largest `kept` if `limit_bytes` is None, and its smallest if none is
+        expected to fit."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
             return most
@@ -183,9 +190,10 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step in this column, without waits for copies. `most`: the largest `kept`
-        that fits. Keeping more is not always faster. So compares `most`, the column's smallest `kept`, and between them
-        0 and the number of blocks, and assumes the fastest of these."""
+        """Returns the expected seconds of a step in this column (a set of similar layouts), without waits for copies.
+        `most`: the largest `kept` (how much blocks save for backward) that fits. Keeping more is not always faster. So
+        compares `most`, the column's smallest `kept`, and 0 and the number of blocks if they are between. Assumes the
+        fastest of these."""
         least, blocks = column.least_kept, self.simulations.blocks
         turns = {least, most} | {0, blocks} & set(range(least, most))
         share = min(self._estimate(column, kept)[1] for kept in turns) / self._estimate(column, least)[1]
@@ -193,16 +201,16 @@ class Columns:
 
     def least_seconds(self, choices: Choices, micro_batch: int) -> float:
         """Returns an estimated lower bound for the seconds of a step in any layout of `choices` with this micro-batch.
-        If gradients are dropped (Fate), forward and backward run twice. Updates run only once, but take less than half
-        of a step. So the bound is then 1.5 times as high."""
+        The bound is 1.5 times as high if forward and backward run twice (Fate.DROPPED). It is not twice as high because
+        updates run only once, and take less than half of a step."""
         column = Column(replace(choices, base=Layout(1), units_on_gpu=only(0)), micro_batch, 1, 1)
         passes = 1.5 if choices.base.fate is Fate.DROPPED else 1
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
         """Returns (allocated bytes, seconds without waits) of a step with the column's smallest micro-batch and all
-        optimizer states in RAM. Simulates steps in which all blocks keep the same for backward: their input, their
-        matrix products or their whole graph. For a `kept` in between, interpolates between the two nearest of these
+        optimizer states in RAM. Simulates steps in which all blocks save the same for backward: their input, their
+        matmul outputs or their whole graph. For a `kept` in between, interpolates between the two nearest of these
         steps."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
@@ -217,6 +225,6 @@ class Columns:
         return self._estimates.setdefault(key, tuple(between))
 
     def simulated(self, column: Column) -> SimulatedStep:
-        """Returns the simulated step of one layout of `column`, the one that takes the least GPU memory. It has the
-        smallest `kept` and the fewest units on the GPU."""
+        """Returns the simulated step of the layout in `column` that takes the least GPU memory. It has the smallest
+        `kept` (how much blocks save for backward) and the fewest units (such as blocks) on the GPU."""
         return self.simulations.record(column.layout(column.least_kept, column.fewest_on_gpu))

@@ -1,10 +1,10 @@
-"""Makes the plan for the CPU, without predicting time. Takes the first layout that fits, in order of preference.
+"""Chooses how a training step is computed on the CPU: takes the first layout that fits into RAM, and predicts no time.
 
-Micro-batches of at most 4,096 tokens come first, from the largest to the smallest. Then come layouts that never hold
-all gradients (two passes, or updates in backward), then states on a disk. All activations are kept if that takes at
-most a quarter of the free RAM. The simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB)
-is added to it, because malloc does not reuse all of their memory. That is a rule of thumb
-(experiments/memory_estimation has figures of four models).
+Layouts with micro-batches of at most 4,096 tokens come first, from the largest to the smallest. Next come layouts that
+never store all gradients at once. They run forward and backward twice, or update weights in backward. Layouts with
+optimizer states on a disk come last. All activations are kept if that takes at most a quarter of the free RAM. The
+simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB) is added to it, because malloc does
+not reuse all of their memory. That is a rule of thumb (experiments/memory_estimation has figures of four models).
 
 The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
@@ -33,7 +33,7 @@ CPU_MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds a question and the simulations for it."""
+    """Holds the input of planning (model, settings and so on) and the simulations for it."""
 
     question: Question
     simulations: Simulations
@@ -62,9 +62,9 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns a list with one layout: `layout`, changed so that gradients never exist all at once. Backward applies
-        the gradients. If updates wait for the gradient norm, forward and backward run twice instead. Returns [] if this
-        is not possible."""
+        """Returns a list with one layout: `layout`, changed so that gradients never exist all at once. Backward then
+        updates the weights. If updates wait for the gradient norm, forward and backward run twice instead. Returns []
+        if gradients of `layout` are not held until the update, or if the settings ask for another group size."""
         whole = self.question.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.question.settings.group not in (None, whole):
             return []
@@ -72,13 +72,14 @@ class _Case:
         return [replace(layout, fate=fate, group=whole)]
 
     def on_disk(self, layout: Layout, units: int) -> Layout:
-        """Returns `layout` with the states of `units` units on the disk, and all other states in RAM."""
+        """Returns `layout` with the optimizer states of `units` units (such as blocks) on the disk, and all other
+        states in RAM."""
         resident = self.simulations.units - units if layout.weights_on_gpu is None else 0
         return replace(layout, states_on_gpu=resident, states_on_disk=units)
 
 
 def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
-    """Makes the plan for the CPU; called by make_plan. Raises PlanError if nothing fits. With `ways_out`, the error
+    """Returns the plan for training on the CPU. Raises PlanError if nothing fits into RAM. With `ways_out`, the error
     also names settings that would fit under the same cap."""
     settings = question.settings
     base = step_case(settings, question.precision, question.mesh)
@@ -113,7 +114,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
 
 
 def _ways_out(question: Question) -> Iterator[WayOut]:
-    """Yields changed settings for which there is a plan under the same cap of RAM."""
+    """Yields changed settings with which training fits under the same cap of RAM, such as an 8-bit optimizer."""
     settings = question.settings
     shorter = settings.seq // 4
     may_be_on_disk = settings.states_folder is None and question.mesh.count == 1
@@ -155,8 +156,9 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns the plan that has the states of as few units on the disk as the cap of RAM and the free RAM allow.
-    `plan`: a plan that fits, with states on the disk. Bisects between none and its number of units."""
+    """Returns a plan with the optimizer states of as few units (such as blocks) on the disk as RAM allows: its cap, and
+    what is free. `plan`: a plan that fits, with states on the disk. Bisects between 0 and the number of units in
+    `plan`."""
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

@@ -1,9 +1,11 @@
-"""Finds the fastest layout under the caps of GPU memory and RAM. If none fits, finds the smallest caps that would do.
+"""Finds the fastest layout of a training step that fits under caps of GPU memory and RAM. If none fits, finds the
+smallest caps that would do.
 
-The search counts allocated bytes, but the allocator may need more. So the layout that the search finds is run through
-the model of the allocator. If memory runs out there, the search is repeated without this layout. If the search finds
-nothing, the layouts that take the least memory are tried. The smallest caps, which a refusal names, are computed from
-these layouts, too. So there is a plan under each cap that a refusal names.
+A layout says how the batch is cut, what is recomputed, and where tensors are stored. The search counts allocated bytes,
+but PyTorch's caching allocator may need more. So the layout that the search finds is run through a model of the
+allocator. If memory runs out there, the search is repeated without this layout. If the search finds nothing, the
+layouts that take the least memory are tried. The smallest caps, which an error message names, are computed from these
+layouts, too. So there is a plan under each cap that a message names.
 """
 
 import math
@@ -22,8 +24,8 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout of all Choices that fits into `room`, None if nothing fits. A layout fits if it
-    completes in the model of the allocator."""
+    """Returns the fastest layout of `by_home` that fits into `room` (limits of GPU memory and RAM), None if nothing
+    fits. A layout fits if its step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -38,10 +40,11 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns an amount kept for backward (Layout.kept) with which the column of `found` runs out of memory in the
-    model of the allocator. With one less it completes, unless the result is the column's smallest amount. `found`
-    itself must run out there. First tries the two amounts below that of `found`, then bisects. Then tries some amounts
-    above the result: if one completes although it is larger, bisects again above it."""
+    """Returns a `kept` (Layout.kept: how much blocks save for backward) with which layouts like `found` run out of
+    memory. The model of the caching allocator decides; `found` itself must run out there. With one less, a layout
+    completes, unless the result is the column's smallest `kept`. First tries the two values below that of `found`, then
+    bisects. Then tries some values above the result. If one of these completes although it is larger, bisects again
+    above it."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
@@ -61,11 +64,11 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if none does. Tries homes (GPU, RAM, disk) in the
-    order of `by_home`. Stops if the fastest layout so far has weights and gradients on the GPU, and keeps each block's
-    matrix products. If it has the first but keeps less, still tries weights in RAM, then stops. Goes on in both cases
-    if a layout that failed (Search.failed) was much faster. Tries a disk only if nothing else fits, or if the fastest
-    layout so far runs forward and backward twice."""
+    """Returns the fastest layout whose allocated bytes fit, None if none does. `by_home`: sets of layouts, by the
+    places (GPU, RAM, disk) of weights, block inputs and states. Tries them in order. Stops if the fastest layout so far
+    has weights and gradients on the GPU, and saves each block's matmul outputs. If it saves less, tries weights in RAM
+    before it stops. Goes on in both cases if a layout that ran out of memory (Search.failed) was much faster. Tries a
+    disk only if nothing else fits, or if the fastest layout so far runs forward and backward twice."""
     best: Found | None = None
     on_gpu = False
     for of_home in by_home:
@@ -93,9 +96,9 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits under which a layout fits. Must be called only if none fits into `room`. If only RAM
-    is short, raises the RAM limit of `room` and keeps its GPU limit. Otherwise raises the GPU limit. Raises the RAM
-    limit, too, if every layout exceeds it."""
+    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if none fits
+    into `room`. If only RAM is short, raises the RAM limit of `room` and keeps its GPU limit. Otherwise raises the GPU
+    limit. Raises the RAM limit, too, if every layout exceeds it."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -113,14 +116,14 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
-    """Returns the layout that needs the least RAM among those that fit into `gpu` bytes of GPU memory (None: no limit).
-    Returns None if none fits."""
+    """Returns the layout of a training step that needs the least RAM among those that fit into `gpu` bytes of GPU
+    memory (None: no limit). Returns None if none fits."""
     least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
 
 def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
-    """Returns the layout that needs the least GPU memory, whatever RAM it needs."""
+    """Returns the layout of a training step that needs the least GPU memory, whatever RAM it needs."""
     least: Layout | None = None
     small_layouts = candidates(by_home, simulations, Room(None, None))
     for small in sorted(small_layouts, key=lambda small: small.least_gpu_bytes):
@@ -132,8 +135,8 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a layout that may be the smallest, with its column. Its bytes are computed from those of another layout of
-    the column. Simulating each layout would take longer."""
+    """Holds a layout that may take the least memory, and its column (a set of similar layouts). The bytes are computed
+    from those of another layout of the column, because simulating each layout would take longer."""
 
     layout: Layout
     column: Column
@@ -145,10 +148,11 @@ class Candidate:
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts that may need the least memory: those with the smallest micro-batch and group that keep the least
-    for backward. For each length of segments there are up to six, with different numbers of units on the GPU. One has
-    the fewest that the RAM of `room` allows, and one has the most that the Choices allow. The others have the most that
-    the GPU memory of `room` allows, or up to three fewer, because the allocator may need more memory."""
+    """Returns layouts that may need the least memory: those that have the smallest micro-batch and group, and save the
+    least for backward. For each length of segments (blocks that are recomputed together), there are up to six. They
+    differ in the number of units (such as blocks) stored on the GPU. One has the fewest that the RAM of `room` allows,
+    and one has the most that the Choices allow. The others have the most that the GPU memory of `room` allows, or up to
+    three fewer, because the allocator may need more memory."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -173,10 +177,11 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that a run can change to if memory runs out, in the order of `shares`. For each share, searches
-    for the fastest layout that allocates at most this share of the GPU bytes of `found`. The layout has the micro-batch
-    and the `fixed_homes` of `found`, and no more units with states on the GPU. Leaves out a share if nothing is found,
-    and layouts that are equal to `found` or to an earlier one."""
+    """Returns layouts that a run can change to if GPU memory runs out, in the order of `shares`. For each share,
+    searches for the fastest layout that allocates at most this share of the GPU bytes of `found`. The layout has the
+    micro-batch and the `fixed_homes` (places of weights, for example) of `found`. It has no more units with optimizer
+    states on the GPU. Leaves out a share if nothing is found, and layouts that are equal to `found` or to an earlier
+    one."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

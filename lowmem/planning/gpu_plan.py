@@ -1,4 +1,4 @@
-"""Makes the plan for a GPU: finds the fastest layout that fits under both caps, and simulates it."""
+"""Plans training on a GPU: finds the fastest layout of a step that fits under the caps of GPU memory and RAM."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,8 +37,8 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds a question and the simulations for it. `gpu_limit`: cap of GPU memory in bytes, at most what the card has
-    for PyTorch."""
+    """Holds the input of planning (model, settings, GPU and so on) and the simulations for it. `gpu_limit`: cap of GPU
+    memory in bytes, at most the memory that the card has for PyTorch."""
 
     question: Question
     simulations: Simulations
@@ -46,14 +46,15 @@ class _Case:
 
     @property
     def process_bytes(self) -> int:
-        """Returns the RAM of the process, without the weights, states and so on that are stored in RAM and copied to
-        the GPU."""
+        """Returns the bytes of RAM that the training process takes, without weights, optimizer states and other tensors
+        that are stored in RAM and copied to the GPU."""
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int) -> Room:
-        """Returns the bytes that a layout may take on the GPU and in RAM. `ram_limit`: cap of the process's RAM in
-        bytes, None for no cap. `margins`: number of safety margins that stay free on the GPU (caps.py)."""
+        """Returns the bytes that a training step may take on the GPU, and the bytes of tensors that it may store in
+        RAM. `ram_limit`: cap of the process's RAM in bytes, None for no cap. `margins`: number of safety margins that
+        stay free on the GPU (caps.py)."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:
@@ -69,9 +70,9 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout, None if nothing fits, and the room in which it was searched. `ram_limit`: cap of
-        the process's RAM in bytes, None for no cap. If backward may update weights, also searches layouts in which it
-        does not. Those leave only one safety margin free, because their steps can be made again."""
+        """Returns the fastest layout of a step, None if nothing fits, and the memory limits of the search. `ram_limit`:
+        cap of the process's RAM in bytes, None for no cap. If backward may update weights, also searches layouts in
+        which it does not. Those leave only one safety margin free, because their steps can be made again."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)
         if self.margins == 1:
@@ -102,9 +103,9 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan of `found`, with smaller layouts for the same `room`. Training changes to one of them if
-        memory runs out. Adds none if no training follows (`plan_only`). Adds none for several ranks, because these
-        cannot change their layout."""
+        """Returns the plan for the layout `found`, with layouts that need less GPU memory. Training changes to one of
+        these if memory runs out. Adds none if no training follows (`plan_only`). Adds none for several ranks, because
+        these cannot change their layout."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
         if plan.settings.plan_only or not alone:
             return plan
@@ -115,9 +116,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Runs the layout through the model of the allocator, under the cap that training sets. This cap is a little
-        larger than the room that the search fills. Tries smaller caps if memory runs out. Returns the memory figures,
-        and the smaller cap, which is None if none was needed."""
+        """Runs a step with this layout through the model of the caching allocator, under the cap that training sets.
+        This cap is a little larger than the memory that the search fills. Tries smaller caps if memory runs out.
+        Returns the memory figures, and the smaller cap in bytes, None if none was needed."""
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -125,7 +126,7 @@ class _Case:
 
 
 def gpu_plan(question: Question) -> Plan:
-    """Makes the plan for a GPU; called by make_plan. Raises PlanError if nothing fits under the caps. If the plan needs
+    """Returns the plan for training on a GPU. Raises PlanError if nothing fits under the memory caps. If the plan needs
     more RAM than is free, returns a plan with less RAM and the same micro-batch. If there is none, returns the plan
     that needs too much."""
     settings, card = question.settings, question.card
@@ -160,15 +161,16 @@ def gpu_plan(question: Question) -> Plan:
 
 
 def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
-    """Returns `plan` with a hint: with the RAM of `other`, a step would take the seconds of `other`."""
+    """Returns `plan` with a hint for the user: with the RAM of the plan `other`, a step would take the time of
+    `other`."""
     return replace(plan, faster_with_ram=(other.ram_bytes, other.step_seconds))
 
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns a hint for the plan: (a RAM limit that is 1 GiB higher, seconds of a step under it). Returns None if that
-    saves less than 0.5% of the time. Also returns None if there is no RAM limit, if it has room for another unit's
-    states, if all states are in RAM already, or if some are on a disk. Keeps the micro-batch, group and segments of
-    `found`, which reserves `reserved_bytes` of the GPU."""
+    """Returns a hint for the user: (a RAM limit in bytes, 1 GiB above the present one, seconds of a step under it).
+    Returns None if that saves less than 0.5% of the time. Also returns None if there is no RAM limit, if it has room
+    for another unit's optimizer states, if all states are in RAM already, or if some are on a disk. Keeps the way in
+    which `found` cuts the batch. `reserved_bytes`: GPU memory that `found` reserves."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:
@@ -184,8 +186,9 @@ def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -
 
 
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
-    """Returns the error to raise if nothing fits into `room`. It names the smallest caps that would do, and settings
-    that fit under the given GPU cap. `card_limit`: usable bytes of the card, None if the card is only assumed."""
+    """Returns the error to raise if nothing fits into `room` (limits of GPU memory and RAM). It names the smallest caps
+    that would do, and settings that fit under the given GPU cap. `card_limit`: usable bytes of the GPU, None if the
+    kind of GPU is only assumed."""
     question, simulations = case.question, case.simulations
     settings = question.settings
     varies = 0 if question.process is None else PROCESS_VARIES_BYTES

@@ -1,9 +1,8 @@
-"""Defines the plan: a layout of the step with the bytes and seconds that its simulation predicts. planner.py makes
-plans.
+"""Defines the plan of a training run: how a step is computed, and the bytes and seconds that its simulation predicts.
 
-A plan is written as `plan.json` for programs, and printed as an answer of a few lines (answer.py). With --verbose, it
-is printed as a table. The figures depend on the kind of card and on the versions of torch and transformers, so
-plan.json names them.
+planner.py makes plans. A plan is written as `plan.json` for programs, and printed as an answer of a few lines
+(answer.py). With --verbose, it is printed as a table. The figures depend on the kind of GPU and on the versions of
+torch and transformers, so plan.json names them.
 """
 
 import math
@@ -29,8 +28,9 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a layout and the figures predicted for it. If several ranks train together, bytes and seconds are those of
-    one rank. On the CPU, the card, the peaks of GPU memory and the seconds are None."""
+    """Holds the layout of a training step (how the batch is cut, what is recomputed, and where tensors are stored) and
+    its predicted figures. If several ranks train together, bytes and seconds are those of one rank. On the CPU, the
+    card, the peaks of GPU memory and the seconds are None."""
 
     settings: Settings
     parameters: int  # of the model
@@ -86,8 +86,8 @@ class Plan:
 
     @property
     def most_saves(self) -> int | None:
-        """Returns the largest number of checkpoints that training can write. Returns None if that depends on the data,
-        or if --save-every is a time and the time of a step is unknown."""
+        """Returns the largest number of checkpoints that training can write. Returns None if the number of steps
+        depends on the data, or if --save-every is a time and the time of a step is unknown."""
         settings, steps = self.settings, self.steps
         every, seconds = settings.save_every, interval_seconds(settings.save_every)
         if steps is None or (seconds is not None and self.step_seconds is None):
@@ -219,8 +219,8 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """Returns a clause that says how many of the model's `blocks` are recomputed, recomputed except for their matrix
-    products, and kept whole."""
+    """Returns a clause that says how many of the model's `blocks` backward recomputes, recomputes except for their
+    matmuls, and does not recompute."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""

@@ -1,4 +1,4 @@
-"""Makes a plan from settings and a model's config, without weights and without a GPU (docs/plan.md)."""
+"""Plans a training run from settings and a model's config, without weights and without a GPU (docs/plan.md)."""
 
 import gc
 import math
@@ -30,10 +30,10 @@ _COLLECTIONS = 200_000, 20, 100  # for gc.set_threshold: new objects, younger co
 
 
 def make_plan(question: Question) -> Plan:
-    """Returns the plan for `question`. For a GPU, first prints at a terminal that planning takes a while. Raises
-    PlanError in three cases. If nothing fits, its message names the smallest caps that would do. The other cases are
-    that too little RAM is free here, or that the process has already exceeded its cap of RAM. Raises InputError if the
-    architecture cannot be trained in pieces."""
+    """Returns the plan for `question`: how to train, and the memory and time that this takes. For a GPU, first prints
+    at a terminal that planning takes a while. Raises PlanError if nothing fits; the message names the smallest caps
+    that would do. Also raises it if too little RAM is free here, or if the process has already exceeded its cap of RAM.
+    Raises InputError if the architecture cannot be trained block by block."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
@@ -77,9 +77,9 @@ def _rare_collections() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """Returns `plan` with the seconds of a step whose rows have `lengths` tokens. The bytes do not change, because such
-    rows take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same factor. On
-    the CPU, only `typical_tokens` changes."""
+    """Returns `plan` with the seconds of a step whose sequences have `lengths` tokens. The bytes do not change, because
+    such sequences take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same
+    factor. On the CPU, only `typical_tokens` changes."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:
