@@ -27,9 +27,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def process_aside() -> Iterator[Callable]:
-    """Forks a process and yields `aside`. `aside(function, *arguments)` calls `function` in that process, and returns
-    its result or raises its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls
-    `function` in this process."""
+    """Forks a process for planning, and yields the function `aside`. `aside(function, *arguments)` calls `function` in
+    that process, and returns its result or raises its error. Arguments and results must be picklable. If a fork is not
+    safe, `aside` calls `function` in this process."""
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
@@ -69,8 +69,8 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """Executes the calls that come through `theirs`, the fork's end of the pipe, until the parent closes its own end.
-    `ours` is the fork's copy of the parent's end."""
+    """Runs in the forked process. Executes the calls that come through `theirs`, the fork's end of the pipe, until the
+    parent closes its own end. `ours` is the fork's copy of the parent's end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()

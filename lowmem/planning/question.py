@@ -1,4 +1,4 @@
-"""Defines the input of planning (`Question`), and determines the precision and the GPU that a plan is for."""
+"""Defines the input of planning (`Question`), and chooses the precision and the GPU that a plan is for."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,8 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what a plan is made for: the model of `config` with these settings, in `precision` (such as "bf16") on
-    `card`."""
+    """Holds the input of planning: the model of `config` is to be trained with `settings`, in `precision` (such as
+    "bf16"), on the GPU `card`."""
 
     settings: Settings
     config: PretrainedConfig
@@ -39,25 +39,26 @@ class Question:
 
     @property
     def ram_limit_bytes(self) -> int | None:
-        """Returns the cap of the RAM that this run's processes on this machine take together, None for no cap."""
+        """Returns the RAM cap of all processes of this run on this machine together, in bytes; None for no cap."""
         limit = self.settings.ram_limit_bytes
         return None if limit is None else limit * self.ranks_here
 
     @property
     def ram_here_bytes(self) -> int | None:
-        """Returns the most RAM that the process can have on this machine: the RAM that it has now, and the free RAM.
-        Returns None if either is not given."""
+        """Returns the most bytes of RAM that the process can take on this machine: those that it has now, and those
+        that are free. Returns None if either is not given."""
         if self.ram_free_bytes is None or self.process is None:
             return None
         return self.process.now_bytes + self.ram_free_bytes
 
 
 def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
-    """Returns the precision and the card, None for the CPU. Training uses this machine's device. With `plan_only` the
-    plan is for a GPU, even if none is here, unless the settings ask for the CPU.
+    """Returns the precision (such as "bf16") and the GPU that a plan is for; the GPU is None for the CPU. Training uses
+    this machine's device. With `plan_only` the plan is for a GPU, even if this machine has none, unless the settings
+    ask for the CPU.
 
-    Raises InputError if the card is unknown, if it lacks the bf16 that is asked for, or if training needs a card that
-    is not here. Also raises it for settings of CUDA's allocator that no plan can be made for.
+    Raises InputError if the GPU is unknown, if it lacks the bf16 that is asked for, or if training needs a GPU that is
+    not here. Also raises it for settings of CUDA's allocator that no plan can be made for.
     """
     if settings.plan_only:
         on_gpu = settings.device != "cpu"
@@ -82,10 +83,10 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the card that the settings name, or else the one in this machine. A named card has at most the memory of
-    the card here, unless the settings are `plan_only`. If no card is named and none is here, returns the measured card
-    with bf16 that has the least memory of those with room for the cap. If none has room, returns the measured card with
-    the most memory."""
+    """Returns the GPU that the settings name, or else the one in this machine. A named GPU gets at most the memory of
+    the GPU here, unless the settings are `plan_only`. If no GPU is named and none is here, takes one from the table,
+    among those with measured speed. It takes the one with bf16 and the least memory in which the memory cap fits. If
+    there is none, it takes the one with the most memory."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)
@@ -104,8 +105,8 @@ def card_for(settings: Settings) -> Card:
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
-    """Returns this machine's card, which is not in the table, with the speeds of the table's most similar card. The
-    card here is not timed, because no choice may depend on measured time (cpu_plan.py). `properties`: as from
+    """Describes this machine's GPU if the table of GPUs lacks it. Takes the speeds of the table's most similar GPU.
+    Does not time the GPU, because no choice may depend on measured time (cpu_plan.py). `properties`: as from
     torch.cuda.get_device_properties."""
     alike = min(
         CARDS.values(),

@@ -1,7 +1,7 @@
 """Predicts RAM over a whole training run, by phase and by name. A cap holds in all phases, so the largest counts.
 
     prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
-    load       weights are read or made, a part at a time; states get their memory
+    load       weights are read or made, a part at a time; optimizer states get their memory
     evaluate   the model and its states, and a forward pass
     train      the model and its states, and on the CPU gradients and activations
     save       the model and its states, and a buffer for copies from a GPU
@@ -35,8 +35,8 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that will train: bytes in use at the time of planning, and its peak until then. The
-    peak is 0 if no training follows."""
+    """Holds the RAM of the process that plans and then trains. `now_bytes`: bytes in use at the time of planning.
+    `peak_bytes`: the most that were in use until then, or 0 if no training follows."""
 
     now_bytes: int
     peak_bytes: int
@@ -45,9 +45,10 @@ class Process:
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
-    """Returns the RAM of training on a GPU, {phase: {name: bytes}}. `in_ram`: {name: bytes} of all that is copied to
-    the GPU when needed. `process_bytes`: the rest of the process. `drawn_bytes`: the largest tensor that is whole in
-    RAM while weights are made. Gradients, saved inputs and buffers get their memory after `load`."""
+    """Predicts the RAM of training on a GPU, and returns {phase of the run: {name: bytes}}. `in_ram`: {name: bytes} of
+    tensors that are stored in RAM and copied to the GPU when needed. `process_bytes`: RAM of all else in the process.
+    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. Gradients, saved inputs and buffers
+    get their memory after the phase "load"."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
@@ -64,9 +65,9 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns how many bytes of weights, states and so on may stay in RAM so that no phase of `on_a_gpu` exceeds
-    `limit_bytes`. The result is negative if training exceeds the limit even without them. The other arguments are those
-    of `on_a_gpu`."""
+    """Returns how many bytes of weights, optimizer states and so on may be stored in RAM so that no phase of `on_a_gpu`
+    exceeds `limit_bytes`. The result is negative if training exceeds the limit even without them. The other arguments
+    are those of `on_a_gpu`."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
@@ -78,17 +79,17 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
-    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take. During loading, the moments are
-    zeros and take no RAM. They take it when they are page-locked after loading."""
+    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take, such as Adam's. During loading,
+    the moments are zeros and take no RAM. They take it when they are page-locked after loading."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     total = sum(layout.values())
     return Fraction(total - layout.get("low", 0), total or 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Returns the RAM of training on the CPU, {phase: {name: bytes}}. `process_bytes`: RAM of the process without the
-    entries of `train`. `train`: {name: bytes} in use at a step's peak. `drawn_bytes`: the largest tensor that is whole
-    in RAM while weights are made."""
+    """Predicts the RAM of training on the CPU, and returns {phase of the run: {name: bytes}}. `process_bytes`: RAM of
+    the process without the entries of `train`. `train`: {name: bytes} in use at the peak of a step. `drawn_bytes`: the
+    largest tensor that is whole in RAM while weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),
@@ -105,5 +106,5 @@ def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> R
 
 
 def largest(ram: Ram) -> dict[str, int]:
-    """Returns {name: bytes} in the phase that takes the most RAM."""
+    """Returns {name: bytes} of the phase of a training run that takes the most RAM."""
     return max(ram.values(), key=lambda held: sum(held.values()))

@@ -1,9 +1,11 @@
-"""Executes each operation of a training step once per shape, then replays its allocations onto the recorder's tape.
+"""Speeds up the simulation of a training step: executes each operation once per shape, and replays its allocations
+later.
 
-A step repeats a few computations: a segment's forward and backward, the head, the embeddings, a piece's update.
-`ReplayedOperations` replaces the step's operations (core/operations.py). A replay returns new tensors without data, as
-the executed operation did. Whole groups of micro-batches are replayed too. A test compares this tape, entry by
-entry, with the tape of a step that executes every operation.
+A step repeats a few computations: forward and backward of a segment (some blocks), the head, the embeddings, and the
+update of some weights. `ReplayedOperations` replaces the step's operations (core/operations.py). A replay appends the
+allocations and frees to the recorder's list of them, the tape. It returns new tensors without data, as the executed
+operation did. Whole groups of micro-batches are replayed too. A test compares this tape, entry by entry, with the tape
+of a step that executes every operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor that an executed call returned: the storage that it views, and how it views it."""
+    """Describes a tensor that a recorded call returned: its storage, and its shape, strides and offset there."""
 
     storage: int  # its number in the recording of the call; -1 - n: the storage of argument n
     size: int  # bytes of the storage
@@ -41,8 +43,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds the recording of an operation that was executed once. Later calls replay its allocations, and return new
-    tensors like its results."""
+    """Holds the recording of an operation that was executed once. Later calls replay the recorded allocations, and
+    return new tensors like the recorded results."""
 
     region: Region  # its allocations
     leaves: list  # of its result, with a _Place for each tensor that is new or views an argument
@@ -50,10 +52,10 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Takes the place of Operations in a simulated step. Executes each operation once per shape, and records its
-    allocations and time. Later calls replay this recording. `known`: dict in which recordings are stored. If it is
-    None, stores nothing and executes all operations. `functions`: returns a context in which the device's functions
-    (DeviceModel) replace PyTorch's."""
+    """Replaces the Operations of a training step (such as the forward pass of some blocks) in a simulation. Executes
+    each operation once per shape, and records its allocations and time. Later calls replay this recording. `known`:
+    dict in which recordings are cached. If it is None, caches nothing and executes all operations. `functions`: returns
+    a context in which the device's functions (DeviceModel) replace PyTorch's."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -83,7 +85,7 @@ class ReplayedOperations:
 
     def group(self, run: Callable, *key):
         """Returns `run()`, which runs a group of micro-batches forward and backward. Executes it once for each `key`
-        and each set of parts that have gradients, and replays it later."""
+        and for each set of weights that have gradients already. Later calls replay its allocations."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -154,11 +156,11 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes `segment` forward and backward twice, on a temporary tape that is dropped. The recordings stay, so
-        that the step can replay both passes. A replayed forward makes no graph, so it needs a recording of its
-        backward. The first backward allocates the gradients' accumulators, and the second adds to them. Does nothing if
-        a segment with the same key (`_kind`) and input shape was rehearsed before, or if nothing is stored (`known` is
-        None)."""
+        """Executes `segment` (consecutive blocks) forward and backward twice, off the recorder's tape (its list of
+        allocations). The recordings stay, so that the step can replay both passes. A replayed forward makes no graph,
+        so it needs a recording of its backward. The first backward allocates the gradients' accumulators, and the
+        second adds to them. Does nothing if a segment with the same key (`_kind`) and input shape was rehearsed before,
+        or if nothing is cached (`known` is None)."""
         key = ("rehearsed", *self._kind(segment, extras), hidden.shape)
         if self._known is None or key in self._known:
             return
@@ -181,9 +183,9 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a key of a segment. Segments with equal keys make equal allocations: their blocks are alike
-        (kind_of), and save the same for backward. `extras`: for each block, its arguments other than its input. For
-        equal keys, they come from token ids of equal shapes."""
+        """Returns a cache key of a segment (consecutive blocks that are recomputed together). Segments with equal keys
+        make equal allocations: their blocks are alike (kind_of), and save the same for backward. `extras`: for each
+        block, its arguments other than its input. For equal keys, they come from token ids of equal shapes."""
         kinds = tuple(self._kinds[index] for index in segment.blocks)
         return segment.keep, kinds, segment.blocks.start == 0, self._shapes[id(extras)]
 
@@ -196,10 +198,11 @@ class ReplayedOperations:
     ):  # fmt: skip
         """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
 
-        On the tape, new storages get the name `name`. The result's storage gets the name `renamed`, unless that is
-        None. `parts`: parts to which `call` adds gradients; it makes their accumulators if they have none. `arguments`:
-        input tensors of `call`, which it may return. `forward`: the forward pass whose graph `call` frees, None if it
-        frees none. It is a Region if it was executed, and the number of its first storage if it was replayed.
+        On the tape (the list of allocations), new storages get the name `name`. The result's storage gets the name
+        `renamed`, unless that is None. `parts`: weights to whose gradients `call` adds; it allocates missing
+        accumulators. `arguments`: input tensors of `call`, which it may return. `forward`: the forward pass whose graph
+        `call` frees, None if it frees none. It is a Region if it was executed, and the number of its first storage if
+        it was replayed.
         """
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
@@ -239,10 +242,10 @@ class ReplayedOperations:
         self._known[key] = _Known(region, list(map(place, leaves)), structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of the replayed call `known`, as new tensors without data. `base`: the tape's number of
-        the first storage that this replay allocates. `arguments`: input tensors of the call. A result may share the
-        storage of one of them. `held`: whether autograd keeps the results until the call's backward pass. If so,
-        freeing them earlier is not recorded."""
+        """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the first
+        storage that this replay allocates on the tape (the list of allocations). `arguments`: input tensors of the
+        call. A result may share the storage of one of them. `held`: whether autograd keeps the results until the call's
+        backward pass. If so, freeing them earlier is not recorded."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:

@@ -1,15 +1,15 @@
-"""Searches for the fastest layout of a step that fits into given GPU memory and RAM.
+"""Searches for the fastest layout of a training step that fits into given GPU memory and RAM.
 
-    for each Choices:                      in the order of choices.py
+    for each Choices (set of layouts):     in the order of choices.py
         for micro_batch:                   from the smallest on, until nothing fits
-            for group:                     from the smallest on, as long as copies are waited for and that is faster
-                for segment_blocks:        from the shortest on, as long as a longer one is faster
-                    bisect units_on_gpu:   until no copies are waited for
-                        bisect `kept`:     the most that blocks can keep for backward
+            for group of micro-batches:    from the smallest on, as long as copies are waited for and that is faster
+                for blocks per segment:    from one on, as long as recomputing more blocks together is faster
+                    bisect units_on_gpu:   blocks whose states are stored there, until no copies are waited for
+                        bisect `kept`:     the most that blocks can save for backward
 
-Figures come from simulated steps, which do not depend on caps. Choices are skipped if they are not expected to beat the
-best layout so far. A loop stops if the next layout is no faster. Tests compare the search with trying every layout
-(docs/planning.md).
+Figures come from simulated steps, which do not depend on memory caps. Choices are skipped if they are not expected to
+beat the best layout so far. A loop stops if the next layout is no faster. Tests compare the search with trying every
+layout (docs/planning.md).
 """
 
 from bisect import bisect_left
@@ -27,8 +27,9 @@ _TRIES = 5  # guesses at the largest `kept` that fits, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Holds two limits in bytes, None for no limit. `gpu` limits all memory that a layout allocates on the GPU. `ram`
-    limits the weights, states and so on that are in RAM and copied to the GPU when needed."""
+    """Holds two memory limits of a training step in bytes, None for no limit. `gpu` limits all memory that the step
+    allocates on the GPU. `ram` limits the weights, optimizer states and other tensors that are stored in RAM and copied
+    to the GPU when needed."""
 
     gpu: int | None
     ram: int | None
@@ -36,7 +37,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout that the search has found, its simulated step, and its column (columns.py)."""
+    """Holds a layout of a training step that the search has found, its simulation, and its column (a set of similar
+    layouts)."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -44,8 +46,8 @@ class Found:
 
     @property
     def units_on_gpu(self) -> int:
-        """Returns the number of units on the GPU, as `Choices.units_on_gpu` counts them. These are units with weights
-        there if the layout has weights in RAM. Otherwise they are units with optimizer states there."""
+        """Returns the number of units (such as blocks) that are stored on the GPU. These are units with weights there
+        if the layout has weights in RAM. Otherwise they are units with optimizer states there."""
         return self.layout.states_on_gpu if self.layout.weights_on_gpu is None else self.layout.weights_on_gpu
 
     @property
@@ -58,9 +60,9 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, `one` if both are equally fast. Either may be None; returns None if both are.
-    If either has states on a disk and their times differ by at most 0.2%, returns the one with fewer bytes on the disk.
-    If these are equal, too, returns the one with less computing time."""
+    """Returns the faster of two layouts, `one` if both are equally fast. Ignores a layout that is None; returns None if
+    both are. If either has optimizer states on a disk and their times differ by at most 0.2%, returns the one with
+    fewer bytes on the disk. If these bytes are equal, too, returns the one with less computing time."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -71,10 +73,11 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout whose allocated bytes fit into `room`. `failed`: pairs (found, kept) for layouts
-    whose allocated bytes fit, but which run out of memory in the model of the allocator. Layouts of the same column
-    that keep at least `kept` for backward (Layout.kept) are taken to run out, too. The search skips those that also
-    have at least as many units on the GPU as `found`."""
+    """Searches for the fastest layout of a step whose allocated bytes fit into `room`, limits of GPU memory and RAM.
+    `failed`: pairs (found, kept) for layouts whose allocated bytes fit, but which run out of memory in the model of the
+    caching allocator. The search skips similar layouts (of the same column) that need as much memory or more. These
+    save at least `kept` for backward (Layout.kept), and store at least as many units (such as blocks) on the GPU as
+    `found`."""
 
     columns: Columns
     room: Room
@@ -82,8 +85,8 @@ class Search:
     _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `choices`, or `best` if none is faster. Returns None if nothing fits and `best`
-        is None."""
+        """Returns the fastest layout in the set `choices`, or `best` if none is faster. Returns None if nothing fits
+        and `best` is None."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -118,7 +121,7 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of a column (columns.py), None if nothing fits. If no layout of the column is
+        """Returns the fastest layout of `column` (a set of similar layouts), None if nothing fits. If none of them is
         expected to be faster than `best`, returns any that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
@@ -139,8 +142,8 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with `fewest` to `most` units on the GPU, found by bisection. With more units
-        there, a step waits less for copies. But less memory is left for tensors that blocks keep for backward, so more
+        """Returns the fastest layout with `fewest` to `most` units (such as blocks) stored on the GPU, found by
+        bisection. With more units there, a step waits less for copies. But less memory is left for activations, so more
         is recomputed. So a step's time first falls with the number of units, until no copy is waited for, and then
         rises. Stops early if no layout left is expected to beat `best`."""
         fastest = found = self._with_most_kept(column, fewest)
@@ -165,8 +168,8 @@ class Search:
         return fastest
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU with which some layout of the column fits into GPU memory and RAM, in
-        ascending order. Tries only layouts whose blocks keep the least for backward."""
+        """Returns each number of units (such as blocks) that the GPU can store, in ascending order. With such a number,
+        some layout of `column` fits into GPU memory and RAM. Tries only layouts that save the least for backward."""
         if column not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]
@@ -174,8 +177,8 @@ class Search:
 
     def _least_disk_seconds(self, column: Column) -> float:
         """Returns a lower bound for the seconds of a step of any layout in `column`: the time in which the disk reads
-        and writes the states on it. Counts the layout with the most units on the GPU, which has the fewest states on
-        the disk. Returns 0 if states may not be on a disk, or if nothing fits."""
+        and writes the optimizer states on it. Counts the layout with the most units (such as blocks) on the GPU, which
+        has the fewest states on the disk. Returns 0 if states may not be on a disk, or if nothing fits."""
         fitting, simulations = self.fitting(column) if column.choices.disk else (), self.columns.simulations
         if not fitting:
             return 0.0
@@ -183,25 +186,25 @@ class Search:
         return 2 * simulations.bytes_on_disk(layout) / simulations.target.disk
 
     def _fitting_ram(self, column: Column) -> list[int]:
-        """Returns each number of units on the GPU with which RAM is large enough for the other units. If the Choices
-        allow a disk, states that do not fit into RAM are there. Returns all numbers if there is no RAM limit. Also
-        returns them if the column certainly exceeds the GPU memory; then nothing is simulated for it."""
+        """Returns each number of units (such as blocks) on the GPU with which RAM has room for the other units. If the
+        Choices allow a disk, optimizer states that do not fit into RAM are there. Returns all numbers if there is no
+        RAM limit. Also returns all if the column certainly exceeds the GPU memory; then simulates nothing."""
         numbers, limit = column.choices.units_on_gpu, self.room.ram
         if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
             return list(numbers)
         return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
     def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
-        """Returns the layout with this number of units on the GPU that keeps the most for backward and fits. If memory
-        is left for more units on the GPU, returns the layout with as many as fit."""
+        """Returns the layout with `units_on_gpu` units (such as blocks) on the GPU that saves the most for backward and
+        fits. If memory is left for more units on the GPU, returns the layout with as many as fit."""
         kept, units = self._most_kept(column, units_on_gpu), units_on_gpu
         while units < column.choices.units_on_gpu[-1] and self._fits(column, kept, units + 1):
             units += 1
         return self._found(column, kept, units)
 
     def _layout(self, column: Column, kept: int, units_on_gpu: int) -> Layout:
-        """Returns the layout of `column` with these two numbers, and with the states of as few units on a disk as RAM
-        allows."""
+        """Returns the layout of `column` that saves `kept` for backward (Layout.kept) and stores `units_on_gpu` units
+        (such as blocks) on the GPU. As few units as RAM allows have their optimizer states on a disk."""
         on_disk = self.columns.least_on_disk(column, units_on_gpu, self.room.ram)
         return replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
 
@@ -210,8 +213,8 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column)
 
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the largest amount kept for backward (Layout.kept) that fits into GPU memory with this number of
-        units there. The column's smallest amount must fit."""
+        """Returns the largest `kept` (Layout.kept: how much blocks save for backward) with which a layout of `column`
+        fits into GPU memory. The layout has `units_on_gpu` units there. The column's smallest `kept` must fit."""
         columns, least = self.columns, column.least_kept
         after = columns.most_kept(column) + 1
         known = columns.known_kept(column)
@@ -227,9 +230,9 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the amount kept for backward (Layout.kept) to try next. `fits`: the largest amount that is known to
-        fit. `beyond`: the smallest that is known not to fit, or the first that the column does not allow. The result is
-        between them. Returns `fits` if no larger amount is expected to fit."""
+        """Returns the `kept` (Layout.kept: how much blocks save for backward) to try next. `fits`: the largest value
+        that is known to fit. `beyond`: the smallest that is known not to fit, or the first that the column does not
+        allow. The result is between them. Returns `fits` if no larger value is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

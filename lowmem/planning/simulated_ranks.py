@@ -1,13 +1,13 @@
-"""Simulates one of several ranks (core/shares.py): memory and time of gathering weights and summing gradients.
+"""Simulates one of several ranks that train together: memory and time of all-gathering weights and summing gradients.
 
-PyTorch's FSDP2 gathers a unit's weights into a buffer. It copies them into a tensor whose views are the model's
-parameters, and frees the buffer. Here the tape records the buffer and that tensor. The parameters are views of a third
-tensor, which is not on the tape.
+PyTorch's FSDP2 gathers the weights of a unit (such as a block) into a buffer. It copies them into a tensor whose views
+are the model's parameters, and frees the buffer. Here the tape (the list of allocations) has the buffer and that
+tensor. The parameters are views of a third tensor, which is not on the tape.
 
 A rank's link to other ranks makes one transfer after the other. Without NVLink every byte goes through the machine's
-RAM: it is written there and read again, for all cards at once. So the link is as fast as a copy over the bus or, if
-that is slower, the card's share of half the RAM's speed. A second link, which all cards of a machine share, leads to
-other machines.
+RAM: it is written there and read again, for all GPUs at once. So the link is as fast as a copy over the bus or, if that
+is slower, the GPU's share of half the RAM's speed. A second link, which all GPUs of a machine share, leads to other
+machines.
 """
 
 import math
@@ -28,8 +28,8 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 
 @dataclass(frozen=True)
 class Mesh:
-    """Describes the ranks that train together. `sharing` ranks store one copy of the model together, and there are
-    `replicas` such copies. `network`: bytes per second that each of the `machines` receives from the others."""
+    """Describes the ranks that train together. One copy of the model is sharded over `sharing` ranks, and there are
+    `replicas` copies. `network`: bytes per second that each of the `machines` receives from the others."""
 
     sharing: int = 1
     replicas: int = 1
@@ -41,9 +41,9 @@ class Mesh:
         return self.sharing * self.replicas
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
-        """Returns {Among: bytes per second}: the rate at which a rank receives from the others in a collective of these
-        ranks. `bus`: bytes per second of a copy from RAM to its card. `link`: bytes per second between cards of a
-        machine, None if they send through RAM."""
+        """Returns {Among: bytes per second that a rank receives in a collective}. Among.SHARES are the ranks that shard
+        one copy of the model, and Among.REPLICAS those with the same shard. `bus`: bytes per second of a copy from RAM
+        to a GPU. `link`: bytes per second between GPUs of a machine, None if they send through RAM."""
         on_each = self.count // self.machines
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
         outside = min(inside, self.network / on_each)
@@ -54,8 +54,8 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the first rank of `mesh`, whose batch is this rank's part of the whole batch. `rates`: bytes per second
-    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its card was idle only because
+    """Simulates the collectives of the first rank of `mesh`, the ranks that train together. `rates`: bytes per second
+    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its GPU was idle only because
     of transfers between ranks. `sent_bytes`: how many bytes it has sent so far."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
@@ -101,9 +101,10 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. It
-        begins when the link is idle and the card has done its earlier work. Transfers inside one `with` statement of
-        `beside` follow each other. Does not wait. Returns the simulated time at which the transfer ends."""
+        """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. The
+        transfer begins when the link is idle and the GPU has done its earlier work. Transfers inside one `with`
+        statement of `beside` follow each other. Does not wait. Returns the simulated time, in seconds, at which the
+        transfer ends."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
@@ -114,9 +115,10 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Simulates the memory and time of gathering one unit's matrices, `part`, from all ranks. Records the all-gather's
-    buffer and the gathered copy on the tape, and the transfer on the rank's link. `parameters`: {name: the model's
-    parameter} of `part`. Makes these parameters views of a tensor that takes no simulated memory."""
+    """Simulates the memory and time of an all-gather of `part`, the matrices of one unit (such as a block). Records the
+    buffer and the gathered copy on the tape (the list of allocations), and the transfer on the rank's link.
+    `parameters`: {name: the model's parameter} of `part`. Makes these parameters views of a tensor that takes no
+    simulated memory."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)

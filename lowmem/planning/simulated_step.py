@@ -1,13 +1,14 @@
-"""Simulates the training step on tensors without data, and predicts its allocations and its time on a card.
+"""Simulates the training step on tensors without data, and predicts its allocations and its time on a GPU.
 
-`record_step` executes the `TrainingStep` that trains, with its store, on meta tensors (recorder.py). It makes an
-evaluation, with which training begins, then two optimizer steps. The second step applies the updates of the first, as
-all later ones do. With states on a disk there are two more steps, because late writes of one step delay the next. The
-layout fits if the tape of allocations completes under the cap (cudasim/tape.py).
+`record_step` executes the `TrainingStep` that trains, on meta tensors (recorder.py). It makes an evaluation, with which
+training begins, then two optimizer steps. The second step applies the updates of the first, as all later ones do. With
+optimizer states on a disk there are two more steps, because late writes of one step delay the next. The step fits if
+its tape (list of allocations) completes under the memory cap (cudasim/tape.py).
 
-The search records many layouts. To save time, their first step has one micro-batch. It is left out if a step applies
-its own updates (Fate DROPPED or APPLIED). Then reserved bytes may be off by a page or two; `whole_first_step` makes
-them exact. The CUDA context is not simulated, nor are saving and export, which take less GPU memory than training.
+The search for a plan records many steps. To save time, the first step has one micro-batch. It is left out if a step
+applies its own updates (Fate DROPPED or APPLIED). Then reserved bytes may be off by a page or two; `whole_first_step`
+makes them exact. The CUDA context is not simulated, nor are saving and export, which take less GPU memory than
+training.
 """
 
 import math
@@ -59,9 +60,9 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 class Target:
     """Describes the device that a step is simulated for. Rates are bytes per second.
 
-    `device_model`: its operators. `update`: the function that updates weights. `fused_kernels`: the kernels that
-    decoders use there. `copies`, `link` and `disk`: rates of copies over the bus, from other cards, and of a disk.
-    `least_positions`: a micro-batch with fewer positions takes no less time.
+    `device_model`: memory and time of its operators. `update`: the function that updates weights. `fused_kernels`: the
+    kernels that decoders use there. `copies`, `link` and `disk`: rates of copies over the bus, from other GPUs, and of
+    a disk. `least_positions`: a micro-batch with fewer positions (tokens and padding) takes no less time.
     """
 
     device_model: DeviceModel
@@ -74,7 +75,8 @@ class Target:
 
 
 class CpuAttention(TorchFunctionMode):
-    """Makes attention on meta tensors run PyTorch's operator for the CPU. Attention with dropout stays as it is."""
+    """Makes scaled_dot_product_attention on meta tensors call PyTorch's operator for the CPU. Calls that this operator
+    does not support, such as those with dropout, stay as they are."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -93,8 +95,8 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Returns the target for a GPU of this kind. `fused_kernels`: those that run; None: those expected to run on the
-    card. `disk_bytes_per_second`: rate of the disk for states."""
+    """Describes a GPU of the kind `card` to the simulation. `fused_kernels`: lowmem's kernels that run there; None:
+    those expected to run on the card. `disk_bytes_per_second`: rate of the disk for optimizer states."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -104,13 +106,13 @@ def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_
 
 
 def cpu_target() -> Target:
-    """Returns the target for training on the CPU. Its operations take no simulated time."""
+    """Describes training on the CPU to the simulation. Operations on the CPU take no simulated time."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 class _ReplayedStep(TrainingStep):
-    """Replays whole groups of micro-batches in a simulation. Does so only if gradients are held on the GPU, and no copy
-    or pending update makes groups differ."""
+    """Simulates a training step, and replays the recorded allocations of whole groups of micro-batches. Replays groups
+    only if gradients are held on the GPU, and if no copy or pending update makes groups differ."""
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         run = partial(super()._group, work, gradients)
@@ -122,8 +124,8 @@ class _ReplayedStep(TrainingStep):
 
 @dataclass(frozen=True)
 class StepCase:
-    """Holds a training step to be simulated: the length of sequences in tokens (`seq`), their number (`batch`), layout,
-    optimizer, and so on."""
+    """Describes a training step to be simulated: the length of sequences in tokens (`seq`), their number (`batch`), the
+    layout (how the step is cut, and where tensors are stored), the optimizer, and so on."""
 
     seq: int
     batch: int  # of one rank
@@ -145,9 +147,9 @@ class StepCase:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of a simulation. `tape`: allocations of all its steps. `began`: time on the simulated clock at
-    which the last step began. `seconds` and `waiting_seconds` are those of the last step, which is like all later
-    ones."""
+    """Holds the results of simulated training steps. `tape`: allocations and frees of all steps, in order. `began`:
+    time on the simulated clock at which the last step began. `seconds` and `waiting_seconds` are those of the last
+    step, which is like all later ones."""
 
     tape: Tape
     began: float
@@ -176,12 +178,12 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and two steps of `case`, or four with states on a disk. The times in the result are those
-    of the last step. The first step has one micro-batch, and is left out if steps apply their own updates. With
-    `whole_first_step`, it always runs with the whole batch, and the last step's updates are made at the end. `known`:
-    dict of executed operations to replay, for one decoder, sequence length, dtype and target. If it is None, executes
-    all. The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for other kernels than
-    the target's."""
+    """Simulates an evaluation and two training steps of `case`, or four with optimizer states on a disk. The times in
+    the result are those of the last step. The first step has one micro-batch, and is left out if steps apply their own
+    updates. With `whole_first_step`, it always runs with the whole batch, and the last step's updates are made at the
+    end. `known`: dict that caches executed operations, for one decoder, sequence length, dtype and target. If it is
+    None, executes all. The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for
+    other kernels than the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -237,7 +239,7 @@ def record_step(
 
 
 def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
-    """Tells `recorder` of the tensors that are on the device before the first step."""
+    """Tells `recorder` which tensors are on the device before the first step: buffers, weights and optimizer states."""
     for buffer in decoder.model.buffers():
         recorder.note(buffer, "buffers")
     for part in store.parts:
@@ -248,7 +250,7 @@ def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
     """Returns four fields of SimulatedStep, in bytes: in_ram, state_bytes, disk_bytes and weight_bytes. Counts the
-    tensors of `store`, and the buffers of `step`."""
+    weights, states and gradients in `store`, and the buffers of `step`."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -277,6 +279,6 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [entries] that stands in for one in RAM. All its entries share the memory of one number.
+    """Returns a tensor [entries] that stands in for a tensor in RAM. All its entries share the memory of one number.
     `host_tensor` would allocate RAM for all of them."""
     return torch.zeros(1, dtype=dtype).expand(entries)

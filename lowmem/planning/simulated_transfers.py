@@ -1,11 +1,11 @@
-"""Simulates the transfers of a step (core/transfers.py): moves clocks instead of data. An event is a point in time.
+"""Simulates a training step's copies between RAM, GPU and disk: moves simulated clocks instead of data.
 
-Each direction of the bus is an engine that makes one copy after the other. A copy starts when its engine is free, the
-host has issued it, and all events that its lane (CUDA stream) waits for have happened. Updates that run concurrently
-still delay other kernels by all of their time.
+An event is a point in simulated time. Each direction of the bus is an engine that makes one copy after the other. A
+copy starts when its engine is free, the host has issued it, and all events that its lane (CUDA stream) waits for have
+happened. Updates that run concurrently still delay other kernels by all of their time.
 
-With states on a disk, the host waits for pages that were read ahead, and copies pages to and from the page cache. The
-disk makes one read or write after the other.
+With optimizer states on a disk, the host waits for pages that were read ahead, and copies pages to and from the page
+cache. The disk makes one read or write after the other.
 
 The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
 always. Not simulated: the host's time to issue a copy (tens of microseconds), and copies of memory that is not
@@ -33,8 +33,9 @@ class SimulatedTransfers(Transfers):
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """Sets the rates of the bus in both directions, and of the disk. `concurrent`: whether updates have their own
-        lane (CUDA stream). `host_buffer`: a function that allocates a buffer in RAM for copies between disk and GPU."""
+        """Sets the rates of the bus in both directions, and of the disk. `concurrent`: whether optimizer updates have
+        their own lane (CUDA stream). `host_buffer`: a function that allocates a buffer in RAM for copies between disk
+        and GPU; None if there is no disk."""
         self.host_buffer = host_buffer
         self.exposed_seconds = 0.0
         self.busy_seconds = {IN: 0.0, OUT: 0.0}
@@ -92,16 +93,16 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True if `lane` is UPDATES and updates have their own CUDA stream. Without one, they run on the lane
-        COMPUTE."""
+        """Returns True if `lane` is UPDATES and optimizer updates have their own CUDA stream. Without one, they run on
+        the lane COMPUTE."""
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """Simulates that the disk reads or writes `size_bytes`, without waiting. Returns the simulated time at which it
-        is done."""
+        """Simulates that the disk reads or writes `size_bytes`. Does not wait. Returns the simulated time, in seconds,
+        at which the disk is done."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

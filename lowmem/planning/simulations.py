@@ -1,6 +1,7 @@
-"""Simulates layouts of one decoder's step, each once: seconds, allocated bytes and the smallest cap.
+"""Simulates one training step in different layouts (how the batch is cut, and where tensors are stored).
 
-These figures do not depend on the given caps, so the search may ask for them in any order.
+Predicts each layout's time, allocated GPU bytes and the smallest memory cap that suffices, and caches the results. They
+do not depend on the user's caps, so the search may ask for them in any order.
 """
 
 import math
@@ -21,9 +22,9 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's training step on one target device, in different layouts, and stores the results.
-    `make_decoder` makes the decoder. `base` describes the step. Methods that take a layout simulate `base` with this
-    layout."""
+    """Simulates one decoder's training step on one target device, in different layouts, and caches the results. A
+    layout says how the batch is cut, what is recomputed, and where tensors are stored. `make_decoder` makes the
+    decoder. `base` describes the step. Methods that take a layout simulate `base` with this layout."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -42,21 +43,22 @@ class Simulations:
         self._runs: dict[Layout, dict[float, Memory | None]] = {}  # by layout, then by cap
 
     def changed(self, **fields) -> "Simulations":
-        """Returns simulations of another step: `base` with these fields changed. They share no results with this
-        object."""
+        """Returns a new Simulations object for a changed training step: `self.base` with `fields` replaced. The new
+        object has an empty cache."""
         return Simulations(self._make_decoder, replace(self.base, **fields), self.target)
 
     def case(self, layout: Layout) -> StepCase:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while weights are made. `init` "random" makes
-        each parameter whole, in fp32. Pretrained weights are read in small pieces, so this is 0."""
+        """Returns the bytes of the largest tensor that is whole in RAM while weights are made. With `init` "random",
+        each parameter is made whole, in fp32. Returns 0 for pretrained weights, which are read in small pieces."""
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
-        """Returns a layout's simulated step. With `whole_first_step`, its first optimizer step is not shortened
-        (record_step). Then reserved bytes are exact, and the simulation takes twice as long."""
+        """Returns the simulated step for `layout`, from the cache if it is there. With `whole_first_step`, the first
+        optimizer step is not shortened (record_step). Then reserved bytes are exact, and the simulation takes twice as
+        long."""
         key = layout, whole_first_step
         if key not in self._steps:
             self._steps[key] = record_step(
@@ -82,27 +84,27 @@ class Simulations:
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns the number of sequences that pass a segment together. These are all sequences of a group or, with
-        several ranks, of one rank."""
+        """Returns the number of sequences that pass a block before the next block runs. These are all sequences of a
+        group (of micro-batches) or, with several ranks, all sequences of one rank."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Returns the bytes of the slots. These are the buffers on the GPU into which optimizer states are copied from
-        RAM."""
+        """Returns the bytes of the buffers on the GPU (slots) into which optimizer states are copied from RAM."""
         streamed = self.base.layout
         resident = replace(streamed, states_on_gpu=self.units)
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
 
     def allocated_bytes(self, layout: Layout) -> int:
-        """Returns the peak of the bytes that tensors take on the GPU, without the allocator's waste."""
+        """Returns the peak of the bytes that tensors take on the GPU in a step with this layout. Leaves out memory that
+        the caching allocator wastes."""
         if layout not in self._peaks:
             self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING, self._summaries)
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Returns a layout's memory figures under a cap, by the model of the allocator. `limit_bytes`: the cap, None
-        for no cap. Returns None if memory runs out."""
+        """Returns the memory figures of a step with this layout, by the model of the caching allocator. `limit_bytes`:
+        the memory cap, None for no cap. Returns None if memory runs out."""
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
             same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
@@ -115,26 +117,27 @@ class Simulations:
         return known[limit]
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures of a layout under a cap, and this cap in bytes. Tries `widest`, the `smaller`
-        caps, and caps between them in steps of 8 MiB, the largest first. Takes the first cap under which the layout
-        completes. If all fail, takes `smallest_cap_bytes`. A layout may complete only under a smaller cap, because the
-        allocator then frees its cache at another time."""
+        """Returns the memory figures of a step with this layout under a memory cap, and this cap in bytes. Tries
+        `widest`, the `smaller` caps, and caps between them in steps of 8 MiB, the largest first. Takes the first cap
+        under which the step completes. If all fail, takes `smallest_cap_bytes`. A step may complete only under a
+        smaller cap, because the caching allocator then frees its cache at another time."""
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the simulated allocator does not run out of memory under a cap of `limit_bytes` (None: no
-        cap)."""
+        """Returns True if a step with this layout completes in the model of the caching allocator, under a memory cap
+        of `limit_bytes` (None: no cap)."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if the layout completes under a cap of `limit_bytes` (None: no cap), or under a smaller one. A
-        layout may fail under a cap and complete under a smaller one, so a few smaller caps are tried. Also returns True
-        if the layout reserves at most `limit_bytes` without a cap, because training sets a slightly larger cap."""
+        """Returns True if a step with this layout completes under a memory cap of `limit_bytes` (None: no cap), or
+        under a smaller one. A step may fail under a cap and complete under a smaller one, so a few smaller caps are
+        tried. Also returns True if the step reserves at most `limit_bytes` without a cap, because training sets a
+        slightly larger cap."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:
@@ -143,10 +146,10 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns a cap in bytes under which the layout completes. It is a whole number of MiB, and a few thousandths
-        above the smallest such cap. Bisects between the bytes allocated and those reserved without a cap. The bisection
-        may miss the smallest cap: a layout may complete under one cap and fail under a larger one. Caps decide when the
-        allocator frees its cache."""
+        """Returns a memory cap in bytes under which a step with this layout completes. It is a whole number of MiB, and
+        a few thousandths above the smallest such cap. Bisects between the bytes allocated and those reserved without a
+        cap. The bisection may miss the smallest cap: a step may complete under one cap and fail under a larger one.
+        Caps decide when the allocator frees its cache."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
