@@ -33,9 +33,10 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class _Arena:
-    """Divides the addresses of one pool (small or large requests) on one stream into ranges. `used`, `free` and
-    `unmapped` are dicts {address: bytes} of ranges in use, of free ranges, and of an expandable segment's ranges
-    without mapped pages. Free ranges next to each other are merged, and so are unmapped ones."""
+    """Models the addresses of one pool (small or large requests) of the caching allocator on one CUDA stream, as
+    ranges. `used`, `free` and `unmapped` are dicts {address: bytes}. They have ranges in use, free ranges, and an
+    expandable segment's ranges without mapped pages. Free ranges next to each other are merged, and so are unmapped
+    ones."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -48,7 +49,7 @@ class _Arena:
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the free range to take `size` bytes from, None if no range is large
+        """Returns the index in `by_size` of the free range from which to take `size` bytes, None if no range is large
         enough."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
@@ -105,8 +106,8 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps pages under the first `size` bytes of the unmapped range at `address`, and adds them as a free range.
-        Returns the number of bytes mapped: `size` rounded up to whole pages."""
+        """Maps pages under the first `size` bytes of the unmapped range at `address`, and adds these pages as a free
+        range. Returns the number of bytes mapped: `size` rounded up to whole pages."""
         mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -115,7 +116,7 @@ class _Arena:
 
     def unmap_pages(self, address: int) -> int:
         """Unmaps the pages that are wholly inside the free range at `address`. Returns the number of bytes unmapped, 0
-        if no page is."""
+        if there is no such page."""
         last = address + self.free[address]
         begin, end = round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -129,7 +130,7 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address from which on `size` bytes are free or unmapped, so that mapping the unmapped ones
+        """Returns the lowest address after which `size` bytes are free or unmapped, so that mapping the unmapped ones
         makes room. Either an unmapped range begins there, or a free range with an unmapped one directly behind it."""
         for address in sorted(self.unmapped):
             start = end = self._starts.get(address, address)
@@ -140,8 +141,8 @@ class _Arena:
         raise AssertionError("the address space of an expandable segment has an end")
 
     def release_segment(self, address: int) -> int:
-        """Returns the segment at `address` to the driver if it is wholly free. Returns the number of bytes released, 0
-        if it is not. A free range must begin at `address`."""
+        """Gives the segment at `address` back to the driver if all of it is free. Returns the number of bytes released,
+        0 if a part is in use. A free range must begin at `address`."""
         size = self.free[address]
         if self.segments.get(address) != size:
             return 0
@@ -153,7 +154,7 @@ Block = tuple[_Arena, int]  # an arena, and the address of a range in use
 
 
 class CachingAllocator:
-    """Models the caching allocator of one GPU, for any number of streams. All figures are bytes.
+    """Models PyTorch's caching allocator of one GPU, for any number of streams. All figures are bytes.
 
     `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``; None means no cap. `growth`
     lists [operation, bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or

@@ -1,9 +1,9 @@
 """Applies CUDA's autocast rules to tensors without data.
 
 `torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. So
-CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Products and attention run
-in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is made once. It lives until autocast ends
-and backward has used it.
+CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Matmuls and attention run
+in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is cached. The cache is cleared when autocast
+ends, and backward may hold the copy longer.
 
 CUDA has rules for operators. Here functions that are written in Python have rules, too: cross_entropy, not only the
 nll_loss inside. A test compares the names with PyTorch's own test lists. Functions of those lists without a rule here
@@ -50,7 +50,8 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 class CudaAutocast(TorchFunctionMode):
     """Simulates torch.autocast("cuda", dtype) around a forward pass. A dtype of None switches autocast off inside
-    another one. Raises InputError if a function in REFUSED is called, or one in WIDEST with different float dtypes."""
+    another one. Raises InputError if a function without a rule here (in REFUSED) is called. Also raises it if a
+    function that casts to the widest dtype (in WIDEST) gets different float dtypes."""
 
     _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one, which is the last, decides
 

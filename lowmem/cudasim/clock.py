@@ -19,7 +19,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes the clocks, by the four numbers above."""
+    """Describes how a region (a sequence of operations) changes two clocks: the host's time h, and the time g at which
+    the GPU will have finished all launched work. h' = max(h + host, g + wait), and g' = max(h + lead, g + gpu), in
+    seconds."""
 
     host: float
     gpu: float
@@ -28,12 +30,12 @@ class Span:
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation on both clocks. It takes the host `host` seconds and the GPU `gpu`
-        seconds. If `gpu` is 0, no kernel is launched."""
+        """Returns the effect of one operation on the clocks of host and GPU. The operation takes the host `host`
+        seconds and the GPU `gpu` seconds. If `gpu` is 0, no kernel is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
-        """Returns the effect of this region followed by the region `other`."""
+        """Returns the effect on the clocks of this region (a sequence of operations) followed by the region `other`."""
         return Span(
             host=max(self.host + other.host, self.lead + other.wait),
             gpu=max(self.gpu + other.gpu, self.wait + other.lead),

@@ -1,7 +1,7 @@
-"""Runs CUDA's operators in place of PyTorch's generic ones, and computes the workspaces of matrix products.
+"""Makes meta tensors use the operators that PyTorch uses on CUDA, and computes the workspaces of matmuls.
 
 For meta tensors, PyTorch takes its generic path. On a GPU some functions are fused operators, which save other tensors
-for backward. `CudaFunctions` runs the fused operators. temporaries.py has the memory that kernels take while they run.
+for backward. `CudaFunctions` calls the fused operators. temporaries.py has the memory that kernels take while they run.
 
 Each function names its source below aten/src/ATen, and the version that was read. "2.13" is the version that torch
 2.13.0 installs. "recent" is close to it, and "main" is newer. tests/cuda compares all replaced functions with PyTorch
@@ -35,9 +35,9 @@ CUBLAS_OPERATORS = {
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Replaces PyTorch's generic functions by the operators that PyTorch chooses on CUDA, except cuDNN's attention.
-    Replaces them only for tensors without data: meta tensors, or FakeTensors of any device. A replacement returns
-    NotImplemented to leave a call to PyTorch."""
+    """Makes PyTorch functions, such as softmax and attention, call the operators to which they would dispatch on CUDA.
+    Is a torch function mode. cuDNN's attention is never chosen. Acts only on tensors without data: meta tensors, or
+    FakeTensors of any device. If a replacement returns NotImplemented, runs the original function."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -169,7 +169,7 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 def _linear(input, weight, bias=None):
     """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
     place. PyTorch would make a new tensor for tensors without data, and under a dispatch mode. Returns NotImplemented
-    if there is no difference."""
+    if both ways allocate the same."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
@@ -204,13 +204,13 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the bytes of the workspaces that a thread allocates at its first matrix product, and keeps. The first
-    workspace is cuBLAS's. PyTorch 2.12 and older have another one for cuBLASLt, which computes addmm with a bias
-    vector. Only forward needs it.
+    """Returns the bytes of the workspaces that a thread allocates at its first matmul, and keeps. The first workspace
+    is cuBLAS's. PyTorch 2.12 and older have another one for cuBLASLt, which computes addmm with a bias vector. Only
+    forward needs the second.
 
     `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count"; None if it is not set. Source:
     cuda/CublasHandlePool.cpp of PyTorch 2.13. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: PyTorch's
-    main branch, whose threads free the workspace after each product.
+    main branch, whose threads free the workspace after each matmul.
     """
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")

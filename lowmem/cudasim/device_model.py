@@ -44,9 +44,9 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Returns the model of a card. With `plain`, PyTorch's settings are its defaults: kernels need not be
-    deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes (device.py).
-    `torch_version`: (major, minor)."""
+    """Describes the GPU `card` to the simulation. With `plain`, PyTorch's settings are its defaults: kernels need not
+    be deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes
+    (device.py). `torch_version`: (major, minor)."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

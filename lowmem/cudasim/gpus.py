@@ -1,11 +1,11 @@
 """Lists the kinds of GPU that can be simulated, with the memory and speed of each.
 
-cards.csv has cards whose matrix products somebody measured. geforce.csv has the other GeForce cards, and
-professional.csv the cards of workstations and data centers, both by their data sheets. Rates are dense, with sums in
-fp32, as PyTorch computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square products of
-8,192. docs/cuda-memory.md has the sources, and the way to add a card.
+cards.csv has GPUs whose matmuls somebody measured. geforce.csv has the other GeForce GPUs, and professional.csv those
+of workstations and data centers, both by their data sheets. Rates are in FLOP/s, without sparsity, with sums in fp32,
+as PyTorch computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square matmuls of 8,192.
+docs/cuda-memory.md has the sources, and the way to add a GPU.
 
-This file needs no PyTorch, because stand_in/ reads it before PyTorch can be imported. (stand_in/ is a simulated card
+This file needs no PyTorch, because stand_in/ reads it before PyTorch can be imported. (stand_in/ is a simulated GPU
 under PyTorch's CUDA build.)
 """
 
@@ -47,7 +47,8 @@ BY_CAPABILITY = {
 
 
 class Multiprocessor(NamedTuple):
-    """Holds the limits of one multiprocessor: threads, shared memory (in all, and of one block), and blocks."""
+    """Holds the limits of one streaming multiprocessor (SM): threads, shared memory (in all, and of one block), and
+    blocks."""
 
     threads: int
     shared_bytes: int
@@ -73,14 +74,15 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """Returns the limits of a multiprocessor of cards with this compute capability. If the table lacks it, returns
-    those of the nearest older one, or of the oldest in the table."""
+    """Returns the limits of a streaming multiprocessor of GPUs with this compute capability. If the table lacks it,
+    returns those of the nearest older one, or of the oldest in the table."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
 
 class Rate(NamedTuple):
-    """Holds `peak`, the dense FLOP/s of the data sheet, and `share`, the part of it that large products reach."""
+    """Holds `peak`, the FLOP/s of the data sheet without sparsity, and `share`, the part of it that large matmuls
+    reach."""
 
     peak: float
     share: float
@@ -92,7 +94,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """Describes one kind of GPU: memory, compute capability, multiprocessors, and the speed of products and copies."""
+    """Describes one kind of GPU: memory, compute capability, multiprocessors, and the speed of matmuls and copies."""
 
     name: str
     memory_bytes: int  # the total that CUDA reports
@@ -121,13 +123,13 @@ class Card:
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Returns the bytes per second of page-locked copies in each direction of the bus if both directions are
+        """Returns the bytes per second of page-locked copies in each direction of the PCIe bus if both directions are
         busy."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
-        """Returns the FLOP/s that large matrix products of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32.
-        If the card has no units for `dtype`, it emulates products at half of the rate of fp32."""
+        """Returns the FLOP/s that large matmuls of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32. If the
+        GPU has no units for `dtype`, it emulates matmuls at half of the rate of fp32."""
         precision = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
         if precision not in self.rates:
             return self.rates["fp32"].sustained * EMULATED_SHARE
@@ -191,7 +193,7 @@ _SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
 
 
 def card_named(name: str) -> Card:
-    """Returns the card with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``RTX 4070 Ti
+    """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``RTX 4070 Ti
     SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla V100-SXM2-32GB``, ``RTX A6000``. Raises InputError for a name that
     is not in the table."""
     plain = name.lower().replace("mobile", "laptop")
@@ -210,8 +212,8 @@ def card_named(name: str) -> Card:
 
 
 def _forms(short: str) -> tuple[str, ...]:
-    """Returns the names under which the table may have the card `short`: this name, the name with "rtx" or "gtx" before
-    it, and the name without its "rtx"."""
+    """Returns the names that the GPU `short` may have in the table: this name, the name with "rtx" or "gtx" before it,
+    and the name without its "rtx"."""
     return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
 
 
@@ -220,8 +222,8 @@ def _exactly(short: str) -> Card | None:
 
 
 def _of_size(name: str) -> Card | None:
-    """Returns the card whose `name` says more than the table's name: a memory size or a kind of board, as in "rtx 3060
-    12gb" or "v100-sxm2-32gb". Returns None if there is no such card."""
+    """Looks up the GPU for a `name` with a suffix that its name in the table of GPUs lacks. The suffix is a memory size
+    or a board type, as in "rtx 3060 12gb" or "v100-sxm2-32gb". Returns None if no GPU matches."""
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
@@ -233,7 +235,7 @@ def _of_size(name: str) -> Card | None:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the card that torch.cuda.get_device_name calls `name`, None if the table lacks it. If several cards have
+    """Returns the GPU that torch.cuda.get_device_name calls `name`, None if the table lacks it. If several GPUs have
     this name, returns the one with memory nearest to `memory_bytes`, or the first if `memory_bytes` is None."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]

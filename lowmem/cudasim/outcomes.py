@@ -1,6 +1,7 @@
-"""Remembers the costs of operations: allocations and time. They depend only on the shapes of the arguments.
+"""Defines the cache of operations' costs: allocations and time, which depend only on the arguments' shapes, not values.
 
-The key of an Outcome is the operation's signature: its function, and the shapes, strides and dtypes of its arguments.
+The cache key of an Outcome is the operation's signature: its function, and the shapes, strides and dtypes of its
+arguments.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what is known of an operation after it has run once: what it allocates, and its effect on the clock."""
+    """Holds the cached costs of an operation that has run once: what it allocates, and how it changes the simulated
+    clock."""
 
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
     temporaries: tuple[int, ...]  # bytes
@@ -30,16 +32,16 @@ def tensors_in(result) -> list[Tensor]:
 @cache
 def is_view(func) -> bool:
     """Returns True if all results of the operator `func` are views of its arguments, according to its schema. Such an
-    operation allocates nothing, and takes equally long for all arguments. So one Outcome serves for all calls of the
-    operator."""
+    operation allocates nothing, and takes equally long for all arguments. So all its calls can share one cached Outcome
+    (allocations and time)."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def is_simulated(tensor: Tensor) -> bool:
-    """Returns True if `tensor` has no numbers: a meta tensor, or a FakeTensor. A FakeTensor's `device` may be another
-    one, but its storage is on meta."""
+    """Returns True if `tensor` has no data: a meta tensor, or a FakeTensor. A FakeTensor's `device` may be another one,
+    but its storage is on meta."""
     return tensor.untyped_storage().device.type == "meta"
 
 
@@ -52,9 +54,9 @@ def may_resize(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the key under which an operation's outcome is stored. Returns None if the outcome cannot be stored. That
-    is so if an argument is a tensor with data, if a tensor is passed twice, or if an argument is neither a tensor nor a
-    plain value."""
+    """Returns the cache key of an operation, for its costs. Returns None if the costs cannot be cached. That is so if
+    an argument is a tensor with data, if a tensor is passed twice, or if an argument is neither a tensor nor a plain
+    value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

@@ -83,9 +83,9 @@ def cuda_peak(
 def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
-    """Calls `function` with a new recorder, and returns the recorder. `name_of` names storages by the code that made
-    them (see Recorder); None names them after the phase: forward, backward, update. Raises InputError for code that
-    needs a GPU."""
+    """Calls `function` with a new recorder, and returns the recorder, which then has all allocations and frees.
+    `name_of` names storages by the code that made them (see Recorder); None names them after the phase: forward,
+    backward, update. Raises InputError for code that needs a GPU."""
     recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
@@ -103,8 +103,9 @@ def record(
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Maps CUDA devices to the meta device, and makes meta tensors say that they are on CUDA. `note`: called with each
-    tensor that a function in _FROM_NUMBERS makes, because no dispatch mode sees these."""
+    """Lets code for CUDA run without a GPU: its tensors are created on the meta device, and say that they are on CUDA.
+    `note`: called with each tensor that is made from Python numbers, as by torch.tensor (see _FROM_NUMBERS). Dispatch
+    modes do not see how such tensors are made."""
 
     def __init__(self, note: Callable[[Tensor], None]):
         super().__init__()
@@ -138,9 +139,10 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps modes on in backward passes inside `with`, in which PyTorch would switch them off. There, recomputed blocks
-    run a model's code. `modes`: functions that each return a mode. Also switches off checkpoint's check of recomputed
-    tensors, which would compare "meta" with "cuda"."""
+    """Keeps `modes` active in backward passes inside `with`; PyTorch would disable them there. Backward needs them
+    because activation checkpointing runs the model's forward code again. `modes`: functions that each create a torch
+    function or dispatch mode. Also disables checkpoint's check of recomputed tensors, which would take device "meta"
+    for a difference from "cuda"."""
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -188,8 +190,9 @@ def _on_meta(value):
 
 
 def _refuse_number() -> None:
-    """Is called if code reads a tensor's value. Raises InputError if that is the user's own code. Code of an installed
-    package may read values: transformers asks whether a mask is all ones, and gets the value 1."""
+    """Is called if code reads a tensor's value, which meta tensors lack. Raises InputError if the user's own code reads
+    it. Code of an installed package may read values: transformers asks whether a mask is all ones, and gets the value
+    1."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back
@@ -233,9 +236,9 @@ def _autocast_simulated() -> Iterator[None]:
 
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
-    """Names weights, buffers, gradients and optimizer states on the tape, when modules and optimizers use them inside
-    `with`. Also makes modules that are moved to meta keep their parameter objects, as on CUDA, so that tied weights
-    stay tied."""
+    """Names weights, buffers, gradients and optimizer states in the recorded allocations, when modules and optimizers
+    use them inside `with`. Also makes modules that are moved to meta keep their parameter objects, as on CUDA, so that
+    tied weights stay tied."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):

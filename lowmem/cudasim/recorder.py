@@ -3,7 +3,7 @@
 The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
 sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
 `clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
-almost no cost. Recording an operation takes 0.1 ms, or a tenth of that if `outcomes` has its costs.
+almost no cost. Recording an operation takes 0.1 ms, or a tenth of that if the cache `outcomes` has its costs.
 
 FakeTensors would be slower, and transformers builds other masks for them.
 """
@@ -40,10 +40,10 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a recorder's tape, so that it can be replayed. `base`: the tape's number of the first of its
-    `count` storages. `operations`: its allocations and frees, in which its storages are numbered from 0. They may also
-    free storages of an earlier region. There, storage n of the earlier region has the number -1 - n. `span`: the
-    region's effect on the clock."""
+    """Holds a part of a tape (a list of allocations and frees), so that it can be replayed. `base`: number of the
+    region's first storage on the tape. `count`: how many it has. `operations`: its allocations and frees, with storages
+    numbered from 0. They may free storages of an earlier region: storage n of that region has the number -1 - n here.
+    `span`: the region's effect on the clock."""
 
     base: int
     count: int = 0
@@ -59,10 +59,10 @@ class Region:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the allocations, frees and costs of the code inside `with recorder:`. `name_of(frame)` returns a name for
-    the storages that the code of a Python frame allocates. If it returns None, the calling frame is tried, and so on.
-    `outcomes`: dict {signature: Outcome} of known operations, which recorders of one `device_model` may share. If it is
-    None, the costs of each operation are computed."""
+    """Records the allocations, frees and time of the PyTorch code inside `with recorder:`, which runs on meta tensors.
+    `name_of(frame)` returns a name for the storages that the code of a Python frame allocates; None means the name of
+    the calling frame. `outcomes`: a cache {signature: Outcome} of operations' costs, for recorders of one
+    `device_model`; None disables it."""
 
     def __init__(
         self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
@@ -175,9 +175,9 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region, a part of the tape that `replay` can repeat. Its storages get the
-        name `name`. Regions may be nested. The code may free only storages that were allocated in the region or in the
-        region `earlier`. Raises AssertionError if it frees others."""
+        """Records the code inside `with` as a region, a part of the tape (list of allocations) that `replay` can
+        repeat. Its storages get the name `name`. Regions may be nested. The code may free only storages that were
+        allocated in the region or in the region `earlier`. Raises AssertionError if it frees others."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -200,9 +200,9 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Repeats the operations of `region` on the tape. Returns the tape's number of the first storage that they
-        allocate. `earlier_base`: if `region` frees storages of an earlier region, the number that the replay of that
-        one returned."""
+        """Appends the operations of `region` to the tape (list of allocations) again. Returns the tape's number of the
+        first storage that they allocate. `earlier_base`: if `region` frees storages of an earlier region, the number
+        that the replay of that one returned."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -213,15 +213,15 @@ class Recorder(TorchDispatchMode):
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
         """Returns a storage of `size` bytes without data. It stands for the storage that a replay has allocated on the
-        tape under this `number`. If `held`, freeing it is not recorded, because the replay of a backward frees this
-        number."""
+        tape (list of allocations) under this `number`. If `held`, freeing it is not recorded, because the replay of a
+        backward frees this number."""
         self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside `with` on a temporary tape and clock, and then restores the recorder's own. Regions
-        that the code records can be replayed later. The code must free all that it allocates."""
+        """Records the code inside `with` on a temporary tape (list of allocations) and clock, then restores the
+        recorder's own. Regions recorded inside can be replayed later. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -241,12 +241,12 @@ class Recorder(TorchDispatchMode):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor` on the tape, None if it is not on the tape."""
+        """Returns the number of the storage of `tensor` on the tape (list of allocations), None if it is not there."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless the recorder knows it. `name`: its name on the tape,
-        None for the name that an allocation here would get."""
+        """Records the storage of `tensor` as allocated now, unless it is recorded already. `name`: its name on the tape
+        (list of allocations), None for the name that an allocation here would get."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:
@@ -263,13 +263,13 @@ class Recorder(TorchDispatchMode):
                 self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor` off the tape, so that it takes no simulated memory. The tensor must have been
-        made inside `paused`."""
+        """Keeps the storage of `tensor` off the list of allocations, so that it takes no simulated memory. The tensor
+        must have been made inside `paused`."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` the name `name` on the tape. Does nothing if the storage is freed, not on the
-        tape, or part of a replay."""
+        """Gives the storage of `tensor` the name `name` in the list of allocations. Does nothing if the storage is
+        freed, not in the list, or part of a replay."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -312,10 +312,10 @@ class Recorder(TorchDispatchMode):
             self._freed(number)
 
     def _settle(self) -> None:
-        """Gives the pending sum of two gradients, if there is one, a new storage on the tape. Without a dispatch mode,
+        """Records a new storage for the pending sum of two gradients, if there is one. Without a dispatch mode,
         autograd adds the second gradient to the first in place if nothing else holds the first. So `_record` leaves the
-        sum's storage open. If the first gradient is freed next, `_died` gives its storage to the sum. Any other event
-        calls this method first."""
+        sum's storage open. If the first is freed next, `_died` gives its storage to the sum. Any other event calls this
+        method first."""
         if self._sum is not None:
             (storage, *_), self._sum = self._sum, None
             on_device = storage.device.type == "meta"

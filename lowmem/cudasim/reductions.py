@@ -1,4 +1,5 @@
-"""Computes the staging buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest entries.
+"""Computes the temporary buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest
+entries.
 
 One kernel template runs them all (aten/src/ATen/native/cuda/Reduce.cuh). If the outputs are fewer than the card's
 threads, several blocks share an output. Each block writes a partial result to a buffer, and the last block adds them
@@ -35,7 +36,7 @@ class _Loop(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """Holds the properties of a GPU on which temporaries depend."""
+    """Holds the properties of a GPU that decide how much temporary memory kernels take."""
 
     capability: Capability
     multiprocessors: int
@@ -50,11 +51,11 @@ def staging_bytes(
     gpu: Gpu, tensor: Tensor, dims: Sequence[int] | int | None, result_bytes: int, *,
     partial_bytes: int | None = None, vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns the bytes of each temporary of a reduction of `tensor` over `dims` (None or [] for all of them).
-    Temporaries are partial results, counters, and results that one kernel hands to the next. Returns () if none is
-    needed. `result_bytes`: bytes of an entry of the result. `partial_bytes`: bytes of an entry of a partial result;
-    None means those of the tensor's entries, but at least 4. `vector`: the number of 16-bit entries of a row that a
-    thread reads at once."""
+    """Returns the sizes in bytes of the temporary buffers that a CUDA reduction of `tensor` over `dims` allocates. They
+    hold partial results, counters, and one kernel's output for the next kernel. Returns () if there are none. `dims`:
+    None or [] means all. `result_bytes`: bytes per element of the result. `partial_bytes`: bytes per element of a
+    partial result; None means those of `tensor`, but at least 4. `vector`: how many 16-bit elements of a row a thread
+    loads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     sum_bytes = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     input_vector = vector if tensor.itemsize == 2 else 4
@@ -68,8 +69,9 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) for each kernel. A kernel can
-    reach less than 2 GiB of memory. A reduction that spans more is halved at the loop that spans the most."""
+    """Splits a CUDA reduction into kernels, and yields (offset, reduced loops, kept loops) for each kernel. A loop is
+    the size and stride of a dimension. A kernel can reach less than 2 GiB of memory. A reduction that spans more is
+    halved at the loop that spans the most."""
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -114,9 +116,9 @@ def _buffers(
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
-    """Returns two lists of loops over the entries of `tensor`, as TensorIterator orders them. The first has the loops
-    over the reduced `dims`, the second the others. In each list the fastest loop comes first. Loops that follow each
-    other in memory are merged."""
+    """Returns two lists of loops (size, stride) over the elements of `tensor`, as TensorIterator orders them. The first
+    has the loops over the reduced `dims`, the second the others. In each list the fastest loop comes first. Loops that
+    follow each other in memory are merged."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
@@ -149,8 +151,8 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Returns the shape (threads per row, number of rows) of a CUDA block for `width` x `height` entries. It has at
-    most `threads` threads."""
+    """Returns the shape (threads per row, number of rows) of a CUDA thread block for `width` x `height` elements. The
+    block has at most `threads` threads."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height

@@ -87,8 +87,8 @@ _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put
 
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Estimates the seconds that the GPU works on an aten operation. Returns 0 if no kernel runs (views, empty tensors,
-    `.item()`). The tensors need no data. A call takes about 5 microseconds."""
+    """Estimates the seconds that the GPU works on an aten operation, by a roofline model. Returns 0 if no kernel runs
+    (views, empty tensors, `.item()`). The tensors need no data. A call takes about 5 microseconds."""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
@@ -111,7 +111,7 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """Holds how often each argument and each result of an operator passes through memory."""
+    """Holds how often each argument and each result of an operator is read from or written to GPU memory."""
 
     arguments: dict[str, int]  # in the order of the schema
     results: int
@@ -119,8 +119,8 @@ class _Traffic(NamedTuple):
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Returns how often an operator's arguments and results pass through memory, according to its schema. Returns None
-    if the operator runs no kernel."""
+    """Returns how often an operator's arguments and results are read from or written to GPU memory, by its schema.
+    Returns None if the operator runs no kernel."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
@@ -149,8 +149,8 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes of the tensors in `value`, which is a tensor or nested lists of tensors; other values count 0.
-    Skips tensors whose ids are in `seen`, and adds the ids of the others to it."""
+    """Returns the bytes of the tensors in `value`, a tensor or nested lists of tensors. Other values count 0. Skips
+    tensors whose ids are in `seen`, and adds the ids of the others to `seen`."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -160,8 +160,8 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the seconds of a kernel that is slow because of its instructions, not because of memory. Returns 0 for
-    all other kernels."""
+    """Estimates the seconds of a kernel that is limited by instruction throughput, not by memory bandwidth. Returns 0
+    for all other kernels."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -184,8 +184,8 @@ def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """Estimates the seconds of the product of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
-    dimension B, the product is grouped: M, K or N is cut into B groups."""
+    """Estimates the seconds of the matmul of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
+    dimension B, the matmul is grouped: M, K or N is cut into B groups."""
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -201,9 +201,9 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the share of the card that a product of [rows, terms] and [terms, columns] keeps busy, for `batch` such
-    products. A multiprocessor computes one tile of the result at a time. Parts of tiles beyond the result's edges are
-    lost. So are multiprocessors without a tile in the last round. If there are fewer tiles than multiprocessors,
+    """Returns the share (0 to 1) of the GPU that `batch` matmuls of [rows, terms] and [terms, columns] keep busy. A
+    multiprocessor computes one tile of the result at a time. Parts of tiles beyond the result's edges are lost. So are
+    multiprocessors without a tile in the last round (wave quantization). If there are fewer tiles than multiprocessors,
     several share a long sum (split-K)."""
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)

@@ -21,9 +21,9 @@ Operation = tuple[int, int, str]  # (storage, bytes or FREED, name)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Refers to a list of operations, which several chunks of a tape may share. In the list, a storage n >= 0 has the
-    number `base` + n on the tape. A storage -1 - n, with n >= 0, was allocated earlier, and has the number
-    `earlier_base` + n."""
+    """Holds a part of a tape (a list of allocations and frees). Several chunks may share one list `operations`, which
+    has its own numbers of storages. Number n >= 0 there is number `base` + n on the tape. Number -1 - n, with n >= 0,
+    is a storage that was allocated earlier, and is number `earlier_base` + n on the tape."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -36,9 +36,9 @@ class Chunk:
 
 @dataclass
 class Tape:
-    """Lists allocations and frees in the order in which code makes them. Iterating yields (number of a storage, bytes,
-    name) for an allocation, and (the same number, FREED, "") when it is freed. The name says what the storage holds. No
-    two storages have the same number."""
+    """Lists allocations and frees of GPU memory in the order in which code makes them. Iterating yields (number of a
+    storage, bytes, name) for an allocation, and (the same number, FREED, "") when it is freed. The name says what the
+    storage holds. No two storages have the same number."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -49,8 +49,8 @@ class Tape:
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
         """Returns the largest sum of bytes that are allocated at once. Rounds each size up to a multiple of `rounding`.
-        `summaries`: a dict in which this method stores the totals of replayed regions, None to store nothing. Later
-        calls with the same dict are faster if their tapes have the same regions."""
+        `summaries`: a dict that caches the totals of replayed regions (repeated parts of the tape), None for no cache.
+        Later calls with the same dict are faster if their tapes have the same regions."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -70,9 +70,10 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk. The bytes are relative to its start.
-    `allocated`: a list of (storage, bytes) that the chunk allocates and does not free. `freed`: a list of storages from
-    before the chunk that it frees. `sizes`: {number: bytes} of all storages from before the chunk."""
+    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk, a part of a list of allocations and
+    frees. The bytes are relative to the chunk's start. `allocated`: a list of (storage, bytes) that the chunk allocates
+    and does not free. `freed`: a list of storages from before the chunk that it frees. `sizes`: {number: bytes} of all
+    storages from before the chunk."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -91,7 +92,7 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory the allocations on a tape take, in the model of PyTorch's allocator."""
+    """Holds how much GPU memory a recorded list of allocations takes, in the model of PyTorch's caching allocator."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -101,7 +102,7 @@ class Memory:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Returns {name: bytes} at the peak of allocated bytes. The values add up to that peak."""
+        """Returns {name of what takes memory: bytes} at the peak of allocated bytes. The values add up to that peak."""
         return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 
@@ -109,9 +110,10 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape` with a caching allocator capped at `limit_bytes`, None for no cap. Raises SimulatedOutOfMemory if
-    the replay does not complete. `expandable_segments`: the allocator's setting; None takes that of training
-    (device.py). `streams`: {name: CUDA stream} of storages that are not on stream 0."""
+    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. `limit_bytes`: memory cap,
+    None for no cap. Raises SimulatedOutOfMemory if the replay does not complete. `expandable_segments`: the allocator's
+    setting; None takes that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on stream
+    0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -137,9 +139,9 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes}, largest first, at the moment when the tape's storages take the most bytes. `peak_bytes`:
-    the peak in a model of the allocator, None if there is none. If it is given, the entry "rounding" has the difference
-    to it."""
+    """Returns {name: bytes}, largest first, at the moment when the storages on `tape` take the most bytes.
+    `peak_bytes`: the peak in a model of the allocator, None if there is none. If it is given, the entry "rounding" has
+    the difference between `peak_bytes` and the sum of the storages."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -159,8 +161,8 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the most bytes that storages with this `name` take at once. Counts only storages of less than
-    `below_bytes` bytes."""
+    """Returns the most bytes that storages with this `name` take at once, on a tape (list of allocations and frees).
+    Counts only storages of less than `below_bytes` bytes."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

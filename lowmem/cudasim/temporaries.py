@@ -25,9 +25,9 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the bytes of each temporary of `func`, an aten operator, on CUDA. Returns () for tensors on the CPU, and
-    for operators that TEMPORARIES lacks. All these temporaries exist at the same time. They are allocated after the
-    results, or before them for operators in COPIED_FIRST."""
+    """Returns the bytes of each temporary tensor that the aten operator `func` allocates on CUDA. Returns () for
+    tensors on the CPU, and for operators that TEMPORARIES lacks. All these temporaries exist at the same time. They are
+    allocated after the results, or before them for operators in COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -41,15 +41,15 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the bytes of copies of attention's gradients and outputs [B, H, T, D]. A tensor is copied unless its
-    memory is [B, T, H, D]."""
+    """Returns the bytes of each copy that attention's backward makes of `tensors`, gradients and outputs [B, H, T, D].
+    A tensor is copied unless it is stored in memory as [B, T, H, D]."""
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the bytes of the gradients of keys and values for every query head. In grouped-query attention, the
-    kernel computes these first, and then sums them over the query heads that share a key head. Returns () if each query
-    head has its key head."""
+    """Returns the bytes of gradients of keys and values for every query head, in grouped-query attention. The kernel
+    computes these first, and then sums them over the query heads that share a key head. Returns () if each query head
+    has its own key head."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
@@ -60,9 +60,9 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of partial results in fp32: a log-sum-exp per row, and outputs. One CUDA block works on 64
-    queries of one head of one sequence. If this leaves multiprocessors idle, several blocks split the keys of a head,
-    and have partial results. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the bytes of flash attention's partial results in fp32: a log-sum-exp per row, and outputs. One CUDA
+    block works on 64 queries of one head of one sequence. If this leaves multiprocessors idle, several blocks split the
+    keys of a head, and have partial results. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
@@ -73,9 +73,9 @@ def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__)
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the number of parts into which the keys are split: the smallest that reaches 85% of the best occupancy of
-    the card. `blocks`: number of CUDA blocks without splitting. `slots`: number of CUDA blocks that the card runs at
-    once. `key_blocks`: number of blocks of keys, each of which stays whole."""
+    """Returns the number of parts into which flash attention splits the keys. It is the smallest that reaches 85% of
+    the best occupancy of the GPU. `blocks`: number of CUDA blocks without splitting. `slots`: number of CUDA blocks
+    that the GPU runs at once. `key_blocks`: number of blocks of keys, each of which stays whole."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -87,9 +87,9 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the bytes of copies, of a sum per row, and of the queries' gradient in fp32. If kernels must be
-    deterministic, this gradient exists once for each part into which the keys are split. Source:
-    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the bytes of temporaries of flash attention's backward: copies, a sum per row, and the gradient of the
+    queries in fp32. If kernels must be deterministic, this gradient exists once for each part into which the keys are
+    split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
@@ -97,8 +97,8 @@ def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Returns the bytes of the fp32 buffer in which the kernel adds up its output. Only kernels for 16-bit heads wider
-    than 128 have this buffer; others add up in registers. Source:
+    """Returns the bytes of the fp32 buffer in which memory-efficient attention adds up its output. Only kernels for
+    16-bit heads wider than 128 have this buffer; others add up in registers. Source:
     transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
@@ -106,9 +106,10 @@ def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
-    """Returns (queries, keys, whether dk and dv stay in registers) of the tile of the backward kernel. PyTorch takes
-    the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width` that fits into shared
-    memory. The bytes that a kernel asks for were read off its launches; those on Volta are assumed."""
+    """Returns (queries, keys, whether dk and dv stay in registers) of the tile in memory-efficient attention's
+    backward. PyTorch takes the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width`
+    that fits into shared memory. The bytes that a kernel asks for were read off its launches; those on Volta are
+    assumed."""
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -130,9 +131,9 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Returns the bytes of the gradients' sums in fp32, and of copies. Some buffers exist only before the kernel, and
-    some only while it runs: counts the larger set. Sources: transformers/cuda/attention_backward.cu,
-    mem_eff_attention/kernel_backward.h."""
+    """Returns the bytes of temporaries of memory-efficient attention's backward: sums of gradients in fp32, and copies.
+    Some buffers exist only before the kernel, and some only while it runs: counts the larger set. Sources:
+    transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
     queries, keys, in_registers = _efficient_tile(gpu, query.dtype, max(D, width), dropout_p > 0)
@@ -158,20 +159,21 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """Returns the bytes of two masks of bools: weights that are minus infinity, and rows of only such weights. Source:
-    transformers/attention.cpp."""
+    """Returns the bytes of two temporary masks of bools in _safe_softmax: of weights that are minus infinity, and of
+    rows that have only such weights. Source: transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """Returns the bytes of the product of gradient and output. Source: cuda/SoftMax.cu."""
+    """Returns the bytes of the temporary product of gradient and output in softmax's backward. Source:
+    cuda/SoftMax.cu."""
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the bytes of the kernel's buffers: sorted lookups, and partial sums in fp32. A partial sum is of up to
-    ten lookups of one word. Up to 3,072 lookups need no buffer. A gradient with gaps is copied. Sources:
-    cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    """Returns the bytes of temporaries of an embedding's backward: sorted lookups, and partial sums in fp32. A partial
+    sum is of up to ten lookups of one word. Up to 3,072 lookups need no buffer. A gradient with gaps is copied.
+    Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
@@ -183,10 +185,10 @@ def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns the function for TEMPORARIES that computes the temporaries of a norm's backward. The norm has `weights`
-    vectors: weight and bias, or only a weight. Their gradients are first summed over blocks of rows. That is so if
-    there are more than 65,536 rows, and too few columns to keep all multiprocessors busy. Otherwise the function
-    returns (). Source: cuda/layer_norm_kernel.cu."""
+    """Returns a function for TEMPORARIES: it returns the bytes of temporaries in the backward of LayerNorm or RMSNorm.
+    `weights`: 2 for weight and bias, 1 for only a weight. There are temporaries if there are more than 65,536 rows, and
+    too few columns to keep all multiprocessors busy. Then the weights' gradients are first summed over blocks of rows.
+    Source: cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
@@ -201,8 +203,8 @@ def _norm_backward(weights: int) -> Callable:
 
 
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """Returns the bytes of 64-bit copies of indices. PyTorch makes the copies if the indices, expanded to one shape,
-    have different strides. Source: TensorAdvancedIndexing.cpp."""
+    """Returns the bytes of the 64-bit copies that `tensor[indices]` makes of its indices. PyTorch makes the copies if
+    the indices, expanded to one shape, have different strides. Source: TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
@@ -213,9 +215,9 @@ def _index(gpu: Gpu, result, tensor, indices, *_, **__):
 
 
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the bytes of sorted indices and their positions, if algorithms are deterministic, else (). A sort of more
-    than 2,048 indices has two more buffers. A smaller one takes one more byte. Source: cuda/Indexing.cu,
-    index_put_with_sort_kernel."""
+    """Returns the bytes of temporaries of scatter_add with deterministic algorithms: sorted indices and their
+    positions. Otherwise returns (). A sort of more than 2,048 indices has two more buffers. A smaller one takes one
+    more byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
@@ -223,8 +225,8 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
 
 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
-    """Returns the bytes of copies of matrices that have gaps in both rows and columns. Source: cuda/Blas.cpp,
-    prepare_matrix_for_cublas."""
+    """Returns the bytes of the copies that a matmul makes of matrices with gaps in both rows and columns. Source:
+    cuda/Blas.cpp, prepare_matrix_for_cublas."""
     return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
@@ -239,8 +241,9 @@ def _fits_cublas(matrix: Tensor) -> bool:
 
 
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the bytes of staging buffers of sums and means. If the result has another dtype, `tensor` is copied to
-    that dtype first, except from 16 bit to fp32. Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu."""
+    """Returns the bytes of temporaries of sums and means: partial results, and a copy of `tensor` in the dtype of the
+    result if that differs. A sum from 16 bit to fp32 makes no copy. Sources: cuda/ReduceSumProdKernel.cu,
+    ReduceMomentKernel.cu."""
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return staging_bytes(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
@@ -248,19 +251,19 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
 
 
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """Returns the bytes of staging buffers of norms. Source: cuda/ReduceNormKernel.cu."""
+    """Returns the bytes of buffers for partial results of a vector norm. Source: cuda/ReduceNormKernel.cu."""
     return staging_bytes(gpu, tensor, dims, result.itemsize)
 
 
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the bytes of staging buffers of largest and smallest entries. Sources: cuda/ReduceMaxValuesKernel.cu,
+    """Returns the bytes of buffers for partial results of amax and amin. Sources: cuda/ReduceMaxValuesKernel.cu,
     ReduceMinValuesKernel.cu."""
     return staging_bytes(gpu, tensor, dims, result.itemsize, partial_bytes=tensor.itemsize)
 
 
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """Returns the bytes of the largest entries, the exponentials, and staging buffers. Source: ReduceOps.cpp,
-    logsumexp_out_impl."""
+    """Returns the bytes of temporaries of logsumexp: largest entries, exponentials, and partial results of reductions.
+    Source: ReduceOps.cpp, logsumexp_out_impl."""
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
