@@ -20,8 +20,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Span:
     """Describes how a region (a sequence of operations) changes two clocks: the host's time h, and the time g at which
-    the GPU will have finished all launched work. h' = max(h + host, g + wait), and g' = max(h + lead, g + gpu), in
-    seconds."""
+    the GPU will have finished all launched work. They become max(h + host, g + wait) and max(h + lead, g + gpu).
+    `host`, `gpu`: seconds of work. `lead`: seconds from the region's start on the host until an idle GPU is done; -inf
+    without kernels. `wait`: seconds from g until the host is done; -inf if the host does not wait for the GPU."""
 
     host: float
     gpu: float

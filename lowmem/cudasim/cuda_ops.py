@@ -112,7 +112,7 @@ def attention_kernel(
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Runs the attention kernel that `chosen` (attention_kernel) returns for these arguments. Returns NotImplemented
-    for tensors with data. Source: native/transformers/attention.cpp (recent)."""
+    for tensors with data. Source: native/transformers/attention.cpp (a recent version)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -143,8 +143,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp (recent) does on CUDA: with a fused dropout, and the
-    mask added in place. Frees tensors in the order in which the C++ code does."""
+    """Computes attention from single operators, as attention.cpp (a recent version) does on CUDA: with a fused dropout,
+    and the mask added in place. Frees tensors in the order in which the C++ code does."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -177,7 +177,7 @@ def _linear(input, weight, bias=None):
 def _dropout(input, p=0.5, training=True, inplace=False):
     """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Returns NotImplemented for
     tensors with data, if `p` is 0 or 1, and outside of training. Also does so for `inplace`, with which the mask has
-    the input's dtype. Source: native/Dropout.cpp (recent)."""
+    the input's dtype. Source: native/Dropout.cpp (a recent version)."""
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
@@ -185,7 +185,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 def _softmax(input, dim, dtype=None):
     """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. Returns NotImplemented for
-    all others, such as bf16 inputs. Source: native/SoftMax.cpp (main)."""
+    all others, such as bf16 inputs. Source: native/SoftMax.cpp (main branch)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)

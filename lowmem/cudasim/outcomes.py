@@ -54,9 +54,9 @@ def may_resize(func) -> bool:
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the cache key of an operation, for its costs. Returns None if the costs cannot be cached. That is so if
-    an argument is a tensor with data, if a tensor is passed twice, or if an argument is neither a tensor nor a plain
-    value."""
+    """Returns the cache key of an operation, for its costs. Returns None if the costs cannot be cached. These arguments
+    prevent it: a tensor with data, a tensor that is passed twice, and a value that is neither a tensor nor plain (such
+    as a number)."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

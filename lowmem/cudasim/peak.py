@@ -190,9 +190,8 @@ def _on_meta(value):
 
 
 def _refuse_number() -> None:
-    """Is called if code reads a tensor's value, which meta tensors lack. Raises InputError if the user's own code reads
-    it. Code of an installed package may read values: transformers asks whether a mask is all ones, and gets the value
-    1."""
+    """Handles reads of a tensor's value, which meta tensors lack. Raises InputError if the user's own code reads it.
+    Code of an installed package may read values: transformers asks whether a mask is all ones, and gets the value 1."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back

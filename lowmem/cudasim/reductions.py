@@ -126,7 +126,8 @@ def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
 
 
 def _in_order(loops: list[_Loop]) -> list[_Loop]:
-    """Sorts loops by stride, with TensorIterator's insertion sort. It skips comparisons with loops of stride 0."""
+    """Sorts loops (size, stride) by stride, with TensorIterator's insertion sort. Skips comparisons with loops of
+    stride 0."""
     for place in range(1, len(loops)):
         for before in range(place - 1, -1, -1):
             first, second = loops[before], loops[place]

@@ -22,8 +22,8 @@ Operation = tuple[int, int, str]  # (storage, bytes or FREED, name)
 @dataclass(frozen=True)
 class Chunk:
     """Holds a part of a tape (a list of allocations and frees). Several chunks may share one list `operations`, which
-    has its own numbers of storages. Number n >= 0 there is number `base` + n on the tape. Number -1 - n, with n >= 0,
-    is a storage that was allocated earlier, and is number `earlier_base` + n on the tape."""
+    has its own numbers of storages. Its number n >= 0 stands for storage `base` + n of the tape. Its number -1 - n,
+    with n >= 0, stands for a storage that was allocated earlier: `earlier_base` + n of the tape."""
 
     operations: list[Operation]
     base: int  # the number of storage 0

@@ -162,7 +162,7 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
         DROPPED   gradients are freed, but for their norm, and a second pass computes them again; one group
 
     If no update waits for the gradient norm, APPLIED takes the place of SENT and DROPPED: backward updates each block
-    at once. With several ranks, leaves out the first line. `case`: the training step to plan.
+    at once. With several ranks, leaves out the first of these items. `case`: the training step to plan.
     """
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")

@@ -61,7 +61,7 @@ class Columns:
         self._estimates: dict[tuple[int, int], tuple[float, float]] = {}  # {(micro-batch, kept): _estimate}
 
     def smallest(self, choices: Choices) -> Column:
-        """Returns the column (a set of similar layouts) of `choices` that needs the least RAM. It has the smallest
+        """Returns the column (a set of similar step layouts) of `choices` that needs the least RAM. It has the smallest
         micro-batch and group, and the shortest segments (blocks that are recomputed together). If the inputs of
         segments are saved in RAM, it has the longest segments instead, because these have fewer inputs."""
         micro_batch = choices.micro_batches[0]
@@ -76,11 +76,11 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the `kept` (how much blocks save for backward) from which on each block that saves more adds equally
-        many bytes to the peak. Usually this is the column's smallest `kept`. It is larger if the whole batch is one
-        group and gradients are held on the GPU. Then small values may not raise the peak, because gradients take the
-        same memory later. The result is then the number of blocks (all save their matmul outputs), or the nearest value
-        that the column allows."""
+        """Returns the smallest `kept` (how much blocks save for backward) above which each block that saves more adds
+        equally many bytes to the peak. Usually this is the column's smallest `kept`. It is larger if all micro-batches
+        pass each block together and gradients are held on the GPU. Then small values may not raise the peak, because
+        gradients take the same memory later. The result is then the number of blocks (all save their matmul outputs),
+        or the nearest value that the column allows."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -111,8 +111,8 @@ class Columns:
     def least_on_disk(self, column: Column, units_on_gpu: int, limit_bytes: int | None) -> int | None:
         """Returns the smallest number of units (such as blocks) whose optimizer states must be on a disk if RAM has
         `limit_bytes` (None: no limit). RAM has to store all else that a step copies to the GPU. Returns None if no
-        number that the column allows is enough. Without a disk (`Choices.disk` is 0), the column allows only the number
-        in its `base`."""
+        number that the column allows is enough. Without a disk, the column allows only
+        `choices.base.states_on_disk`."""
         layout, disk = column.layout(column.least_kept, units_on_gpu), column.choices.disk
         streamed = 0 if limit_bytes is None else self.streamed_bytes(column, units_on_gpu)
         if not disk:
@@ -129,9 +129,9 @@ class Columns:
         return counts[place] if place < len(counts) else None
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
-        """Returns the peak of allocated GPU memory, in bytes, of the layout of `column` with `kept` and `units_on_gpu`.
-        Simulates one layout of the column for each `kept`. Computes the peaks with other numbers of units on the GPU
-        from that layout's peak."""
+        """Returns the peak of allocated GPU memory of one step layout, in bytes. The layout saves `kept` for backward,
+        and stores `units_on_gpu` units (such as blocks) on the GPU. Simulates one layout of `column` for each `kept`.
+        Computes the peaks with other numbers of units on the GPU from that layout's peak."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
         size = self.simulations.allocated_bytes(column.layout(kept, recorded))
@@ -140,12 +140,14 @@ class Columns:
         return size + self._added_bytes(column, units_on_gpu) - self._added_bytes(column, recorded)
 
     def known_kept(self, column: Column) -> list[int]:
-        """Returns each `kept` for which `allocated_bytes` needs no further simulation, in ascending order."""
+        """Returns each `kept` (how much blocks save for backward) for which `allocated_bytes` needs no further
+        simulation, in ascending order."""
         return sorted(self._recorded.get(column, ()))
 
     def _added_bytes(self, column: Column, units: int) -> int:
-        """Returns how many bytes more the peak has with the first `units` units on the GPU than with the column's
-        smallest number. If all units are there, subtracts the slots, into which states from RAM would be copied."""
+        """Returns how many bytes the peak grows if the first `units` units (such as blocks) are stored on the GPU,
+        instead of the column's smallest number. If all are there, subtracts the slots: buffers for optimizer states
+        from RAM."""
         slots = self.simulations.slots_bytes if units == self.simulations.units else 0
         return self._bytes_on_gpu(column, units) - slots
 
@@ -176,9 +178,9 @@ class Columns:
         return disk + passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
-        """Returns the largest `kept` (how much blocks save for backward) with which a layout is expected to fit into
-        `limit_bytes` of GPU memory. Extrapolates from the bytes of the layout with the value `known`, and simulates
-        that if necessary. Returns the column's largest `kept` if `limit_bytes` is None, and its smallest if none is
+        """Returns the largest `kept` (how much blocks save for backward) with which a step is expected to fit into
+        `limit_bytes` of GPU memory. Extrapolates from the bytes of the step with the value `known`, and simulates that
+        step if necessary. Returns the column's largest `kept` if `limit_bytes` is None, and its smallest if none is
         expected to fit."""
         least, most = column.least_kept, self.most_kept(column)
         if limit_bytes is None or most == least:
@@ -190,7 +192,7 @@ class Columns:
         return max((kept for kept, size in grown.items() if size <= room), default=least)
 
     def expected_seconds(self, column: Column, most: int) -> float:
-        """Returns the expected seconds of a step in this column (a set of similar layouts), without waits for copies.
+        """Returns the expected seconds of a step in `column` (a set of similar step layouts), without waits for copies.
         `most`: the largest `kept` (how much blocks save for backward) that fits. Keeping more is not always faster. So
         compares `most`, the column's smallest `kept`, and 0 and the number of blocks if they are between. Assumes the
         fastest of these."""

@@ -51,11 +51,11 @@ class _Case:
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
-        """Returns True if the plan's RAM is under the cap, or if there is no cap."""
+        """Returns True if the plan's RAM is within the user's cap, or if there is no cap."""
         return within(plan.ram_bytes, self.question.settings.ram_limit_bytes)
 
     def fits_here(self, plan: Plan) -> bool:
-        """Returns True if the plan's RAM is under the cap and free on this machine."""
+        """Returns True if the plan's RAM is within the user's cap and free on this machine."""
         return within(plan.ram_bytes, self.question.ram_here_bytes) and self.fits(plan)
 
     def first(self, layouts: Iterable[Layout], fits: Callable[[Plan], bool]) -> Plan | None:

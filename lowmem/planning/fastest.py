@@ -40,8 +40,8 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` (Layout.kept: how much blocks save for backward) with which layouts like `found` run out of
-    memory. The model of the caching allocator decides; `found` itself must run out there. With one less, a layout
+    """Returns a `kept` (Layout.kept: how much blocks save for backward) with which the layout of `found` would run out
+    of memory in the model of the caching allocator. `found` itself must run out there. With one less, the layout
     completes, unless the result is the column's smallest `kept`. First tries the two values below that of `found`, then
     bisects. Then tries some values above the result. If one of these completes although it is larger, bisects again
     above it."""
@@ -135,8 +135,8 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a layout that may take the least memory, and its column (a set of similar layouts). The bytes are computed
-    from those of another layout of the column, because simulating each layout would take longer."""
+    """Holds a step layout that may take the least memory, and its column (a set of similar layouts). The bytes are
+    computed from those of another layout of the column, because simulating each layout would take longer."""
 
     layout: Layout
     column: Column

@@ -46,8 +46,8 @@ class _Case:
 
     @property
     def process_bytes(self) -> int:
-        """Returns the bytes of RAM that the training process takes, without weights, optimizer states and other tensors
-        that are stored in RAM and copied to the GPU."""
+        """Returns the bytes of RAM that the training process takes. Leaves out weights, optimizer states and other
+        tensors that are stored in RAM and copied to the GPU when needed."""
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
@@ -168,9 +168,9 @@ def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
     """Returns a hint for the user: (a RAM limit in bytes, 1 GiB above the present one, seconds of a step under it).
-    Returns None if that saves less than 0.5% of the time. Also returns None if there is no RAM limit, if it has room
-    for another unit's optimizer states, if all states are in RAM already, or if some are on a disk. Keeps the way in
-    which `found` cuts the batch. `reserved_bytes`: GPU memory that `found` reserves."""
+    Returns None if that saves less than 0.5% of the time. Also returns None if there is no RAM limit, or if it has room
+    for the optimizer states of another unit (such as a block). The same holds if all states are in RAM already, or some
+    on a disk. Keeps the way in which `found` cuts the batch. `reserved_bytes`: GPU memory that `found` reserves."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     if room.ram is None or not units or found.layout.states_on_disk:

@@ -219,7 +219,7 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """Returns a clause that says how many of the model's `blocks` backward recomputes, recomputes except for their
+    """Returns a clause for users: how many of the model's `blocks` backward recomputes, recomputes except for their
     matmuls, and does not recompute."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"

@@ -21,7 +21,7 @@ from lowmem.settings import Settings
 @dataclass(frozen=True)
 class Question:
     """Holds the input of planning: the model of `config` is to be trained with `settings`, in `precision` (such as
-    "bf16"), on the GPU `card`."""
+    "bf16"), on the GPU `card` (None: on the CPU)."""
 
     settings: Settings
     config: PretrainedConfig
@@ -57,8 +57,8 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
     this machine's device. With `plan_only` the plan is for a GPU, even if this machine has none, unless the settings
     ask for the CPU.
 
-    Raises InputError if the GPU is unknown, if it lacks the bf16 that is asked for, or if training needs a GPU that is
-    not here. Also raises it for settings of CUDA's allocator that no plan can be made for.
+    Raises InputError if the GPU is unknown, or if bf16 is asked for and the GPU lacks it. Also raises it if training
+    needs a GPU that is not here, and for settings of CUDA's allocator that no plan can be made for.
     """
     if settings.plan_only:
         on_gpu = settings.device != "cpu"

@@ -65,9 +65,9 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns how many bytes of weights, optimizer states and so on may be stored in RAM so that no phase of `on_a_gpu`
-    exceeds `limit_bytes`. The result is negative if training exceeds the limit even without them. The other arguments
-    are those of `on_a_gpu`."""
+    """Returns how many bytes of tensors (weights, optimizer states and so on) may be stored in RAM and copied to the
+    GPU. With so many, no phase of `on_a_gpu` exceeds `limit_bytes`. The result is negative if training exceeds the
+    limit even without them. The other arguments are those of `on_a_gpu`."""
     room = limit_bytes - process_bytes - RUNS_BYTES
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes

@@ -85,8 +85,8 @@ class Search:
     _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout in the set `choices`, or `best` if none is faster. Returns None if nothing fits
-        and `best` is None."""
+        """Returns the fastest step layout in the set `choices`, or `best` if none is faster. Returns None if nothing
+        fits and `best` is None."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -121,8 +121,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `column` (a set of similar layouts), None if nothing fits. If none of them is
-        expected to be faster than `best`, returns any that fits."""
+        """Returns the fastest layout of `column` (a set of similar step layouts), None if nothing fits. If none of them
+        is expected to be faster than `best`, returns any that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None

@@ -55,8 +55,8 @@ ALONE = Mesh()
 
 class SimulatedRanks(Shares):
     """Simulates the collectives of the first rank of `mesh`, the ranks that train together. `rates`: bytes per second
-    of its links (Mesh.rates), None if sending takes no time. `exposed_seconds`: how long its GPU was idle only because
-    of transfers between ranks. `sent_bytes`: how many bytes it has sent so far."""
+    of the rank's links (Mesh.rates), None if sending takes no time. `exposed_seconds`: seconds in which its GPU was
+    idle only because of transfers between ranks. `sent_bytes`: bytes that it has sent so far."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
@@ -103,8 +103,8 @@ class SimulatedRanks(Shares):
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
         """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. The
         transfer begins when the link is idle and the GPU has done its earlier work. Transfers inside one `with`
-        statement of `beside` follow each other. Does not wait. Returns the simulated time, in seconds, at which the
-        transfer ends."""
+        statement of `beside` (a second stream) follow each other. Does not wait. Returns the simulated time, in
+        seconds, at which the transfer ends."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)

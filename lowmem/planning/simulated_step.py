@@ -60,9 +60,10 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 class Target:
     """Describes the device that a step is simulated for. Rates are bytes per second.
 
-    `device_model`: memory and time of its operators. `update`: the function that updates weights. `fused_kernels`: the
-    kernels that decoders use there. `copies`, `link` and `disk`: rates of copies over the bus, from other GPUs, and of
-    a disk. `least_positions`: a micro-batch with fewer positions (tokens and padding) takes no less time.
+    `device_model`: memory and time of its operators. `update`: the function that updates weights. `fused_kernels`:
+    lowmem's own kernels that the model uses there. `copies`, `link` and `disk`: rates of copies over the bus, from
+    other GPUs, and of a disk. `least_positions`: a micro-batch with fewer positions (tokens and padding) takes no less
+    time.
     """
 
     device_model: DeviceModel
@@ -124,8 +125,8 @@ class _ReplayedStep(TrainingStep):
 
 @dataclass(frozen=True)
 class StepCase:
-    """Describes a training step to be simulated: the length of sequences in tokens (`seq`), their number (`batch`), the
-    layout (how the step is cut, and where tensors are stored), the optimizer, and so on."""
+    """Describes a training step to be simulated. `seq`: tokens per sequence. `batch`: number of sequences. `layout`:
+    how the step is cut, what is recomputed, and where tensors are stored."""
 
     seq: int
     batch: int  # of one rank
@@ -179,11 +180,11 @@ def record_step(
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
     """Simulates an evaluation and two training steps of `case`, or four with optimizer states on a disk. The times in
-    the result are those of the last step. The first step has one micro-batch, and is left out if steps apply their own
-    updates. With `whole_first_step`, it always runs with the whole batch, and the last step's updates are made at the
-    end. `known`: dict that caches executed operations, for one decoder, sequence length, dtype and target. If it is
-    None, executes all. The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for
-    other kernels than the target's."""
+    the result are those of the last step. The first step has one micro-batch. It is left out if steps apply their own
+    updates, instead of leaving them to the next step. With `whole_first_step`, it always runs with the whole batch, and
+    the last step's updates are made at the end. `known`: dict that caches executed operations, for one decoder,
+    sequence length, dtype and target. If it is None, executes all. The decoder's parameters become meta tensors. Raises
+    ValueError if the decoder was made for other kernels than the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})

@@ -26,8 +26,9 @@ ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
-    """Simulates the time of copies, without copying. `exposed_seconds`: how long the GPU was idle only because of
-    copies. `busy_seconds`: {IN or OUT: how long this direction of the bus copied}."""
+    """Simulates the time of copies between GPU, RAM and disk, without copying. `exposed_seconds`: seconds in which the
+    GPU was idle only because of copies. `busy_seconds`: {IN or OUT: seconds in which this direction of the bus
+    copied}."""
 
     def __init__(
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
