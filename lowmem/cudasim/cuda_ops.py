@@ -169,7 +169,7 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 def _linear(input, weight, bias=None):
     """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
     place. PyTorch would make a new tensor for tensors without data, and under a dispatch mode. Returns NotImplemented
-    if both ways allocate the same."""
+    for tensors with data, and if both ways allocate the same."""
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 

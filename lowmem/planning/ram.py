@@ -35,8 +35,8 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that plans and then trains. `now_bytes`: bytes in use at the time of planning.
-    `peak_bytes`: the most that were in use until then, or 0 if no training follows."""
+    """Holds the RAM of the process that will train (planning may run in another process). `now_bytes`: bytes in use
+    when planning begins. `peak_bytes`: the most that were in use until then, or 0 if no training follows."""
 
     now_bytes: int
     peak_bytes: int
