@@ -1,8 +1,7 @@
-"""``python -m lowmem.allocator TAPE.jsonl`` replays recorded allocations through the model of the CUDA caching
-allocator.
+"""Simulates PyTorch's CUDA caching allocator on a recording of allocations: ``python -m lowmem.allocator TAPE.jsonl``.
 
 Each line of the file is one operation: ``["a", id, bytes, stream]`` allocates, ``["f", id]`` frees, ``["e"]`` calls
-empty_cache. The program prints JSON: peaks, final figures, and every growth of reserved memory.
+empty_cache. Prints JSON, in bytes: peak and final allocated and reserved memory, and every growth of reserved memory.
 """
 
 import argparse
@@ -17,8 +16,9 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Performs the operations in `tape`, one per line, on `allocator`. Skips blank lines. Raises InputError for a line
-    that is not a valid operation; the message has `tape_name` and the line's number."""
+    """Replays recorded allocations on `allocator`, a simulated CUDA caching allocator. `tape`: lines of JSON, one
+    operation each (see OPERATIONS); blank lines are skipped. Raises InputError for a line that is not a valid
+    operation. The message has `tape_name`, the file's name, and the line's number."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

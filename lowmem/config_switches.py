@@ -62,9 +62,9 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training needs no id, because it
-    masks padding by position. Records the id in the config: -1 under OWN, any other under LEFT_OUT. Raises InputError,
-    whose message begins with `where`, if the config does not accept None."""
+    """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training needs no padding id: it
+    masks padding by position. Keeps the old id in an attribute of the config: -1 in OWN, which is exported again; any
+    other in LEFT_OUT, which is not. Raises InputError, beginning with `where`, if the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)

@@ -1,4 +1,4 @@
-"""Selects the device; sets up CUDA, its allocator and glibc's allocator; frees memory."""
+"""Selects the training device, configures CUDA and the memory allocators of PyTorch and glibc, and frees memory."""
 
 import ctypes
 import gc
@@ -48,7 +48,7 @@ def release_freed_memory() -> None:
 def expandable_segments() -> bool:
     """Returns True if PyTorch's CUDA allocator uses expandable segments, according to ALLOCATOR_VARIABLES. Returns True
     if neither variable is set, because `set_environment` then switches them on. Raises InputError if the two variables
-    differ, or for a setting that cudasim/allocator.py does not model."""
+    differ, if PYTORCH_NO_CUDA_MEMORY_CACHING is set, or for an allocator setting that the planner cannot simulate."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -69,7 +69,8 @@ def expandable_segments() -> bool:
 
 def select_device(wanted: str) -> torch.device:
     """Returns the device for `wanted`: "cuda", "cpu", or "auto" (a GPU if PyTorch finds one, else the CPU). Raises
-    InputError if `wanted` is "cuda" and PyTorch finds no GPU, or if PyTorch has no code for the card."""
+    InputError if `wanted` is "cuda" and PyTorch finds no GPU. Also raises it if this build of PyTorch has no kernels
+    for the GPU's compute capability."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -141,9 +142,9 @@ _frozen = False
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by matrix products. A
-    thread allocates its workspace at its first product and keeps it (cudasim/cuda_ops.py). Call this before any other
-    allocation: then the workspaces are next to each other, as the plan assumes. Does nothing on the CPU."""
+    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by small matrix
+    products. A thread allocates its workspace at its first product and keeps it. Call this before any other allocation
+    on the GPU: then the workspaces are next to each other, as the predicted memory assumes. Does nothing on the CPU."""
     if device.type == "cuda":
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         product = matrix @ matrix
@@ -164,7 +165,7 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """Collects garbage, returns unused GPU memory to the card, and resets the peak statistics."""
+    """Collects garbage, empties the cache of PyTorch's CUDA allocator, and resets its peak statistics for `device`."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,5 +1,5 @@
-"""Defines the errors that a user can cause, each with its exit code. The scripts print one sentence for such an error,
-and no traceback."""
+"""Defines the errors that a user can cause, each with an exit code. For such an error, lowmem's programs print one
+sentence and no traceback."""
 
 from collections.abc import Iterable
 
@@ -32,9 +32,9 @@ class InputError(LowmemError):
 
 
 class PlanError(LowmemError):
-    """Says that no plan fits under the caps, or that a disk has no room. If the caps are too small, the message names
-    the smallest caps that suffice, and options with which the model fits. `ways_out`: these options as dicts, as in
-    plan.json; empty if none are known."""
+    """Says that training does not fit under the caps (limits) of GPU memory and RAM, or that a disk has too little
+    room. If the caps are too small, the message names the smallest caps that suffice, and options with which the model
+    fits. `ways_out`: these options as dicts, as in plan.json; empty if none are known."""
 
     exit_code = 3
 
@@ -44,7 +44,7 @@ class PlanError(LowmemError):
 
 
 class CapExceeded(LowmemError):
-    """Says that measured memory exceeded a cap, or that GPU memory ran out."""
+    """Says that measured GPU memory or RAM exceeded the user's cap, or that GPU memory ran out."""
 
     exit_code = 4
 

@@ -38,7 +38,8 @@ def option_name(name: str) -> str:
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns `specs` as a tuple of texts. A single text becomes a tuple of one, and None an empty tuple."""
+    """Returns `specs`, the value of an option that may be given several times, as a tuple of texts. A single text
+    becomes a tuple of one, and None an empty tuple."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
@@ -50,7 +51,8 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def may_be_several(hint: Any) -> bool:
-    """Returns True if a field with the type annotation `hint` takes one text or several, as the type Specs does."""
+    """Returns True if a field with the type annotation `hint` takes one text or a tuple of texts, like the type
+    Specs."""
     return tuple[str, ...] in get_args(hint)
 
 

@@ -1,6 +1,7 @@
-"""Asks whether the Hugging Face hub answers, and finds models in its local cache.
+"""Checks whether the Hugging Face hub answers, and finds models in the hub's local cache.
 
-The hub's own client retries for 23 to 45 seconds. So callers check the cache first, then ask once with a time limit.
+The hub's own client retries for 23 to 45 seconds. So callers look into the cache first, and then make one request with
+a time limit.
 """
 
 import functools
@@ -15,9 +16,9 @@ GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Returns the names under which the hub's cache may have `model`. For a GPT-2 of OpenAI, these are the name with
-    its owner (openai-community/gpt2) and the older name without an owner (gpt2). For any other model, and for a folder,
-    returns only `model`."""
+    """Returns the names under which the hub's cache may have `model`. For one of OpenAI's GPT-2 models, these are the
+    name with its owner (openai-community/gpt2) and the older name without an owner (gpt2). For any other model, and for
+    a folder, returns only `model`."""
     short = model.removeprefix(_OWNER)
     if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)

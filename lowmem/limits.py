@@ -32,7 +32,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Budget:
-    """Holds the memory caps of one training run on one device (None: no cap), applies them, and measures the peaks."""
+    """Applies the caps (limits) of GPU memory and RAM in a training run, and measures the peaks. None: no limit."""
 
     def __init__(self, device: torch.device, gpu_limit_bytes: int | None, ram_limit_bytes: int | None):
         if device.type == "cuda" and device.index is None:  # torch's cap needs an index
@@ -44,9 +44,10 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator OVERSHOOT_BYTES below the GPU limit, or at `allocator_bytes` if that is less
-        (None: no such cap). `planned_bytes`: GPU memory that the plan needs; None: as much as the GPU limit. Raises
-        LowmemError if the card has less free memory than `planned_bytes`. Does nothing on the CPU."""
+        """Caps PyTorch's GPU allocator at OVERSHOOT_BYTES below the GPU limit, because the allocator may exceed its cap
+        by that. Caps it at `allocator_bytes` instead if that is less (None: no such cap). `planned_bytes`: predicted
+        peak of GPU memory; None: as much as the GPU limit. Raises LowmemError if the card has less free memory than
+        `planned_bytes`. Does nothing on the CPU."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
@@ -64,8 +65,8 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def enter(self, phase: str) -> str:
-        """Ends the current phase of the training run, and begins the phase named `phase`. Stores the RAM peak of the
-        ended phase in `ram_phases`, and returns that phase's name. The first phase is "prepare"."""
+        """Ends the current phase of the training run, and begins `phase`, such as "load" or "train". Stores the RAM
+        peak of the ended phase in `ram_phases`, and returns that phase's name. The first phase is "prepare"."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -75,7 +76,8 @@ class Budget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enters the phase `name` for the duration of the block, then returns to the phase before."""
+        """Counts the RAM peak in the `with` block as that of the phase `name`, such as "save". After the block, the
+        earlier phase goes on."""
         before = self.enter(name)
         try:
             yield
@@ -144,8 +146,8 @@ def ram_available_bytes() -> tuple[int, str]:
 
 
 def _groups() -> list[Path]:
-    """Returns the folders of this process's control groups and of all groups above them (version 2, and version 1's
-    memory). Some of these folders may not exist: in a container, the limiting group is mounted as the root."""
+    """Returns the folders of this process's control groups (version 2, and version 1's memory) and of all groups above
+    them. Some of these folders may not exist: in a container, the limiting group is mounted as the root."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -19,9 +19,9 @@ def shown(text: str) -> str:
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Returns `text`, the value of `option`. Raises InputError for text that is not UTF-8, because no file, tracker or
-    tokenizer could take it. Also raises InputError if the text is blank or has a null character, except for
-    --sample-prompt."""
+    """Checks `text`, the value of the command-line option `option`, and returns it unchanged. Raises InputError for
+    text that is not UTF-8, because no file, tracker or tokenizer could take it. Also raises InputError if the text is
+    blank or has a null character, except for --sample-prompt."""
     if option != "--sample-prompt" and ("\0" in text or not text.strip()):
         raise InputError(f"{option} must not be empty.")
     if _NOT_UTF8.search(text):

@@ -30,7 +30,8 @@ FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
     """Splits `files`, all below `root`, into data and output of training runs. Returns the files that are data, and the
-    files and folders that training runs have written. `out`: the run folder of the present training run."""
+    files and folders that training runs have written. `out`: output folder of the present training run, None if it has
+    none."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -77,7 +78,7 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns True if a training run has begun in `folder`."""
+    """Returns True if a training run has begun in `folder`, so that it has settings.json and a valid plan.json."""
     return not missing_of_run(folder)
 
 
@@ -112,8 +113,8 @@ def why_not_writable(out: Path) -> str | None:
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """Returns the error for a folder `out` that cannot be written. `reason`: from the system or from
-    `why_not_writable`."""
+    """Returns the InputError to raise if training cannot write into the folder `out`. `reason`: words for the message,
+    from the operating system (None if it gives none) or from `why_not_writable`."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 

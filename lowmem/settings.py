@@ -268,8 +268,7 @@ class Settings:
         return self.plan_only or self.preview is not None
 
     def _reported_to(self) -> set[str]:
-        """Returns the names in `report_to`, which separates them by commas, in lower case. Returns an empty set for
-        None."""
+        """Returns the comma-separated names in `report_to`, in lower case; an empty set if it is None."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
@@ -289,12 +288,13 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have `mark`. `settings`: any object with the fields of Settings."""
+    """Returns {name: value} of the settings that have `mark`: RUN if the trained weights depend on a setting, TOKENS if
+    the tokens do. `settings`: any object with the fields of Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 
 def in_words(name: str, value: Any) -> str:
-    """Returns `value`, a value of the setting `name`, in the words that --help and the report show."""
+    """Formats `value`, the value of the setting `name`, as text for --help and for the report."""
     if value is None:
         return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
     if isinstance(value, bool):

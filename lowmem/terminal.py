@@ -15,8 +15,8 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores failures of output in the `with` block. If the terminal or the other end of a pipe is closed, drops all
-    later output, so that training goes on. `needed`: True if the block writes an answer to stdout; any other failure,
+    """Ignores errors of printing in the `with` block. If the terminal or the other end of a pipe is closed, drops all
+    later output, so that training goes on. `needed`: True if the block prints an answer to stdout. Any other error,
     such as a full disk, then raises LowmemError."""
     try:
         yield
@@ -45,8 +45,8 @@ def escape_what_stdout_lacks() -> None:
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if stderr is a terminal with at least two lines. Also returns True for a terminal of unknown size,
-    as in a notebook."""
+    """Returns True if stderr can show a progress bar: a terminal with at least two lines, or one of unknown size, as in
+    a notebook."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:
@@ -71,7 +71,7 @@ def filled(text: str, width: int, indent: str = "  ") -> str:
 
 
 def beside(columns: dict[str, str]) -> str:
-    """Returns texts side by side, as wide as the terminal and at most 120 characters. `columns`: {title: text}."""
+    """Formats texts as columns, as wide as the terminal and at most 120 characters in all. `columns`: {title: text}."""
     width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
     cells = []
     for title, text in columns.items():

@@ -30,8 +30,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Returns an interval such as ``500``, a number of steps, as int. Returns a time, such as ``30min``, ``2h`` or
-    ``90s``, as text. Raises ValueError for anything else, and for zero."""
+    """Parses the interval between two checkpoints. Returns a number of steps, such as ``500``, as int. Returns a time,
+    such as ``30min``, ``2h`` or ``90s``, as text. Raises ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")
@@ -39,7 +39,7 @@ def parse_interval(text: str) -> int | str:
 
 
 def interval_seconds(interval: int | str) -> float | None:
-    """Returns the seconds of an interval that is a time; None for an interval in steps."""
+    """Returns the seconds of an interval from `parse_interval`; None for an interval in steps."""
     if isinstance(interval, int):
         return None
     number, unit = _INTERVAL.fullmatch(interval).groups()
@@ -47,7 +47,8 @@ def interval_seconds(interval: int | str) -> float | None:
 
 
 def format_size(size_bytes: int, rounded_up: bool = False) -> str:
-    """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
+    """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``. `rounded_up`:
+    True to round up, False to round to the nearest."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor

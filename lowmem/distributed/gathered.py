@@ -1,8 +1,8 @@
-"""Gathers the weights of blocks from all ranks before the blocks run, by PyTorch's FSDP2.
+"""All-gathers the sharded weights of a block before the block runs, by PyTorch's FSDP2.
 
-FSDP2 gets one flat parameter per unit, for example all matrices of a block. Each rank stores an equal share of it. So
-gathering a unit is one all-gather, whatever matrices it has. The model's parameters are views of the gathered tensor.
-FSDP2 frees that tensor's memory and fills it again; the views stay valid.
+FSDP2 gets one flat parameter per unit, for example all matrices of a block. Each rank stores an equal shard of this
+parameter. So a unit takes one all-gather, however many matrices it has. The model's parameters are views of the
+gathered tensor. FSDP2 frees that tensor's memory and fills it again; the views stay valid.
 """
 
 import torch
@@ -16,8 +16,8 @@ from lowmem.core.shares import Gatherer
 
 
 class _Flat(nn.Module):
-    """Holds all matrices of one unit, such as a block, as one flat parameter. Each of the ranks in `mesh` stores an
-    equal share of it."""
+    """Holds all matrices of one unit, such as a block, as one flat parameter. The parameter is sharded equally over the
+    ranks of `mesh`."""
 
     def __init__(self, part: Part, mesh: DeviceMesh):
         super().__init__()
@@ -29,8 +29,8 @@ class _Flat(nn.Module):
 
 
 class FsdpGatherer(Gatherer):
-    """Gathers the weights of `part` (one unit's matrices) from the ranks of `mesh`, which store equal shares.
-    `parameters`: {name: the model's parameter}. Each parameter becomes a view of the gathered weights."""
+    """All-gathers the weights of `part`, all matrices of one block or other unit, which are sharded over the ranks of
+    `mesh`. `parameters`: {name: the model's parameter}. Each parameter becomes a view of the gathered weights."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
         super().__init__(part)

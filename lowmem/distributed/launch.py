@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun starts. Imports PyTorch only if there are several processes."""
+"""Connects the processes that torchrun starts. Imports PyTorch only if there are several processes."""
 
 import os
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ _TIMEOUT = timedelta(hours=2)  # rank 0 plans, tokenizes or exports while the ot
 
 
 def launched_rank() -> int:
-    """Returns the number of this process among those that torchrun has started; 0 without torchrun."""
+    """Returns this process's rank (RANK, which torchrun sets); 0 without torchrun."""
     return _variable("RANK", 0)
 
 
 def first_rank_here() -> int:
-    """Returns the lowest number of a process on this machine; 0 without torchrun."""
+    """Returns the lowest rank on this machine; 0 without torchrun."""
     return launched_rank() - _variable("LOCAL_RANK", 0)
 
 
@@ -28,10 +28,11 @@ def local_ranks() -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Yields this process's Ranks (core/ranks.py). With several processes, each has a separate GPU, unless `device` is
-    "cpu" or there is no GPU. Raises InputError for environment variables that torchrun would not set, and if there are
-    fewer GPUs than processes. Raises LowmemError if the processes cannot connect to one another. Must be called before
-    CUDA starts."""
+    """Connects this process to the others that torchrun has started. Yields a Ranks (core/ranks.py), which communicates
+    with them; without torchrun, it stands for one process. With several processes, each has a separate GPU, unless
+    `device` is "cpu" or there is no GPU. Raises InputError for environment variables that torchrun would not set, and
+    if there are fewer GPUs than processes. Raises LowmemError if the processes cannot connect to one another. Must be
+    called before CUDA starts."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):

@@ -1,4 +1,4 @@
-"""Implements core/ranks.py on torch.distributed, for one of several processes that train one model."""
+"""Sends data between processes that train one model, by torch.distributed. Implements the methods of core/ranks.py."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class SeveralRanks(Shares):
     """Represents this process among those that train one model together (torch.distributed's default process group).
-    `device_type`: "cuda" or "cpu", on which this process trains. `local_rank`: this process's number on its machine.
+    `device_type`: "cuda" or "cpu", the device of this process. `local_rank`: this process's number on its machine.
     `on_machine`: number of processes on this machine. If both numbers are None, all processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
@@ -116,8 +116,8 @@ class SeveralRanks(Shares):
         return outcome[0]
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` - 1 of a flat tensor that the ranks store together. Must be called inside
-        `on_first`: the other ranks then send their shares to rank 0."""
+        """Returns elements `start` to `stop` - 1 of a flat tensor that is sharded over the ranks. `shares`: this rank's
+        shard. Must be called inside `on_first`, in which the other ranks send rank 0 the elements of their shards."""
         number = next(number for number, each in enumerate(self._stored()) if each is shares)
         self._ask(number, start, stop)
         whole = torch.empty(stop - start, dtype=shares.dtype)
@@ -130,8 +130,7 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Receives requests of rank 0 for elements of this rank's shares, and sends these elements. Returns after the
-        request that means the end."""
+        """Sends rank 0 the elements of this rank's shards that it requests. Returns when rank 0 requests no more."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
@@ -140,14 +139,14 @@ class SeveralRanks(Shares):
                 dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
 
     def _stored(self) -> list[Tensor]:
-        """Returns this rank's shares of all matrices' weights and optimizer states. The order is the same on all
+        """Returns this rank's shards of all matrices' weights and optimizer states. The order is the same on all
         ranks."""
         parts = (part for part in self._store.parts if part.is_matrices)
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 
     def _ask(self, *request: int) -> list[int]:
-        """Sends `request` from rank 0 to all ranks, and returns it there. A request has the number of a tensor in
-        `_stored`, the first element, and the last element + 1. On other ranks, the argument only gives the length."""
+        """Broadcasts `request` from rank 0, and returns it on each rank: the index of a tensor in `_stored`, the first
+        element, and the last element + 1. On other ranks, the argument only gives the length."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()
