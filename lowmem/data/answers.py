@@ -1,4 +1,5 @@
-"""Finds the assistant's answers in a conversation that a chat template rendered as text. Only answers are trained on.
+"""Finds the assistant's answers in a conversation rendered by a chat template, for the loss mask: only answers are
+trained on.
 
 A template may mark answers with {% generation %}. With other templates, the conversation is rendered up to an answer,
 and again through that answer. The difference of the two texts is the answer. docs/data.md lists the exceptions.
@@ -18,7 +19,7 @@ from lowmem.errors import InputError
 
 
 class Answers:
-    """Renders conversations and finds the assistant's answers in them. `notes` has remarks on them for the log."""
+    """Renders conversations with the tokenizer's chat template, and finds the assistant's answers in the texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.template = ChatTemplate(tokenizer)
@@ -41,7 +42,7 @@ class Answers:
         return [last] * (self._last_only > 0) + left_out
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation` with the chat template. Returns its text as segments, a list of (text, True if trained
+        """Renders `conversation` with the chat template. Returns the text as segments: a list of (text, True if trained
         on). Only the answers are trained on; if `everything`, the whole text is. Raises InputError if the answers
         cannot be found."""
         text, marked = self.template.render(conversation)
@@ -117,9 +118,9 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the index in `text` of the character at which an answer ends, None if it is not found. `start`: index
-        of the answer's first character. `after`: the conversation rendered through this answer. The answer includes the
-        first special token after its words, and the characters that follow its words in both `text` and `after`."""
+        """Returns the index in `text` at which an answer ends; None if it is not found. `start`: index of the answer's
+        first character. `after`: the conversation rendered only through this answer. After the answer's words, the
+        answer includes the first special token, and all characters that follow the words in both `text` and `after`."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
@@ -141,7 +142,7 @@ class Answers:
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages with the chat template. If `ask`, the text ends with the prompt for the
+        """Renders the first `count` messages with the chat template. If `ask`, appends the generation prompt for the
         next answer. Returns (text, spans that the template marks as generated), or None if the template refuses the
         messages."""
         try:

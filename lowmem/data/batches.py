@@ -1,10 +1,10 @@
-"""Cuts tokens into batches: rows of token ids, with labels that say which tokens are trained on.
+"""Cuts tokens into batches: rows (sequences) of token ids, with labels that say which tokens are trained on.
 
 Plain text is **packed**: documents are joined end to end and cut into rows of `seq` inputs. **Examples**
 (conversations, or prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
 
-A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A
-text's weight is the number of times that an epoch reads each of its rows. With weight 0.5, an epoch reads one half of
+A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A data
+set's weight is the number of times that an epoch reads each of its rows. With weight 0.5, an epoch reads one half of
 the rows, and the next epoch reads the other half.
 """
 
@@ -23,7 +23,8 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """Cuts one text's `documents` into rows of at most `seq` input tokens. An epoch reads each row `weight` times."""
+    """Cuts the tokenized `documents` of one data set into rows (sequences) of at most `seq` input tokens. An epoch
+    reads each row `weight` times. `name`: the data set's name in messages."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -38,7 +39,7 @@ class Rows:
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that may be trained
+        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The mask is True for tokens that may be trained
         on."""
         if self.documents.packed:
             tokens = self.documents.tokens[row * self.seq : (row + 1) * self.seq + 1]
@@ -60,8 +61,8 @@ class Rows:
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
         """Returns the row numbers that epoch number `epoch` reads, in no particular order. All rows are repeated
         endlessly, and epoch e takes items e*n to (e+1)*n - 1 of this sequence, with n = `in_epoch`. If an epoch takes
-        only some rows of a repetition, that repetition is shuffled. The shuffle is seeded by `seed` and by `part`, the
-        number of this text."""
+        only some rows of a repetition, that repetition is shuffled. `seed` and `part` seed the shuffle; `part` is the
+        data set's index."""
         found = []
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
@@ -75,12 +76,12 @@ class Rows:
 
 
 class Batches:
-    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from all texts in `parts`. With a `seed`,
-    the sequence never ends, and each epoch has a new order; a batch may span two epochs. If `seed` is None
-    (evaluation), rows keep their order, and the last batch of a pass may be smaller. `end_of_text`: the id after each
-    document, also used as padding. `document_mask`: True if attention stops at the ends of packed documents. `fixed`:
-    True if every batch is the first one. `pack`: PADDED (full padding), SORTED (by length), or PACKED (several examples
-    in a row)."""
+    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from several data sets. `parts`: Rows of
+    one data set each. With a `seed`, the sequence never ends, and each epoch has a new order; a batch may span two
+    epochs. If `seed` is None (evaluation), rows keep their order, and the last batch of a pass may be smaller.
+    `end_of_text`: the token id after each document, also used as padding. `document_mask`: True if attention stops at
+    the ends of packed documents. `fixed`: True if every batch is the first one. `pack`: PADDED (rows are padded to full
+    length), SORTED (by length), or PACKED (several examples in a row)."""
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
 
@@ -104,8 +105,8 @@ class Batches:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that is trained on.
-        The first token is only an input. The last is only a label."""
+        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The mask is True for each token that is trained
+        on. The first token is only an input. The last is only a label."""
         tokens, trained = part.read(row)
         trained[0] = False
         if part.documents.packed and self.document_mask:
@@ -144,8 +145,8 @@ class Batches:
         return Batch(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the number of tokens in each row of a typical batch, longest first. Returns None if all rows are
-        computed at full length."""
+        """Returns the number of tokens in each row of a typical batch, longest first. Returns None if all rows have the
+        full length, padding included."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:

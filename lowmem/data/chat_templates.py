@@ -71,7 +71,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
-        generated. If `ask`, the text ends with the prompt for an answer. Raises InputError if the template fails."""
+        generated. If `ask`, appends the generation prompt for an answer. Raises InputError if the template fails."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -85,8 +85,8 @@ class ChatTemplate:
             ) from error
 
     def question(self, text: str) -> str:
-        """Returns the user's message `text`, rendered with the prompt for an answer. The model continues the returned
-        text with its answer."""
+        """Renders the user message `text` with the chat template, and appends the generation prompt. The model
+        continues the returned text with its answer."""
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:

@@ -211,7 +211,8 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, as templates expect. OpenAI writes them as JSON text."""
+    """Returns the tool call `call` with arguments as an object, as chat templates expect. OpenAI writes arguments as
+    JSON text. `place`: the message's file, row and number, for errors."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(

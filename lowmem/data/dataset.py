@@ -47,10 +47,10 @@ def load_data(
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
     """Reads and tokenizes the data, and cuts them into batches for training and evaluation. The held-out texts are
-    `settings.eval_data`, or else each source's held-out split, or else the share `settings.eval_fraction` of its
+    `settings.eval_data`, or else each data set's held-out split, or else the share `settings.eval_fraction` of its
     documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, which may have the
-    tokens of an earlier start; None: temporary files. `decoder_start`: the id before each target; None for a
-    decoder."""
+    tokens of an earlier start; None: temporary files. `decoder_start`: the token id before each target of an
+    encoder-decoder; None for other models."""
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     reader = _Reader(settings, tokenizer, vocabulary_size, folder)
@@ -76,8 +76,8 @@ def load_data(
 
 
 class _Reader:
-    """Opens the sources that `settings` name in --data and --eval-data: files, folders, or data sets of the hub.
-    Tokenizes them in `read`."""
+    """Opens the data sets that `settings` name in --data and --eval-data: files, folders, or data sets of the hub.
+    `read` tokenizes them."""
 
     def __init__(
         self, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
@@ -97,8 +97,8 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Tokenizes each source, and then each text of --eval-data, into files in `folder`. Returns one Part for each
-        of them."""
+        """Tokenizes each data set of --data, and then each of --eval-data, into files in `folder`. Returns one Part for
+        each data set: its training and its held-out documents."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
@@ -132,8 +132,9 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Yields `parts` without the training documents that another part holds out. `named`: the texts of --eval-data.
-    Keeps training documents that are also in `named`, and adds a note with their number."""
+    """Removes training documents that another data set holds out. Yields `parts`, the documents of one data set each,
+    without these. `named`: the data sets of --eval-data. Training documents that are also in `named` are kept, and a
+    note has their number."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -148,7 +149,7 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
 
 
 def _cut(source: Source, part: Part, seq: int) -> Part:
-    """Returns `part` with its documents cut into Rows of at most `seq` input tokens."""
+    """Cuts the documents of `part`, the tokenized data set `source`, into Rows of at most `seq` input tokens."""
     train = part.train and Rows(source.spec, part.train, seq, source.weight)
     return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 
@@ -156,8 +157,8 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 def _batches(
     parts: list[Part], settings: Settings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Returns the batches of all training texts together, and a list with the batches of each held-out text. Raises
-    InputError for a text that does not fill one row."""
+    """Returns the batches of all training data sets together, and a list with the batches of each held-out text.
+    `parts`: Rows of each data set. Raises InputError for a text that does not fill one row."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())

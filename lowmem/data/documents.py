@@ -1,8 +1,9 @@
-"""Tokenizes the documents of a source, and holds some of them out for evaluation.
+"""Tokenizes the documents of a data set, and holds some of them out for evaluation.
 
-Token ids are stored in files: 2 bytes each for up to 65,536 ids, else 4. Examples take one more byte per token, which
-says whether the token is trained on. RAM holds 32 bytes per document. Tokenizing takes at most TOKENIZING_BYTES of RAM,
-or more for very long words or rows (docs/data.md). While held-out documents are written, the disk holds the data twice.
+Token ids are stored in files: 2 bytes each if the vocabulary has at most 65,536 ids, else 4. Examples take one more
+byte per token for the loss mask, which says if the token is trained on. RAM holds 32 bytes per document. Tokenizing
+takes at most TOKENIZING_BYTES of RAM, or more for very long words or rows (docs/data.md). While held-out documents are
+written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -51,8 +52,8 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Returns True if this is plain text, whose documents may be cut and joined to rows. Returns False if each
-        document is a separate example."""
+        """Returns True for plain text, whose documents are joined and cut into rows. Returns False if each document is
+        an example."""
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
@@ -75,7 +76,7 @@ class Documents:
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Returns tokens `start` to `stop` of packed text as Documents. The first and the last document may be cut."""
+        """Returns tokens `start` to `stop` - 1 of packed text as Documents. The first and last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
         inside = (ends > start) & (starts < stop)
@@ -106,9 +107,9 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records`, the rows of `source`, stores the tokens in `folder`, and returns them. Stops when the tokens
-    fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of ids that the model embeds. Raises
-    InputError if there is nothing to train on, or for a row that cannot be read."""
+    """Tokenizes `records`, the rows of the data set `source`, and stores the tokens in `folder`. Returns them as
+    Documents. Stops when the tokens fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of
+    ids that the model embeds. Raises InputError if there is nothing to train on, or for a row that cannot be read."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -177,7 +178,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
     """Yields `records`. If reading takes long, shows on a terminal how many tokens the `writer` has written. `name`:
-    the source's name."""
+    the data set's name."""
     with tqdm(
         desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS,
         disable=None if sys.stderr else True,  # None: unless stderr is a terminal
@@ -265,7 +266,7 @@ class _Writer:
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
         """Writes the token ids of a record. Adds the tokens that begin and end a document, and cuts an example to the
-        length limit. `trained`: bool [tokens], True for each token that is trained on."""
+        length limit. `trained`: the loss mask, bool [tokens], True for each token that is trained on."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -315,7 +316,7 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Concatenates `parts`, pairs (token ids, trained mask), to one pair. A mask may be one bool for all ids of its
+    """Concatenates `parts`, pairs (token ids, loss mask), to one pair. A mask may be one bool for all ids of its
     pair."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

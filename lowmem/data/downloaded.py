@@ -154,9 +154,9 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if `splits`, {split: files}, are certainly those of a data set. They must have a training split and
-    one for validation or testing. If `files` are .txt, each of them must also be in a split. `splits`: the splits
-    recognized by the names of `files`."""
+    """Returns True if the names of `files` clearly show the splits of a data set. `splits`: {split: files}, as
+    recognized by name. There must be a training split and one for validation or testing. If `files` are .txt, each of
+    them must also be in a split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -1,7 +1,7 @@
 """Turns a row's columns into the text to train on: plain text, a conversation, or a prompt with its completion.
 
-The columns of a source's first row decide which of these it has; docs/data.md has the table. A row's text comes in
-segments (seams.py).
+The columns of a data set's first row decide which of these its rows have; docs/data.md has the table. The text of a row
+is a list of segments, (text, True if trained on).
 """
 
 import itertools
@@ -36,8 +36,8 @@ _MOST_BLANK = 10_000  # rows that are searched for the first one with a value
 
 
 class Format:
-    """Converts the rows of one source to text. `first`: the source's first row. `needed`: the columns that every row
-    must have. `everything`: True if prompts are trained on, too, and not only answers."""
+    """Converts the rows of one data set to text. `first`: the first row. `needed`: the columns that every row must
+    have. `everything`: True if prompts are trained on, too, and not only answers."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -53,7 +53,7 @@ class Format:
 
     @property
     def description(self) -> str:
-        """Describes the source's rows for the log: format, remarks on the rows read so far, unused columns."""
+        """Describes the rows for the log: format, remarks on the rows read so far, unused columns."""
         unused = [f"columns not used: {_listed(self._unused)}"] if self._unused else []
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
@@ -74,7 +74,8 @@ class Format:
         return self.write(record)
 
     def write(self, row: Record) -> Segments:
-        """Returns the text of `row` in segments. Each subclass defines this method."""
+        """Returns the text of `row` as segments, a list of (text, True if trained on). Subclasses define this
+        method."""
         raise NotImplementedError
 
     def _trained(self, on: str) -> str:
@@ -181,9 +182,10 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record whose columns decide the format, and an iterator over all records. This is the first record
-    with a value in a column that some format uses. A record without any such column decides, too. If none of the first
-    _MOST_BLANK records decides, returns the last of them. If there are no records, returns None instead of a record."""
+    """Returns the record whose columns decide the data format, such as conversations, and an iterator over all records.
+    This is the first record with a value in a column that some format uses. A record without any such column decides,
+    too. If none of the first _MOST_BLANK records decides, returns the last of them. If there are no records, returns
+    None instead of a record."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -194,7 +196,7 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a source with the first row `record`. If an option names a column, only the formats with
+    """Returns the Format of a data set with the first row `record`. If an option names a column, only the formats with
     this column are tried. `reading` has the options' values, such as that of --text-field. `train_on`: the value of
     --train-on. Raises InputError if no format fits, or several."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
@@ -269,7 +271,8 @@ def _unreadable(record: Record, reading: Reading) -> InputError:
 
 
 def _refuse_labels(record: Record) -> None:
-    """Raises InputError for a row with a label of good and bad answers, since bad answers must not be trained on."""
+    """Raises InputError for a row with a label that marks its answer as good or bad (KTO), since bad ones would be
+    trained on."""
     for column in LABEL_COLUMNS:
         value = record.columns.get(column)
         in_words = isinstance(value, str) and value.strip().lower() in ("true", "false")  # CSV

@@ -48,7 +48,7 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
     """Opens the data set `path` of the hub, with its configuration `config` (None: the default one). Streams the data
     set if `streamed`. Also streams one of more than STREAM_ABOVE_BYTES if --steps or --max-samples need only a part.
-    Raises InputError if `streamed` and the whole data set is needed."""
+    Raises InputError if the data set cannot be loaded, or if `streamed` and the whole data set is needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and not reading.in_part:

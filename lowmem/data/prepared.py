@@ -36,8 +36,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the training and the held-out documents of one source, either as Documents or cut into Rows. `train` is
-    None for a source of --eval-data. `evaluation` is None for a source of --data if --eval-data is given. `held_out`:
+    """Holds the training and the held-out documents of one data set, either as Documents or cut into Rows. `train` is
+    None for a data set of --eval-data. `evaluation` is None for one of --data if --eval-data is given. `held_out`:
     describes the held-out documents in the log."""
 
     train: Documents | None
@@ -76,8 +76,8 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Returns the result of `prepare`, which is called with a new folder for its files. `keep` later moves the
-        files into the run folder."""
+        """Calls `prepare` with a new folder for token files, and returns the result. `keep` later moves these files
+        into the run folder (the training run's output)."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -92,8 +92,8 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Moves the files with the documents of `parts` into the run folder. Does nothing if `find` has found the
-        documents there."""
+        """Moves the token files of `parts` into the run folder, for a resumed run. `parts`: the documents of each data
+        set. Does nothing if `find` has found the documents there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
@@ -141,8 +141,8 @@ def content_key(
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
     """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that training needs; it counts
-    only if a source is streamed. `sources`, `evaluated`: the sources of --data and of --eval-data. Raises InputError if
-    a file cannot be read."""
+    only if a data set is streamed. `sources`, `evaluated`: the data sets of --data and of --eval-data. Raises
+    InputError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

@@ -1,4 +1,4 @@
-"""Defines Reading (how data is read), Record (a row and its place in a file) and Source (all rows of one `--data`)."""
+"""Defines Reading (how data are read), Record (a row and its place in a file) and Source (all rows of one data set)."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a source is read: the names of its columns (--text-field, ...), its split, and whether all rows are
+    """Says how a data set is read: the names of its columns (--text-field, ...), its split, and whether all rows are
     needed."""
 
     text: str = "text"

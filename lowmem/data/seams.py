@@ -1,9 +1,9 @@
-"""Tokenizes the segments of an example, and finds the tokens that are trained on. A segment is (text, True if trained
+"""Tokenizes an example given as segments, and finds the tokens that are trained on. A segment is (text, True if trained
 on).
 
-All segments are tokenized as one text. A token is trained on if any of its characters is in such a segment. Tokenizers
-written in Python do not report the characters of a token. So the text before each boundary of segments (a seam) is also
-tokenized by itself. The leading tokens that both results share are before the seam.
+All segments are tokenized as one text. A token is trained on if any of its characters is in a segment that is trained
+on. Tokenizers written in Python do not report the characters of a token. So the text before each boundary of two
+segments (a seam) is also tokenized by itself. The leading tokens that both results share are before the seam.
 """
 
 import itertools
@@ -18,7 +18,7 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: Tr
 
 
 class Seams:
-    """Tokenizes examples, and marks the tokens to train on. `pairs`: True to tokenize source and target separately, as
+    """Tokenizes examples, and returns the loss mask of each. `pairs`: True to tokenize source and target separately, as
     for an encoder-decoder."""
 
     def __init__(self, encode: Encoder, pairs: bool):
@@ -82,5 +82,5 @@ class Seams:
 
 
 def _is_mixed(segments: Segments) -> bool:
-    """Returns True if some of the text is trained on, and some is not."""
+    """Returns True if `segments`, a list of (text, True if trained on), have text of both kinds."""
     return len({trained for text, trained in segments if text}) > 1

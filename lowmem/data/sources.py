@@ -1,6 +1,6 @@
-"""Opens the source that `--data SPEC[=WEIGHT]` names: files, a data set of the hub, Python's own code (docs/data.md).
+"""Opens the data set that `--data SPEC[=WEIGHT]` names: files, a data set of the hub, Python's own code (docs/data.md).
 
-Every source yields its records one at a time, so a large data set takes time and disk, not RAM.
+Every data set yields its rows one at a time, so a large one takes time and disk, not RAM.
 """
 
 import glob
@@ -34,9 +34,9 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
-    """Opens the source that a --data spec names. From a folder or a pattern, leaves out the files that training runs
-    wrote. `out`: the folder of the present training run, None if it has none. Raises InputError if there is no such
-    source, or if its files cannot be read."""
+    """Opens the data set that a --data spec names. From a folder or a pattern, leaves out the files that training runs
+    wrote. `out`: the output folder of the present training run, None if it has none. Raises InputError if there is no
+    such data set, or if its files cannot be read."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -189,8 +189,8 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Splits off those `files` (all below `root`) that training runs wrote. Returns the other files, and a remark on
-    those left out; "" if there are none."""
+    """Removes the output of training runs from `files`, which are all below `root`. Returns the other files, and a
+    remark on the output left out; "" if there is none. `out`: the present run's output folder, or None."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -200,9 +200,9 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a source called `name` of all `files` that can be read. `found`: words for an error that say how they were
-    found, such as "the folder holds". `in_folder`: all files in the folder, so that the log can name the kinds left
-    out; None: `files`."""
+    """Makes a Source (one data set) called `name` of all `files` that can be read. `found`: words for an error that say
+    how the files were found, such as "the folder holds". `in_folder`: all files in the folder, so that the log can name
+    the kinds left out; None: `files`."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

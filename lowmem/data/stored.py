@@ -22,8 +22,8 @@ _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Reads entries `start` to `stop` - 1 of a file of numbers. If `stop` is None, reads to the end. A slice of this
-    object is a numpy array."""
+    """Represents entries `start` to `stop` - 1 of a file of numbers. If `stop` is None, goes to the end. Slicing this
+    object reads the slice from the disk into a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
@@ -90,7 +90,8 @@ class ArrayFolder:
         )
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
-        """Writes `chunks`, one-dimensional arrays of type `dtype`, into one new file, and returns the array in it."""
+        """Writes `chunks`, one-dimensional arrays, one after another into a new file, as numbers of type `dtype`.
+        Returns a StoredArray, which reads the file when it is sliced."""
         writer = ArrayWriter(self, dtype)
         for chunk in chunks:
             writer.append(chunk)
@@ -98,7 +99,7 @@ class ArrayFolder:
 
 
 class ArrayWriter:
-    """Writes one array piece by piece into a new file of `folder`, so that it is never whole in RAM."""
+    """Writes one array piece by piece into a new file of `folder`, so that the whole array is never in RAM."""
 
     def __init__(self, folder: ArrayFolder, dtype: np.dtype):
         self._folder, self._dtype = folder, np.dtype(dtype)

@@ -24,13 +24,13 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns the columns among `names` that some format uses; the others need not be read."""
+    """Returns the columns among `names` that some data format uses; the others need not be read."""
     return [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, in the format that its suffix tells. `may_be_blank`: True if a text file may be empty;
-    False if that is an error. Raises InputError if the file cannot be read."""
+    """Yields the rows of a file, in the format that the name's suffix tells. `may_be_blank`: True if a text file may be
+    empty; False if that is an error. Raises InputError if the file cannot be read."""
     try:
         match path.suffix.lower():
             case ".csv":
