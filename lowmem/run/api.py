@@ -1,6 +1,6 @@
-"""Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and the step for your own
-training loop. Planning, loading, updates, checkpoints and exports are the same as in the scripts. Your own loop lacks
-schedules, pictures, the report, signals, and recovery when GPU memory runs out."""
+"""Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and single steps for your
+own training loop. Planning, loading, updates, checkpoints and exports are the same as in `lowmem train`. Your own loop
+lacks learning-rate schedules, pictures, the report, signals, and recovery when GPU memory runs out."""
 
 import json
 import threading
@@ -49,11 +49,11 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan for training on the card that `settings.gpu` names, which need not be in this machine. If
-    `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in each of `machines` machines;
-    each GPU has one process of torchrun. The plan's bytes and seconds are those of one GPU. Loads no weights. Raises
-    PlanError if nothing fits; its message names the smallest caps that fit. Raises InputError for a model that cannot
-    be trained block by block."""
+    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names, which need not
+    be in this machine. If `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in each
+    of `machines` machines; each GPU has one process of torchrun. The plan's bytes and seconds are those of one GPU.
+    Loads no weights. Raises PlanError if training does not fit under the memory caps; the message names the smallest
+    caps that fit. Raises InputError for a model that cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -62,10 +62,10 @@ def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
 
 @warnings_end_nothing()
 def train(settings: Settings) -> dict:
-    """Does a whole training run, as the scripts do, and returns the content of its report.json. In the main thread,
-    SIGINT, SIGTERM or SIGHUP makes the run finish its step, save, and raise Stopped. A second signal drops the current
-    step, a third ends the process (signals.py). Raises LowmemError for errors that a user can cause. Errors of the
-    system (OSError, OutOfMemoryError) are raised as they are."""
+    """Does a whole training run, as `lowmem train` does, and returns the content of its report.json. In the main
+    thread, SIGINT, SIGTERM or SIGHUP makes the run finish its step, save a checkpoint, and raise Stopped. A second
+    signal drops the current step, a third ends the process (signals.py). Raises LowmemError for errors that a user can
+    cause. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
     _check_kind(settings)
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
@@ -84,10 +84,10 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
     one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
     not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint,
-    or a folder of checkpoints from `LoadedModel.save` or a run of the scripts. Loads the newest undamaged one, and sets
-    the model's `done` to its step. If `resume` is None, loads the initial weights. Does the same, with a UserWarning,
-    if there is no checkpoint in `resume`. Also warns if fused kernels or page-locked memory are missing, which makes
-    steps slower. Raises the same errors as `train`."""
+    or a folder of checkpoints from `LoadedModel.save` or `lowmem train`. Loads the newest undamaged one, and sets the
+    model's `done` to the checkpoint's step. If `resume` is None, loads the initial weights. Does the same, with a
+    UserWarning, if there is no checkpoint in `resume`. Also warns if fused kernels or page-locked memory are missing,
+    which makes steps slower. Raises the same errors as `train`."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -140,7 +140,7 @@ def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
     dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
     `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem,
-    or if it belongs to a run of the scripts. Raises LowmemError if a weight is too large for that dtype. Warns
+    or if it belongs to a run of `lowmem train`. Raises LowmemError if a weight is too large for that dtype. Warns
     (UserWarning) of weights that are NaN or infinite, and of files that could not be written."""
     folder = Path(folder).expanduser()
     if any(path.name in FOLDERS and is_run(path.parent) for path in (folder.absolute(), folder.resolve())):

@@ -1,4 +1,4 @@
-"""Computes the batch of an optimizer step from the options by which other trainers set it.
+"""Computes the batch size of an optimizer step from the options with which other trainers set it.
 
     Hugging Face   per_device_train_batch_size x gradient_accumulation_steps (default 1) x processes (one here)
     axolotl        micro_batch_size x gradient_accumulation_steps

@@ -44,7 +44,7 @@ _ADVICE |= {errno.EFBIG: "Raise the limit of the size of files (ulimit -f)"}
 
 class NotSaved(LowmemError):
     """Says that a checkpoint could not be written. `args` has two texts. The first is a sentence with the step and the
-    system's error, and says if there are earlier checkpoints. The second is advice to the user."""
+    system's error, and says if there are earlier checkpoints. The second begins a sentence with advice to the user."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -57,12 +57,13 @@ def save_checkpoint(
 ) -> Path:  # fmt: skip
     """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. The checkpoint has the weights and
     optimizer states in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the content of
-    its metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
+    the checkpoint's metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
 
-    Call TrainingStep.flush before; raises RuntimeError if updates are pending. All ranks must call this; rank 0 writes.
-    Keeps the newest `keep_last` checkpoints and the checkpoint of step `best`, if given, and removes older ones. Also
-    removes checkpoints of later steps, which exist if training was resumed from an earlier step. Raises NotSaved, with
-    earlier checkpoints intact, if the disk or a quota is full or the folder cannot be written.
+    Call TrainingStep.flush before, which does pending optimizer updates; otherwise raises RuntimeError. All ranks must
+    call this; rank 0 writes. Keeps the newest `keep_last` checkpoints and the checkpoint of step `best`, if given, and
+    removes older ones. Also removes checkpoints of later steps, which exist if training was resumed from an earlier
+    step. Raises NotSaved, with earlier checkpoints intact, if the disk or a quota is full or the folder cannot be
+    written.
     """
     if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
@@ -120,8 +121,8 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
     """Returns {name: (tensor, entries)} for `part`: its weights ("working") and its optimizer states. A part is all
-    matrices, or all vectors, of a block or another unit, as flat tensors. `tensor` is the share that this rank stores.
-    `entries` is the number of entries in all ranks' shares together."""
+    matrices, or all vectors, of a block or another unit, as flat tensors. `tensor`: the shard that this rank stores.
+    `entries`: the number of entries in the shards of all ranks together."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -160,11 +161,11 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the newest undamaged checkpoint into `store`. Returns its path and the content of its state.json, or None
-    if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: the identity of this training run
-    (identity.py). `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is True,
-    raises Damaged. If all are damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and
-    returns None."""
+    """Loads the newest undamaged checkpoint into `store`, the weights and optimizer states. Returns its path and the
+    content of its state.json, or None if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: the
+    settings, data and model of this training run, which the checkpoint must have, too (identity.py). `say` gets a
+    sentence about each damaged checkpoint. If all are damaged and `required` is True, raises Damaged. If all are
+    damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -182,13 +183,14 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Reads every tensor into its place in `store`, each file once. Returns the content of state.json, with the text of
-    metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps its share of the tensors.
+    """Loads the weights and optimizer states of a checkpoint into `store`, and reads each file once. Returns the
+    content of state.json, with the text of metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps
+    the shards that it stores.
 
-    Raises InputError, before `store` is changed, if a training run with this `identity` (identity.py) cannot go on from
-    the checkpoint. Also raises InputError for a missing file or tensor, and for a file or tensor of another model,
-    optimizer or precision. Raises Damaged if bytes have changed since they were written; `store` may then be partly
-    overwritten.
+    Raises InputError, before `store` is changed, if a training run with this `identity` (settings, data and model)
+    cannot go on from the checkpoint. Also raises InputError for a missing file or tensor, and for a file or tensor of
+    another model, optimizer or precision. Raises Damaged if bytes have changed since they were written; `store` may
+    then be partly overwritten.
     """
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}

@@ -32,7 +32,7 @@ def model_file() -> Path | None:
 
 
 def settings_of(file: Path) -> Settings:
-    """Returns the demo's settings for the GGUF file `file`, with which training takes two minutes on two CPU cores."""
+    """Returns the demo's settings for the GGUF file `file`. Training with them takes two minutes on two CPU cores."""
     return Settings(
         model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=20, lr=2e-4,
         sample_prompt=QUESTIONS,

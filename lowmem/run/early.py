@@ -27,9 +27,9 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run before slow imports. Returns the settings with the run folder in `out`, and
-    with the `model` that `with_recognized_model` returns. `say` gets a sentence about each change. Raises InputError if
-    training with these settings cannot work."""
+    """Checks the settings of a training run before slow imports. Returns the settings, with the run's output folder in
+    `out`, and with the model that will be read in `model` (`with_recognized_model`). `say` gets a sentence about each
+    change. Raises InputError if training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -59,9 +59,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings on which a plan depends: the machine, the card and the model. Returns the settings with the
-    `model` that `with_recognized_model` returns. `say` gets a sentence about this change. Raises InputError if the
-    machine, the card or the model cannot be used."""
+    """Checks the settings on which a plan (predicted memory and time) depends: the machine, the card and the model.
+    Returns the settings, with the model that will be read in `model` (`with_recognized_model`). `say` gets a sentence
+    about this change. Raises InputError if the machine, the card or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:

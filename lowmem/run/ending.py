@@ -33,7 +33,8 @@ from lowmem.units import counted
 
 
 class Ending:
-    """Does everything after the last step of a training run. `failed`: one sentence for each failure."""
+    """Exports the model and writes report, pictures and summary after the last step. `failed`: sentences on
+    failures."""
 
     def __init__(self, session: Session):
         self.failed: list[str] = []
@@ -220,7 +221,7 @@ class Ending:
         self._session.log.say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 
     def _check(self) -> None:
-        """Raises LowmemError if anything failed. The message says where the weights after the last step are."""
+        """Raises LowmemError if a part of the end failed. The message says where the weights of the last step are."""
         if not self.failed:
             return
         folder, rows = self._session.folder, self._session.log.rows

@@ -1,7 +1,8 @@
-"""Protects training from environment variables that other packages read. A bad value must not cause a bare traceback.
+"""Keeps environment variables that other packages read from ending training with a traceback.
 
-PYTHONWARNINGS=error turns any warning into an error. A value that a package cannot read (TQDM_NCOLS=wide) makes its
-import fail. plots.py handles MPLBACKEND, and lowmem/device.py handles CUDA's variables.
+PYTHONWARNINGS=error turns any warning into an error; it is overridden. A value that a package cannot read
+(TQDM_NCOLS=wide) makes the package's import fail; an InputError then names the variable. plots.py handles MPLBACKEND,
+and lowmem/device.py handles CUDA's variables.
 """
 
 import getpass

@@ -1,4 +1,4 @@
-"""Evaluates the loss on held-out texts during training, and writes samples of the model's text."""
+"""Evaluates the loss on held-out texts during training, and generates samples of text."""
 
 import math
 import os
@@ -39,15 +39,14 @@ def evaluated(session: Session) -> dict:
 
 
 def due(session: Session, done: int) -> bool:
-    """Returns True if the held-out loss is to be evaluated after step `done`, counted from 1."""
+    """Returns True if the run of `session` must evaluate the held-out loss after step `done`, counted from 1."""
     every = session.settings.eval_every or session.steps
     return bool(session.data.evaluations) and (done == session.steps or done % every == 0)
 
 
 def is_missing(session: Session) -> bool:
-    """Returns True if the model must be evaluated before the first step of `session`. A new training run needs this
-    evaluation. A resumed run needs it if a signal or an error prevented the evaluation that was due after its last
-    step."""
+    """Returns True if the held-out loss must be evaluated before training begins or goes on. A new training run needs
+    this evaluation. A resumed run needs it if a signal or an error prevented the evaluation after its newest step."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
@@ -56,8 +55,8 @@ def is_missing(session: Session) -> bool:
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
-    """Returns the result of `evaluated` after step `done`. Returns an empty dict if a second signal, counted by `stop`,
-    interrupts the evaluation. The last evaluation cannot be interrupted."""
+    """Evaluates the held-out losses after step `done`, and returns the result of `evaluated`. Returns an empty dict if
+    a second signal, counted by `stop`, interrupts the evaluation. The last evaluation cannot be interrupted."""
     if done == session.steps:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -162,7 +161,7 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the sum of the losses (in nats) of all tokens that have a label, and the number of these tokens. Both are
-    of the first `limit` of `batches`, or of all batches if there are fewer."""
+    """Returns the sum of the losses (in nats) of all tokens with a label, and the number of these tokens. Evaluates the
+    first `limit` of `batches`, or all batches if there are fewer."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

@@ -1,9 +1,9 @@
-"""Computes the figures of a training run: report.json, its losses, its memory, and a summary in ten lines.
+"""Computes the numbers that describe a training run, such as losses, memory, report.json and a ten-line summary.
 
-All are computed from the files in a run folder. `rows` are the rows of metrics.jsonl; `plan`, `settings` and `report`
-are the content of plan.json, settings.json and report.json. `eval_first` is the held-out loss before the first step, or
-None. `exported_step` is the step whose weights are in model/; None stands for the last step. Imports no packages, so
-that `python -m lowmem report` starts at once.
+All are computed from the files in the run's output folder. `rows` are the rows of metrics.jsonl, one per step. `plan`,
+`settings` and `report` are the content of plan.json, settings.json and report.json. `eval_first` is the held-out loss
+before the first step, or None. `exported_step` is the step whose weights are in model/; None stands for the last step.
+Imports no packages, so that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -31,8 +31,8 @@ class Best:
 
 
 def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
-    """Returns a list of (step, held-out loss), one for each evaluation. `eval_first`: the held-out loss at step 0; None
-    if there was no such evaluation."""
+    """Returns a list of (step, held-out loss), one for each evaluation. `rows`: rows of metrics.jsonl. `eval_first`:
+    the held-out loss at step 0; None if there was no such evaluation."""
     before = [] if eval_first is None else [(0, eval_first)]
     return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
@@ -46,8 +46,9 @@ def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
-    """Returns the value of the key `loss` in report.json: training and held-out losses by name, None for unknown ones.
-    `diverged` is True if the exported weights' held-out loss is NaN or higher than `eval_first`."""
+    """Returns the training and held-out losses for the key `loss` in report.json, by name, None for unknown ones.
+    `rows`: rows of metrics.jsonl. `exported_step`: the step whose weights are exported, None for the last. `diverged`
+    is True if the exported weights' held-out loss is NaN or higher than `eval_first`, the loss before training."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -69,8 +70,9 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, versions: dict[str, str], sequences_per_step: int,
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """Returns the content of report.json, without the summary. Its seconds per step are the median over all steps
-    except the first, which warms up. `peaks`: Budget.peaks(). `sequences_per_step`: --batch."""
+    """Returns the content of report.json, without the summary. The report's seconds per step are the median over all
+    steps except the first, which warms up. `rows`: rows of metrics.jsonl. `peaks`: {name: peak of memory in bytes, or
+    None}. `sequences_per_step`: --batch."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
     # An earlier process of this run may have had the higher peak.
@@ -87,14 +89,16 @@ def build_report(
 
 
 def is_report_of(report: dict, rows: list[dict]) -> bool:
-    """Returns True if `report` was made from `rows` and not from an earlier run."""
+    """Returns True if `report`, the content of report.json, was made from `rows` (metrics.jsonl), not in an earlier
+    run."""
     loss = report.get("loss")
     last = loss.get("last") if isinstance(loss, dict) else None
     return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
 
 
 def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
-    """Returns a summary of a training run: ten lines, {name: text}."""
+    """Returns a summary of a training run for people: ten lines, {name: text}. `report`: content of report.json.
+    `rows`: rows of metrics.jsonl."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
     tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
     seconds = sum(row["step_ms"] for row in timed) / 1000

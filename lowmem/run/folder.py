@@ -1,4 +1,4 @@
-"""Manages the folder of a training run: its lock, the room on its disk, and its checkpoints (checkpoint.py)."""
+"""Manages the output folder of a training run: its lock, the room on its disk, and its checkpoints (checkpoint.py)."""
 
 import itertools
 import os
@@ -50,8 +50,8 @@ def lock_run(folder: Path) -> Iterator[None]:
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
     """Raises PlanError if a disk has too little room. Checkpoints and the exported model need room on the disk of the
     run folder `folder`. If `disk` has "states", optimizer states need room on the disk of `states_folder`. `disk`:
-    {name: bytes} (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown. Checkpoints and
-    models of an earlier run count as free room, because they are replaced."""
+    {name: bytes that training writes} (Plan.disk). `saves`: number of checkpoints that will be written, None if
+    unknown. Checkpoints and models of an earlier run count as free room, because they are replaced."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + disk["beside_exported_weights"]}
@@ -115,11 +115,11 @@ def sweep(root: Path) -> None:
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
     """Returns the checkpoints to resume from, the preferred one first. An empty list means that training starts at step
-    0. `resume`: "never"; "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run
-    folder. For a path, first come checkpoints in `folder` that a run with the same `resume` has saved, then the
-    checkpoints at the path. Raises InputError if the path is a folder without a checkpoint. Also raises it if there is
-    no such folder, and `folder` has no such checkpoints. `say` gets a sentence about checkpoints in `folder` that are
-    not used. The caller must hold lock_run(folder)."""
+    0. `resume`: "never"; "auto", for those in the run's output folder `folder`; or the path of a checkpoint or of
+    another run's folder. For a path, first come checkpoints in `folder` that a run with the same `resume` has saved,
+    then the checkpoints at the path. Raises InputError if the path is a folder without a checkpoint. Also raises it if
+    there is no such folder, and `folder` has no such checkpoints. `say` gets a sentence about checkpoints in `folder`
+    that are not used. The caller must hold lock_run(folder)."""
     root = folder / "checkpoints"
     sweep(root)
     if resume == "auto":

@@ -26,13 +26,15 @@ _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
-    """Returns the part of the identity (run_identity) that is known before the data are read and the plan is made."""
+    """Returns the settings and config fields that must be the same if training is resumed, {name: value}. Leaves out
+    values that are known only after the data are read and the plan is made (run_identity)."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) -> dict:
-    """Returns the identity of the training run that has this `plan`. `data_fingerprint`: Data.fingerprint."""
+    """Returns everything that must be the same if training is resumed, {name: value}: settings, config, data, and
+    choices of the run's `plan`, such as precision. `data_fingerprint`: hash of the data (Data.fingerprint)."""
     return marked(plan.settings, RUN) | {
         "steps": plan.steps,
         "device": plan.device,
@@ -52,7 +54,8 @@ def config_identity(config: PretrainedConfig) -> dict:
 
 
 def kernels_of(identity: dict) -> Kernels:
-    """Returns the fused kernels of a checkpoint's `identity`. Older checkpoints say True if all ran, False if none."""
+    """Returns the fused kernels that a checkpoint's run used. `identity`: from the checkpoint's state.json. Older
+    checkpoints say True if all kernels ran, False if none."""
     said = identity.get("fused_kernels", False)
     if isinstance(said, bool):
         return used_in(identity["precision"]) if said else Kernels.NONE
@@ -60,8 +63,9 @@ def kernels_of(identity: dict) -> Kernels:
 
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
-    """Raises InputError, which names every difference, if training with this `identity` cannot go on from `checkpoint`.
-    `state`: its state.json. `identity`: from run_identity or known_identity; only its keys are compared."""
+    """Raises InputError, which names every difference, if training cannot be resumed from `checkpoint`. `state`:
+    content of the checkpoint's state.json. `identity`: {name: value} of this run that must be the same there, from
+    run_identity or known_identity; only its keys are compared."""
     saved = state.get("identity", {})
     if "fused_kernels" in saved:
         saved = saved | {"fused_kernels": kernels_of(saved).names}

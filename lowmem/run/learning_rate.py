@@ -17,9 +17,9 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Describes the learning rate over a training run. The rate rises linearly to `peak` during `warmup_updates`, and
-    stays there until `decay_from`. Then it falls to 0 at `updates` (`schedule` "cosine" or "linear"), or stays
-    ("constant"). The last three fields count optimizer updates from the start."""
+    """Represents the learning-rate schedule of a training run. The rate rises linearly to `peak` during
+    `warmup_updates`, and stays there until `decay_from`. Then it falls to 0 at `updates` (`schedule` "cosine" or
+    "linear"), or stays ("constant"). The last three fields count optimizer updates from the start."""
 
     peak: float
     schedule: str
@@ -39,8 +39,8 @@ class Course:
 
 
 def course_of(identity: dict, saved: dict | None = None) -> Course:
-    """Returns the learning rate's course for a training run with this `identity` (identity.py). `saved`: content of
-    state.json of the checkpoint that training resumes from, None for a new start."""
+    """Returns the learning-rate schedule of a training run. `identity`: {name: value} of the run's settings
+    (identity.py). `saved`: content of state.json of the checkpoint that training resumes from, None for a new start."""
     warmup = warmup_updates(identity["warmup_steps"], identity["steps"])
     decay_from = warmup
     if saved is not None:
@@ -54,8 +54,8 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Checks whether a run with the identity `saved` may be extended to the identity `wanted`. Both are identities
-    (identity.py) or parts of one; `wanted` may have more steps, or no "steps" yet. If the run may be extended, returns
+    """Checks whether a training run may be extended to more steps. `saved`, `wanted`: {name: value} of the run's old
+    and new settings (identity.py); `wanted` may have more steps, or no "steps" yet. If the run may be extended, returns
     the values of `saved` that may change: {name: value} of steps, schedule and lr (COURSE). Returns {} if `wanted` has
     no more steps than `saved`, or if `saved` lacks one of these values. Raises InputError if `wanted` has more steps
     and neither schedule is constant."""
@@ -72,8 +72,8 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Says how the learning rate goes on in a run that was extended to more steps. `course`: the extended run's
-    learning rate. `saved`: content of state.json of the checkpoint that the run goes on from."""
+    """Tells the user how the learning rate goes on in a run that was extended to more steps. `course`: the extended
+    run's learning-rate schedule. `saved`: content of state.json of the checkpoint that the run goes on from."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(

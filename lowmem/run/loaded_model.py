@@ -25,10 +25,11 @@ _OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Holds a model that is ready to train, on the device. `step` trains every parameter; some updates stay pending
-    until the next step or `step.flush()`. `decoder`: the model split into pieces, whose parameters are views of flat
-    tensors (`step.store`). `tokenizer`: the model's tokenizer, or a byte-level one if a random model has none. `done`:
-    number of steps in the checkpoint that the model was loaded from, 0 without one."""
+    """Holds a model that is ready to train, on the device. `step(...)` trains every parameter; some optimizer updates
+    stay pending until the next step or `step.flush()`. `decoder`: the model split into embedding, blocks and head,
+    whose parameters are views of flat tensors (`step.store`). `tokenizer`: the model's tokenizer, or a byte-level one
+    if a random model has none. `done`: number of steps in the checkpoint that the model was loaded from, 0 without
+    one."""
 
     settings: Settings
     config: PretrainedConfig
@@ -56,9 +57,9 @@ class LoadedModel:
         and learning rates.
 
         Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError if
-        `done` is negative or `keep_last` below 1, or if `folder` is the run folder of a script. Also raises InputError
-        if `folder` has checkpoints of later steps from another loop. Raises LowmemError if the disk is full; earlier
-        checkpoints are then intact.
+        `done` is negative or `keep_last` below 1, or if `folder` is the output folder of `lowmem train`. Also raises
+        InputError if `folder` has checkpoints of later steps from another loop. Raises LowmemError if the disk is full;
+        earlier checkpoints are then intact.
         """
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
@@ -77,7 +78,7 @@ class LoadedModel:
 
     def state(self, done: int) -> dict:
         """Returns the counters of training for a checkpoint's state.json: steps, optimizer updates and loss scale. With
-        several machines, also returns the number of ranks that share a model. `done`: number of steps made."""
+        several machines, also returns the number of ranks over which a model is sharded. `done`: number of steps."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
         ranks = self.step.store.ranks  # with several machines, the bits depend on the number that share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
@@ -86,8 +87,8 @@ class LoadedModel:
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
         """Loads weights and optimizer states from the newest undamaged one of `checkpoints`. Also sets the counters of
-        `step` (updates, loss scale) from that checkpoint. Takes the arguments of `load_newest`, and returns its
-        result."""
+        training (optimizer updates, loss scale) from that checkpoint. Has the arguments and the result of
+        `load_newest`."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded
