@@ -35,8 +35,9 @@ def _when(step: int) -> str:
 
 
 class RunLog:
-    """Writes the output of one training run into `folder`. Call `start` when the steps begin, and `close` at the end,
-    even after an error. `rows`, `samples`: all rows of metrics.jsonl and samples.jsonl, also from before a resume."""
+    """Writes the progress bar, log.txt, metrics.jsonl and samples.jsonl of one training run into `folder`. Call `start`
+    when the steps begin, and `close` at the end, even after an error. `rows`, `samples`: all rows of metrics.jsonl and
+    samples.jsonl, also from before a resume."""
 
     def __init__(self, folder: Path, settings: Settings):
         self.rows: list[dict] = []
@@ -59,9 +60,9 @@ class RunLog:
             self.say(f"times and memory of {counted(unknown, 'earlier steps')} are not in {self._folder}/metrics.jsonl")
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
-        """Opens the files, the progress bar and the trackers. `first_step`: number of steps done, 0 in a new
-        run. `last_step`: number of all steps. `plan`: content of plan.json. `held_out`: held-out losses after
-        `first_step`, as in a row of metrics.jsonl."""
+        """Opens the files, the progress bar and the trackers (TensorBoard, wandb). `first_step`: number of steps done,
+        0 in a new run. `last_step`: number of all steps. `plan`: content of plan.json. `held_out`: held-out losses
+        after `first_step`, as in a row of metrics.jsonl; None if not evaluated."""
         metrics, samples = self._folder / "metrics.jsonl", self._folder / "samples.jsonl"
         replace_file(metrics, as_lines(self.rows))
         replace_file(samples, as_lines(self.samples)) if self.samples else samples.unlink(missing_ok=True)
@@ -142,7 +143,7 @@ class RunLog:
                 self._bar.close()
 
     def pictures(self, paths: list[Path]) -> None:
-        """Shows the training run's pictures, the files `paths`, in the trackers."""
+        """Shows the files `paths`, pictures of the training run, in the trackers (TensorBoard, wandb)."""
         self._trackers.show("pictures", paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Does all the work of a script, from the command line to the exit code (errors.py).
+"""Runs a training program, from the command line to the exit code (errors.py).
 
 PyTorch and transformers take seconds to import, so they are imported only if there is something to do. A misspelt
 option, --help and a path that leads nowhere (early.py) are answered at once. Every error that a user or a machine can
@@ -22,11 +22,11 @@ SECONDS_TO_TELL = 5
 
 
 def main(defaults: Settings, arguments: list[str] | None = None, ends_process: bool | None = None) -> int:
-    """Trains, or only plans, with a script's settings, and returns the exit code. `defaults`: the script's settings.
-    `arguments`: options that override `defaults`, None for the process's command line. Until training begins, Ctrl-C
-    ends the process at once. From then on, Ctrl-C is a request to save and stop (signals.py).
+    """Trains, or only plans, and returns the exit code. `defaults`: the program's own settings. `arguments`: options
+    that override `defaults`, None for the process's command line. Until training begins, Ctrl-C ends the process at
+    once. From then on, Ctrl-C is a request to save and stop (signals.py).
 
-    `ends_process`: True if the process exits after this call. Signals that arrive before its exit then do not change
+    `ends_process`: True if the process exits after this call. Signals that arrive before that exit then do not change
     the exit code. False restores the earlier signal handlers on return. None means True if `arguments` is None, else
     False.
     """

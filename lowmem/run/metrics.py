@@ -1,7 +1,8 @@
-"""Reads and writes the rows of a training run: metrics.jsonl, and the copy in each checkpoint.
+"""Reads and writes metrics.jsonl, which has one row (a JSON object) per training step, and its copy in each checkpoint.
 
-Each checkpoint has the rows up to its step. The rows in the run folder may come from another run, or lack lines after a
-power cut. A resumed run continues the checkpoint's rows. NaN and infinity are null in a file, and NaN when read back.
+Each checkpoint has the rows up to the checkpoint's step. The rows in the run folder may come from another run, or lack
+lines after a power cut. A resumed run continues the checkpoint's rows. NaN and infinity are null in a file, and NaN
+when read back.
 """
 
 import json
@@ -27,7 +28,7 @@ def step_row(
 ) -> dict:
     """Returns one row of metrics.jsonl, without held-out losses. `tokens` and `tokens_per_second` count the tokens with
     a label. `computed_tokens_per_second` counts all tokens that go through the model, including prompts and padding.
-    `peaks`: Budget.peaks()."""
+    `peaks`: {name in metrics.jsonl: peak of memory in bytes, or None} (Budget.peaks)."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -45,7 +46,7 @@ def step_row(
 
 def read_metrics(path: Path) -> list[dict]:
     """Returns the rows of a metrics.jsonl or samples.jsonl; [] if there is no such file. A killed process may leave a
-    line that is not a row. That line and all later ones are left out."""
+    line that is not a row. Leaves out that line and all later ones."""
     return _rows_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 

@@ -1,7 +1,7 @@
-"""Names the run folder after the model and the data, if --out is not given.
+"""Names the output folder of a training run after the model and the data, if --out is not given.
 
-The run folder is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with.
-So the same command resumes its own run, and another command starts a new one.
+The folder is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with. So
+the same command resumes its own run, and another command starts a new one.
 """
 
 import glob
@@ -28,9 +28,9 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the path of a run folder in the field `out`. Keeps `out` if it is given. Otherwise
-    chooses a folder in runs/, which is named after the model and the data. `say` gets a sentence if folders of that
-    name hold other runs."""
+    """Returns `settings` with the path of the run's output folder in the field `out`. Keeps `out` if it is given.
+    Otherwise chooses a folder in runs/, which is named after the model and the data. `say` gets a sentence if folders
+    of that name hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"
@@ -82,7 +82,8 @@ def _length(values: dict) -> tuple[str, float]:
 
 
 def _is_longer(saved: dict, wanted: dict) -> bool:
-    """Returns True if a run with the settings `saved` can be extended to the length of `wanted` (learning_rate.py)."""
+    """Returns True if the settings `wanted` only ask for more steps or epochs than the settings `saved` of an earlier
+    run, and the learning-rate schedule allows that run to be extended (learning_rate.py)."""
     (unit, before), (other, now) = _length(saved), _length(wanted)
     try:
         return unit == other and bool(longer(saved | {"steps": before}, wanted | {"steps": now}))

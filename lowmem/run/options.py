@@ -63,8 +63,7 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Returns the one of `names` that `typed` is or means. `synonyms`: {another trainer's word: one of `names`}. Raises
-    ValueError for any other text."""
+    """Parses `typed` as one of `names`. `synonyms`: {another word: one of `names`}. Raises ValueError otherwise."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -72,8 +71,8 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Parses the text of a flag that stands for another option, such as ``--bf16`` for ``--precision bf16``. Returns
-    `value` ("bf16") if `typed` switches the flag on, and NOTHING if it switches it off."""
+    """Parses the text of a flag that stands for another option's value: ``--bf16`` for ``--precision bf16``. Returns
+    `value` ("bf16") if `typed` switches the flag on, and NOTHING, as if not given, if it switches the flag off."""
     return value if switch(typed) else NOTHING
 
 

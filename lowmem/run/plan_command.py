@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan, as JSON if `as_json`, else as text. The plan is for one of torchrun's processes; each of
-    `machines` machines has `gpus` processes. If `write`, also writes plan.json and memory.png into the run folder,
-    unless a training run has begun there. Raises PlanError if nothing fits; with `as_json`, first prints the refusal as
-    JSON."""
+    """Prints the plan (predicted memory and time), as JSON if `as_json`, else as text. The plan is for one of
+    torchrun's processes; each of `machines` machines has `gpus` processes. If `write`, also writes plan.json and
+    memory.png into the run's output folder, unless a training run has begun there. Raises PlanError if training does
+    not fit under the memory caps; with `as_json`, first prints the refusal as JSON."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

@@ -55,7 +55,7 @@ def _import_matplotlib() -> None:
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:
     """Draws training loss per step and held-out losses, as a PNG. `rows`: rows of metrics.jsonl. `eval_first`: held-out
-    loss before the first step. A loss that is not finite breaks the line and is marked on the axis."""
+    loss before the first step, None if unknown. A loss that is not finite breaks the line and is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     smooth = smoothed(rows)
     broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
@@ -90,9 +90,9 @@ def draw_memory(
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Draws three panels into the PNG file `path`. First, GPU memory over one step, if there is a `timeline` of
-    (seconds, allocated bytes, reserved bytes). Second, GPU and RAM peaks, predicted (stacked by name) and measured,
-    with the cap. Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`: Budget.peaks(),
-    None before training. `ram_phases`: measured bytes by phase."""
+    (seconds, allocated bytes, reserved bytes). Second, the peaks of GPU memory and RAM with their caps: predicted,
+    stacked by name, and measured. Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`:
+    {name: measured peak in bytes} (Budget.peaks), None before training. `ram_phases`: {phase: measured bytes}."""
     kinds, limits = memory_kinds(plan, measured), plan["limits"]
     heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)

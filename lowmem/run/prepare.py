@@ -1,9 +1,9 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-ask         the settings; it finds device and config     ->  the planner's question
-plan_here   the question and this machine's free memory  ->  the plan
-build       the plan                                     ->  decoder, store and step
-prepare     all of these, run folder, data, checkpoints  ->  Session
+    ask         settings                                 ->  Question, the planner's input, with the model's config
+    plan_here   Question and this machine's free memory  ->  Plan: layout of the step, predicted memory and time
+    build       Plan                                     ->  LoadedModel: model, its flat weights, training step
+    prepare     all of these, run folder, data           ->  Session, the state of the training loop
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of each param
 @dataclass
 class Session:
     """Holds everything that the training loop needs. `model.done`: number of steps that were done before the loop
-    began."""
+    began. `identity`: all that must be the same if the run is resumed (identity.py)."""
 
     model: LoadedModel
     data: Data
@@ -114,9 +114,10 @@ def ask(settings: Settings) -> Question:
 def plan_here(
     question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
 ) -> Plan:
-    """Returns the plan for this machine with the RAM that is free now. Rank 0 makes it for all ranks. `aside` executes
-    a function in another process (process.py). `say` gets a sentence on fused kernels that cannot run. `saved`: the
-    checkpoint that training goes on from, and its state; None for a new start."""
+    """Returns the plan (layout of the step, predicted memory and time) for this machine with the RAM that is free now.
+    Rank 0 makes it for all ranks. `aside` executes a function in another process (process.py). `say` gets a sentence on
+    a GPU or fused kernels that cannot be used. `saved`: the checkpoint that training goes on from, and its state.json;
+    None for a new start."""
     fused_kernels = Kernels.NONE
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -165,13 +166,13 @@ def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -
 
 
 def in_words(plan: Plan, table: bool) -> str:
-    """Returns the plan as text for people: some lines and, if `table`, a table."""
+    """Formats the plan as text for people: some lines and, if `table`, a table."""
     return "\n".join([*answer(plan), *(["", plan.describe(), ""] if table else [])])
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
-    """Returns a TrainingStep with the layout of `plan`. Allocates its store (flat weights and optimizer states), and
-    makes the decoder's parameters views of the store's weights, which have no values yet."""
+    """Returns a TrainingStep with the layout of `plan`. Allocates the step's store: flat tensors for weights and
+    optimizer states. Makes the decoder's parameters views of these weights, which have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     dtype = WORKING_DTYPES[plan.precision]
@@ -188,9 +189,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, budget: Budget, ranks: Ranks,
     say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Applies the caps in `budget`. Returns the model with the layout of `plan`, and an iterator over its initial
-    weights for `write_weights`; until then, the model has no values. If `weights` is False, returns None instead of the
-    iterator. Raises InputError, before anything is allocated, if the weights' files do not fit the model."""
+    """Applies the memory caps in `budget`. Returns the model with the layout of `plan`, and an iterator over its
+    initial weights. The model has no values until `write_weights` gets the iterator. If `weights` is False, returns
+    None instead of it. Raises InputError, before anything is allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
     ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     devices.make_deterministic(budget.device)
@@ -222,8 +223,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 @contextmanager
 def prepare(settings: Settings) -> Iterator[Session]:
-    """Yields a training run that is ready for its next step. Locks the run folder until the end of the `with` block. If
-    training is refused (InputError, PlanError), leaves nothing in the folder."""
+    """Yields the Session of a training run that is ready for its next step. Locks the run's output folder until the end
+    of the `with` block. If training is refused (InputError, PlanError), leaves nothing in the folder."""
     devices.set_environment()
     devices.release_freed_memory()  # garbage and the earlier peak of a notebook's process are not this run's
     reset_ram_peak()
@@ -309,8 +310,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
     """Loads the newest undamaged one of `checkpoints` into the session's model. If there is none, writes the initial
-    `weights`, and reads them first if `weights` is None. `resuming`: True if the state of a checkpoint could be read.
-    The plan has then not been printed yet, and is printed here if the checkpoint proves damaged."""
+    `weights`, and reads them first if `weights` is None. `resuming`: True if the state.json of a checkpoint could be
+    read. The plan has then not been printed yet, and is printed here if no checkpoint can be loaded."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:

@@ -24,7 +24,8 @@ _LABELS = {True: "trained", False: "not trained"}
 
 
 def show_preview(settings: Settings) -> None:
-    """Prints the first `settings.preview` examples of each --data, in the order of the data; none is held out."""
+    """Prints the first `settings.preview` examples of each --data, and marks the tokens that are trained on. Keeps the
+    order of the data; no example is held out."""
     config = load_config(settings.model, settings.init)
     settings = replace(settings_for(settings, config), eval_data=None, eval_fraction=0)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)

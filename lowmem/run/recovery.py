@@ -1,9 +1,10 @@
 """Continues training if the machine has less memory than was planned (docs/training.md).
 
 If **GPU memory runs out** (another process took it, it is fragmented, or the plan was wrong), the failed work is
-repeated (core/step.py). Before it is repeated first, the allocator's cache is freed. Before each further repetition,
-the step gets a smaller layout. If memory ran out in pending updates or an evaluation, only optimizer states are moved
-off the GPU. An evaluation also gets smaller micro-batches.
+repeated (core/step.py). Before the first repetition, the allocator's cache is freed. Before each further one, the step
+gets a layout that takes less memory, for example with fewer optimizer states on the GPU or more blocks recomputed. If
+memory ran out in pending updates or an evaluation, only optimizer states are moved off the GPU. An evaluation also gets
+smaller micro-batches.
 
 If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
 """
@@ -36,21 +37,22 @@ _NOTHING_LEFT = {
 
 
 class OutOfRoom(CapExceeded):
-    """Says that GPU memory ran out, and that no smaller layout is left to try."""
+    """Says that GPU memory ran out, and that no change of the layout can help any more."""
 
 
 class Recovery:
-    """Makes room for a TrainingStep when GPU memory runs out. `number`: number of the current optimizer step, from 1.
+    """Makes room when a TrainingStep runs out of GPU memory. `number`: number of the current optimizer step, from 1.
     `measures`: all changes so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers itself as the function that makes room for `step`, unless several ranks train together.
-        `smaller_layouts`: layouts to try, in this order. `ram_refuses(moving, moved)` returns the reason why optimizer
-        states cannot move from the GPU to RAM, or None if they can. `moving`: bytes of the states that would move now.
-        `moved`: bytes of these states and of all that moved before; the plan has none of them in RAM."""
+        """Registers this object as the out-of-memory handler of `step`, unless several ranks train together.
+        `smaller_layouts`: layouts of the step that take less memory, in the order to try. `ram_refuses(moving, moved)`
+        returns the reason why optimizer states cannot move from the GPU to RAM, or None if they can. `moving`: bytes of
+        the states that would move now. `moved`: these and the bytes of all that moved before; the plan has none of them
+        in RAM."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -98,9 +100,9 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Changes the layout to the one that the training run had when it was saved. `measures`: the run's earlier
-        measures; the last one has that layout. If the plan has changed since, for example because of other caps, keeps
-        the new plan's layout. Its micro-batches then become as small as those of the last measure: only equal ones give
+        """Changes the layout of the step to the one that the training run had when it was saved. `measures`: the run's
+        earlier changes; the last one has that layout. If the plan has changed since, for example because of other caps,
+        keeps the new plan's layout. The micro-batches then become as small as in the last change: only equal ones give
         equal bits."""
         self.measures += measures
         if not measures:
@@ -124,8 +126,8 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of a change, smaller layout) for each change to try, in this order. `where`: the work that ran
-        out of memory, STEP, HALFWAY, UPDATES or EVALUATION."""
+        """Yields (name of a change, layout that takes less memory) for each change to try, in this order. `where`: the
+        work that ran out of memory, STEP, HALFWAY, UPDATES or EVALUATION."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -145,8 +147,9 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns the smallest possible number of units (mostly blocks) whose optimizer states are on the GPU. That is
-        the number in `layout`, or more if RAM has no room for the states of the other units."""
+        """Returns the number of units (mostly blocks) whose optimizer states stay on the GPU if the step changes to
+        `layout`: the number in `layout`, or more if RAM cannot hold the states of the other units, but never more than
+        now."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -177,9 +180,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group is the
-    micro-batches that pass a segment (blocks that are recomputed together) before the next segment. A group of several
-    micro-batches, or one that must be the whole batch, keeps its number of sequences. Any other group has one
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group of
+    micro-batches passes a segment (blocks that are recomputed together) before the next segment runs. A group of
+    several micro-batches, or one that must be the whole batch, keeps its number of sequences. Any other group has one
     micro-batch before and after."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
@@ -191,8 +194,8 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery that lets `step` go on if the GPU runs out of memory. It changes to the smaller layouts of
-    `plan`, and moves optimizer states to RAM as far as --ram-limit and the free RAM allow."""
+    """Returns the Recovery that lets `step` go on if the GPU runs out of memory. The step changes to the smaller
+    layouts of `plan`. Optimizer states move to RAM as far as --ram-limit and the free RAM allow."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -205,7 +208,7 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 
 def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
-    """Page-locks the numbers that are copied between RAM and the GPU, and returns the model. If the system refuses,
+    """Page-locks the numbers in RAM that are copied to and from the GPU, and returns the model. If the system refuses,
     `say` gets a sentence. The returned model then has a plan with slower steps, because copies are slower."""
     store = model.step.store
     if store.device.type == "cuda":
@@ -222,8 +225,8 @@ def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
 
 def with_pageable_copies(plan: Plan) -> Plan:
     """Returns `plan` with the step time for states, weights and gradients in pageable memory. That is the time of the
-    computation plus the time of their copies, at PAGEABLE_SHARE of the bus's speed, without overlap. Weights in RAM are
-    copied for each forward and each backward pass of each group, too."""
+    computation plus the time of the copies, at PAGEABLE_SHARE of the bus's speed, without overlap. Weights in RAM are
+    copied for each forward and each backward pass of each group of micro-batches, too."""
     layout, held = plan.layout, plan.ram["train"]
     passes = (4 if layout.fate is Fate.DROPPED else 2) * math.ceil(
         plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group)

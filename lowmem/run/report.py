@@ -1,4 +1,4 @@
-"""Describes the device and the versions of packages, on which a result depends, and things that a user might not
+"""Describes a run for the log and report.json: the device, package versions, and things that a user might not
 expect."""
 
 import platform
@@ -16,8 +16,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences on the device, and on things that a user might not expect: random weights, a byte-level
-    tokenizer, and fields of the config that training changes. `init`: the value of --init."""
+    """Returns sentences for the log on the device, and on things that a user might not expect: random weights, a
+    byte-level tokenizer, and fields of the config that training changes. `init`: the value of --init."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")
@@ -45,8 +45,8 @@ def versions() -> dict[str, str]:
 
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence on the share of a step's positions that need not be computed, and on the padding in the
-    other positions. Returns an empty list if every row is computed at full length."""
+    """Returns one sentence on the share of a batch's positions (rows x sequence length) that are not computed, and on
+    the padding in the others. Returns an empty list if every row is computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

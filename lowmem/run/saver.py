@@ -31,8 +31,8 @@ class Saver:
         return self._session.ranks.most(int(time.monotonic() - self._saved_at >= seconds)) > 0
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
-        """Saves the state after `done` steps, unless it is saved already. Then raises Stopped if a signal has come,
-        unless training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is True or if
+        """Saves a checkpoint after `done` steps, unless that step is saved already. Then raises Stopped if a signal has
+        come, unless training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is True or if
         Stopped would follow. Otherwise logs a warning about it."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
@@ -53,8 +53,8 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """Saves the state after `done` steps if GPU memory runs out or a cap is exceeded in the `with` block. Does not
-        save if only some of the weights are updated, or if there are several ranks. Raises the block's error in any
+        """Saves a checkpoint after `done` steps if GPU memory runs out or a memory cap is exceeded in the `with` block.
+        Does not save if only some of the weights are updated, or with several ranks. Raises the block's error in any
         case."""
         try:
             yield

@@ -1,7 +1,7 @@
 """Contains the parts of a training run that differ if several ranks (torchrun's processes) train together.
 
-Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is made for one rank: for its share
-of the model, of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
+Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is made for one rank: for its shard
+of the model, and its share of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
 """
 
 import math
@@ -20,7 +20,7 @@ from lowmem.run.metrics import recorded
 
 
 class QuietLog:
-    """Replaces RunLog in all ranks except rank 0. Keeps the rows of metrics.jsonl in `rows`, and writes nothing."""
+    """Replaces RunLog, the log and progress bar, on all ranks except rank 0. Keeps rows of metrics.jsonl in `rows`."""
 
     def __init__(self, folder: Path):
         self.rows: list[dict] = []
@@ -66,8 +66,9 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batc
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
-    """Returns the plan for one of torchrun's processes, if each of `machines` machines has `gpus` of them. Raises
-    InputError if `gpus` or `machines` is not a positive whole number, and PlanError if nothing fits."""
+    """Returns the plan (predicted memory and time) for one of torchrun's processes, if each of `machines` machines has
+    `gpus` of them. Raises InputError if `gpus` or `machines` is not a positive whole number, and PlanError if training
+    does not fit under the memory caps."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError(f"{option} {number!r}: give a whole number, at least 1")
@@ -75,11 +76,11 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
-    """Returns the ways (meshes) in which `count` ranks may store a model, in the order to try. First, each machine
-    stores the whole model. This needs several ranks on each machine, and machines that are `alike`: with the same
-    number of ranks. Second, all machines store the model together, which sends more over the network. `sharing`: number
-    of ranks that shared a model before the run was resumed, on which the bits depend; None for a new run. If a mesh has
-    this number, returns only that mesh."""
+    """Returns the ways (meshes) in which `count` ranks may shard a model, in the order to try. First, each machine has
+    the whole model, sharded over its ranks. This needs several ranks on each machine, and machines that are `alike`:
+    with the same number of ranks. Second, the model is sharded over all machines, which sends more over the network.
+    `sharing`: number of ranks that shared a model before the run was resumed, on which the bits depend; None for a new
+    run. If a mesh has this number, returns only that mesh."""
     possible = [Mesh(count, machines=machines)]
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))
@@ -89,13 +90,13 @@ def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns one rank's plan for the first of the `possible` meshes that fits under the caps. In the plan's
-    `settings`, the batch and the RAM limit are totals over all ranks. `on_this_machine`: number of ranks on this
-    machine. `make`: function that makes a Plan from a Question. `micro_batch`: micro-batch size of the checkpoint to
-    resume, None for a new run. A resumed run gives the same bits only with the same size, and a new plan might choose
-    another.
+    """Returns one rank's plan for the first of the `possible` meshes (ways to shard a model) that fits under the memory
+    caps. In the plan's `settings`, the batch and the RAM limit are totals over all ranks. `on_this_machine`: number of
+    ranks on this machine. `make`: function that makes a Plan from a Question, the planner's input. `micro_batch`:
+    micro-batch size of the checkpoint to resume, None for a new run. A resumed run gives the same bits only with the
+    same size, and a new plan might choose another.
 
-    Raises PlanError if no mesh fits. Its message names the GPU memory of one rank, and the RAM of all ranks on a
+    Raises PlanError if no mesh fits. The message names the GPU memory of one rank, and the RAM of all ranks on a
     machine. Raises the error of the first mesh at once if no option would help, for example if only the machine's free
     RAM is too small.
     """

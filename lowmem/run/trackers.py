@@ -1,4 +1,4 @@
-"""Shows a training run in TensorBoard and wandb. The record itself is metrics.jsonl.
+"""Shows a training run in TensorBoard and wandb (trackers). The record itself is metrics.jsonl.
 
 A tracker never ends training. If one fails (not logged in, unreachable, its process killed or frozen), a message says
 so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31 waits for
@@ -44,8 +44,8 @@ _POINTS_TOGETHER = 500  # per line in such a chart, because wandb gets the whole
 
 
 class Trackers:
-    """Passes values to each tracker of a training run until that tracker fails. Raises InputError if TensorBoard is
-    asked for and not installed, and for a WANDB_MODE that wandb does not have.
+    """Passes values to the trackers of a training run (TensorBoard, wandb). Drops a tracker that fails. Raises
+    InputError if TensorBoard is asked for and not installed, and for a WANDB_MODE that wandb does not have.
 
     The methods `start`, `row`, `together`, `sample`, `pictures` and `finish` of a tracker may raise anything. A
     tracker's `leave` frees its threads and processes, and has its own time limit.
@@ -61,7 +61,7 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """Starts the trackers when `first_step` steps are done. TensorBoard then removes its values of later steps,
+        """Starts the trackers when `first_step` steps are done. TensorBoard then removes the values of later steps,
         which an interrupted run has left. wandb keeps such values, and gets them again when the steps are made again.
         `constants`: settings and plan of the run, {name: value}."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
@@ -109,7 +109,7 @@ def wandb_mode(settings: Settings) -> str:
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
-    """Returns the values of a metrics.jsonl row that trackers show, {name: value}. `tokens`: tokens trained so far."""
+    """Returns the values of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}. `tokens`: seen so far."""
     values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
@@ -118,16 +118,16 @@ def charts(row: dict, tokens: int) -> dict[str, float]:
 
 
 def eval_charts(row: dict) -> dict[str, float]:
-    """Returns the held-out losses of a metrics.jsonl row as values for trackers, {name: value}."""
+    """Returns the held-out losses of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}."""
     loss = row["eval_loss"]
     values = {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
     return values | {f"eval/loss of {name}": loss for name, loss in row.get("eval_losses", {}).items()}
 
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Returns the charts with several values: {title: {name: [(step, value)]}}. Leaves out unknown values, those that
-    are not finite, and most steps of a long run, but no evaluation. `constants`: {name: value}, the same at each
-    step."""
+    """Returns the charts that have several lines each: {title: {name of a line: [(step, value)]}}. Leaves out unknown
+    values, those that are not finite, and most steps of a long run, but no evaluation. `rows`: rows of metrics.jsonl.
+    `constants`: {name: value}, the same at each step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -298,7 +298,8 @@ class _Wandb:
 
 
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
-    """Calls `action` and raises what it raises. Raises TimeoutError after `limit_seconds`; its thread then goes on."""
+    """Runs `action` in a thread, waits at most `limit_seconds`, and raises any error of `action`. Raises TimeoutError
+    if time runs out; the thread keeps running."""
     outcome: Future = Future()
 
     def work() -> None:
