@@ -33,7 +33,7 @@ _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out",
 
 
 def option_name(name: str) -> str:
-    """Returns the command-line option that sets the field `name`."""
+    """Returns the command-line option that sets the field `name`, such as --gpu-limit for gpu_limit_bytes."""
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
@@ -57,9 +57,9 @@ def may_be_several(hint: Any) -> bool:
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` as the field `name` of Settings stores it. `hint`: the field's type annotation. Sizes may be
-    texts, such as "11GiB". Raises InputError for a value of another type or out of range, for an empty text, and for a
-    path that `read_path_option` refuses."""
+    """Checks `value`, converts it to the type of the field `name` of Settings, and returns it. `hint`: the field's type
+    annotation. Sizes may be texts, such as "11GiB". Raises InputError for a value of another type or out of range, for
+    an empty text, and for a path that `read_path_option` refuses."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)
@@ -76,10 +76,9 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Returns `value` in the type that the field `name` of Settings has. `hint`: the field's type annotation. Parses
-    texts of sizes and intervals. Converts an int to float for a float field, and a list of texts to a tuple (to a str
-    if the list has one text). Raises InputError, whose message names the option, for any other value of a wrong
-    type."""
+    """Converts `value` to the type of the field `name` of Settings. `hint`: the field's type annotation. Parses texts
+    of sizes and intervals. Converts an int to float for a float field, and a list of texts to a tuple (to a str if the
+    list has one text). Raises InputError, whose message names the option, for any other value of a wrong type."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

@@ -30,7 +30,7 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """Holds the batches of a training run. `keep` and `close` are functions that keep or delete the files with the
+    """Holds the batches of a training run. The functions `keep` and `close` keep or delete the files with the
     tokens."""
 
     train: Batches

@@ -116,8 +116,8 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens before index `stop` that were not returned before. Their begins and ends
-        count from the start of the whole text. `begun`: the window's first character in self._text."""
+        """Returns the last window's tokens before index `stop` that were not returned before. In the result, characters
+        are counted from the start of the whole text. `begun`: the window's first character in self._text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

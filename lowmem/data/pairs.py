@@ -14,7 +14,7 @@ from lowmem.data.batches import Batches, Rows
 
 class PairBatches(Batches):
     """Gives batches of sources (S tokens) and targets (T = `target_tokens`). `parts`: Rows with S + T - 1 inputs, so
-    with S + T tokens. `decoder_start`: the id before each target. Other arguments: as in Batches."""
+    with S + T tokens. `decoder_start`: the token id before each target. Other arguments: as in Batches."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -45,15 +45,16 @@ class PairBatches(Batches):
         """Returns None: all rows of a batch are computed at the same length, padding included."""
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token ids int64 [n], mask bool [n]) of a row. The mask is True for each token that is trained on."""
+        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The mask is True for tokens that are trained
+        on."""
         tokens, trained = part.read(row)
         trained[: self.source_tokens if part.documents.packed else 0] = False
         return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row into (source, target, mask of the target). `trained`: mask of the row, True for each token that
-        counts in the loss. A `packed` row is plain text, and is split after `source_tokens` tokens. Any other row is
-        one example, and is split before the first trained token. Its source gets an end-of-text token."""
+        """Splits a row into (source, target, loss mask of the target). `trained`: loss mask of the row, True for each
+        token that is trained on. A `packed` row is plain text, and is split after `source_tokens` tokens. Any other row
+        is one example, and is split before the first trained token; the source gets an end-of-text token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

@@ -6,8 +6,8 @@
       manifest.json    size and hash of each file; written last
 
 The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and the code in
-lowmem/data. A streamed source has no files to hash; a resumed run trains on its stored part. Until all is prepared, the
-files are in `.data-partial/`. This folder is next to `data`, or next to the folder that `data` links to.
+lowmem/data. A streamed data set has no files to hash; a resumed run trains on the part that is stored. Until all is
+prepared, the files are in `.data-partial/`. This folder is next to `data`, or next to the folder that `data` links to.
 """
 
 import hashlib

@@ -23,7 +23,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Returns the Reading for texts of --data or, if `held_out`, for those of --eval-data."""
+        """Returns how the data sets of --data are read, as `settings` say; if `held_out`, those of --eval-data."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)

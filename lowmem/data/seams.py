@@ -45,9 +45,9 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits the `segments` of an example into the lists that are tokenized separately. For an encoder-decoder,
-        these are the source and the target, which begins with the first trained segment. Otherwise there is one list,
-        with all segments."""
+        """Splits `segments`, a list of (text, True if trained on), into the lists that are tokenized separately. For an
+        encoder-decoder, these are the source and the target, which begins with the first trained segment. Otherwise
+        there is one list, with all segments."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))

@@ -1,7 +1,7 @@
 """Stores arrays in files: a data set takes disk space, and RAM only for the part that is being read.
 
-Rows of some KiB are read from anywhere in a file, through the page cache of the operating system. A memory map would
-count as resident memory of this process.
+Rows of some KiB are read from anywhere in a file, through the page cache of the operating system. Files are not
+memory-mapped, because mapped pages count as resident memory of this process.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """Loads the model's own tokenizer. Training from scratch without a tokenizer uses the 256 bytes of UTF-8 as tokens.
 
 The byte-level tokenizer has 256 ids for bytes and one for the end of a text. Texts have 3 to 4 times as many tokens as
-with GPT-2's vocabulary. It is exported with the model and loads with `AutoTokenizer.from_pretrained`.
+with GPT-2's vocabulary. The tokenizer is exported with the model and loads with `AutoTokenizer.from_pretrained`.
 
 Tokenizers are looked up in the hub's cache, then on the hub. With `--init random` the hub is not asked.
 """

@@ -1,8 +1,8 @@
 """Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
 
     checkpoints/step-00000123/
-      block-0-matrices.safetensors   a block's matrices as flat tensors: `working`, `m`, ...; vectors apart
-      state.json                     step, updates, loss scale, the run's identity, ... (saver.py)
+      block-0-matrices.safetensors   a block's matrices as flat tensors: `working`, `m`, ...; vectors have other files
+      state.json                     step, updates, loss scale, settings that must stay the same, ... (saver.py)
       metrics.jsonl                  a row per step until then, without times and memory
       manifest.json                  size and hash of each file; written last
 
@@ -133,8 +133,9 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the header of the .safetensors file for `part`: the file's bytes before its tensors. The header's
-    metadata have the place of each parameter in the flat tensors, {parameter: [start, *shape]}."""
+    """Returns the header of the .safetensors file for `part`, all matrices or all vectors of a block. These are the
+    file's bytes before the tensors. The header's metadata have the place of each parameter in the flat tensors,
+    {parameter: [start, *shape]}."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
 

@@ -1,7 +1,8 @@
 """Refuses bad settings before PyTorch and transformers are imported, which takes seconds.
 
-The checks are about paths, folders of models, names of cards and the machine. Each calls the module that uses the path,
-table or folder later, so the refusal is the same. No network is used. Nothing is written except a converted GGUF file.
+The checks are about paths, folders of models, names of cards and the machine. Each check calls the module that uses the
+path, table or folder later, so the refusal is the same. No network is used. Nothing is written except a converted GGUF
+file.
 """
 
 import errno

@@ -23,9 +23,9 @@ SAMPLE_TOKENS = 64
 
 
 def evaluated(session: Session) -> dict:
-    """Evaluates the model on the held-out texts. Returns {key of a row of metrics.jsonl: value}: `eval_loss`, in nats
-    per token, and with several texts also `eval_losses`, {name of the text: loss}. Returns an empty dict if nothing is
-    held out."""
+    """Evaluates the model on the held-out texts. Returns values for a row of metrics.jsonl: `eval_loss`, in nats per
+    token, and with several texts also `eval_losses`, {name of the text: loss}. Returns an empty dict if nothing is held
+    out."""
     limit = session.settings.eval_batches
     with session.budget.phase("evaluate"):
         sums = {text.parts[0].name: summed_loss(session.step, text, limit) for text in session.data.evaluations}

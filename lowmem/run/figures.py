@@ -39,7 +39,7 @@ def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, f
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
     """Returns the evaluation with the lowest held-out loss, the earliest if several are equal. Without any evaluation,
-    returns step 0 with the loss NaN."""
+    returns step 0 with the loss NaN. `rows`: rows of metrics.jsonl. `eval_first`: held-out loss at step 0, or None."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
@@ -89,8 +89,7 @@ def build_report(
 
 
 def is_report_of(report: dict, rows: list[dict]) -> bool:
-    """Returns True if `report`, the content of report.json, was made from `rows` (metrics.jsonl), not in an earlier
-    run."""
+    """Returns True if `report` (report.json) was made from `rows` (metrics.jsonl), and not by an earlier run."""
     loss = report.get("loss")
     last = loss.get("last") if isinstance(loss, dict) else None
     return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
@@ -126,8 +125,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole training run. If `settings` have no `steps`, estimates the number from
-    the epochs and the newest of `rows`. Returns 0 if there are no rows either."""
+    """Returns the number of steps of the whole training run. If `settings` (settings.json) have no `steps`, estimates
+    the number from the epochs and the newest of `rows` (metrics.jsonl). Returns 0 if there are no rows either."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -136,7 +135,7 @@ def total_steps(settings: dict, rows: list[dict]) -> int:
 
 def smoothed(rows: list[dict]) -> dict[int, float]:
     """Returns {step: median loss of the MEDIAN_OVER steps around it}. Skips losses that are not finite. Returns {} for
-    a run with fewer than 4 * MEDIAN_OVER finite losses."""
+    a run with fewer than 4 * MEDIAN_OVER finite losses. `rows`: rows of metrics.jsonl, one per step."""
     finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     if len(finite) < 4 * MEDIAN_OVER:
         return {}
@@ -145,15 +144,15 @@ def smoothed(rows: list[dict]) -> dict[int, float]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Returns {path: its last part}. If any two last parts are equal, returns {path: path}."""
+    """Returns {path: its last part}, as labels. If two last parts are equal, returns {path: path} for all."""
     short = {path: Path(path).name or Path(path).resolve().name or path for path in paths}  # "." has no name
     return short if len(set(short.values())) == len(short) else {path: path for path in short}
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
     """Returns a list with one tuple for each kind of memory: ("GPU" or "RAM", {part of the memory: predicted bytes},
-    measured peak in bytes or None, cap in bytes or None). Without a GPU, the list has only the tuple for RAM.
-    `measured`: {name in report.json: peak in bytes}; None before training."""
+    measured peak in bytes or None, cap in bytes or None). Without a GPU, the list has only the tuple for RAM. `plan`:
+    content of plan.json. `measured`: {name in report.json: peak in bytes}; None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -2,8 +2,8 @@
 
 Training may be extended beyond its last step if its schedule was constant, or is constant from then on. A constant rate
 stays, or falls to 0 from the step at which training resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395).
-A cosine or linear schedule for fewer steps would have to rise again. So extending it is refused, and the message names
-alternatives.
+After a cosine or linear schedule for fewer steps, the rate would have to rise again. So extending such a run is
+refused, and the message names alternatives.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Writes the output of a training run: a progress bar, one JSON row per step, and trackers if asked for (trackers.py).
+"""Writes the output of a training run: a progress bar, one JSON row per step, and if asked for, TensorBoard and wandb.
 
 metrics.jsonl is the record (metrics.py). A step's row is written when the step is done, so a killed run keeps every
 finished row. If the disk is full, training goes on, and a line that could not be written is written with the next one.
@@ -48,8 +48,8 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: the result of
-        load_checkpoint."""
+        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: content of the
+        checkpoint's state.json and metrics.jsonl, from load_checkpoint."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -93,7 +93,8 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Records a step's `row`: a result of step_row (metrics.py), with held-out losses if there are any."""
+        """Records a training step in metrics.jsonl, log.txt, the progress bar and the trackers (TensorBoard, wandb).
+        `row`: from step_row (metrics.py), with held-out losses if there are any."""
         self.rows.append(row)
         if (problem := self._file.write(as_line(row))) is not None:
             self.say(f"{problem}; training goes on, and writes the missing rows when there is room")

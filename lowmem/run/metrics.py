@@ -67,10 +67,11 @@ def computed(rows: list[dict]) -> str:
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
-    """Returns the rows of metrics.jsonl, one per step, up to the checkpoint with this `state` (from load_checkpoint).
-    Also returns True if the files in the run folder `folder` were written by the run of the checkpoint. A checkpoint's
-    rows have no times, speeds and memory. These values come from the rows in `folder`; for a step that is not in
-    `folder`, they are None. For an older checkpoint without rows, returns the rows in `folder`, and True."""
+    """Returns the rows of metrics.jsonl, one per step, up to the checkpoint that training resumes from. Also returns
+    True if the files in the run's output folder `folder` were written by the run of the checkpoint. A checkpoint's rows
+    have no times, speeds and memory. These values come from the rows in `folder`; for a step that is not in `folder`,
+    they are None. For an older checkpoint without rows, returns the rows in `folder`, and True. `state`: from
+    load_checkpoint."""
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:
         return there, True

@@ -164,8 +164,8 @@ def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
     """Draws allocated and reserved GPU memory over one step. `timeline`: (seconds, allocated bytes, reserved bytes);
-    each value holds until the next one. `measured_bytes`: peak of reserved memory. It and the cap are not drawn if
-    None."""
+    each value holds until the next one. `measured_bytes`: measured peak of reserved memory. A peak or a cap of None is
+    not drawn."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]

@@ -1,9 +1,9 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-    ask         settings                                 ->  Question, the planner's input, with the model's config
-    plan_here   Question and this machine's free memory  ->  Plan: layout of the step, predicted memory and time
-    build       Plan                                     ->  LoadedModel: model, its flat weights, training step
-    prepare     all of these, run folder, data           ->  Session, the state of the training loop
+ask         settings                                 ->  Question, the planner's input, with the model's config
+plan_here   Question and this machine's free memory  ->  Plan: layout of the step, predicted memory and time
+build       Plan                                     ->  LoadedModel: model, its flat weights, training step
+prepare     all of these, run folder, data           ->  Session, the state of the training loop
 """
 
 from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns the planner's input: precision, GPU, the model's config, and the settings adapted to this config."""
+    """Returns the planner's input: precision, GPU, the model's config, and `settings` adapted to this config."""
     precision, card = precision_and_card(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
@@ -202,8 +202,8 @@ def build(
 
 
 def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Say) -> Weights:
-    """Returns the initial weights of a training run, pretrained or random. `say` gets remarks on a model's files.
-    Raises InputError if the files do not fit the model."""
+    """Returns an iterator over the initial weights of a training run, pretrained or random. `say` gets remarks on a
+    model's files. Raises InputError if the files do not fit the model."""
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)

@@ -67,8 +67,9 @@ class Recovery:
             step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Makes room after an OutOfMemoryError with the message `reason`. `where`: the work that failed, STEP, HALFWAY,
-        UPDATES or EVALUATION (core/step.py). Raises OutOfRoom if nothing is left to change."""
+        """Frees GPU memory after an OutOfMemoryError with the message `reason`: empties the allocator's cache, or
+        changes the step's layout. `where`: the work that failed, STEP, HALFWAY, UPDATES or EVALUATION (core/step.py).
+        Raises OutOfRoom if nothing is left to change."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -148,7 +149,7 @@ class Recovery:
 
     def _fewest_states(self, layout: Layout) -> int:
         """Returns the number of units (mostly blocks) whose optimizer states stay on the GPU if the step changes to
-        `layout`: the number in `layout`, or more if RAM cannot hold the states of the other units, but never more than
+        `layout`. This is the number in `layout`, or more if RAM has no room for the others' states, but never more than
         now."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):

@@ -71,8 +71,7 @@ class StopRequest:
         return (self.requests if self._agreed is None else self._agreed) > 0
 
     def agree(self, ranks: "Ranks") -> None:
-        """Synchronizes `requested`: True on all ranks if any rank has had a signal. All ranks must call this
-        together."""
+        """Synchronizes `requested`: True on all ranks if any rank has had a signal. Must be called on all ranks."""
         if ranks.count > 1:
             self._agreed = ranks.most(self.requests)
 

@@ -69,7 +69,7 @@ class Trackers:
             self._say(f"{tracker.name}: {tracker.where}")
 
     def show(self, what: str, *values) -> None:
-        """Calls the method `what` of each tracker ("row", "together", "sample" or "pictures") with `values`."""
+        """Passes `values` to the method `what` of each tracker: "row", "together", "sample" or "pictures"."""
         self._each("failed", lambda tracker: getattr(tracker, what)(*values))
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class _TensorBoard:
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
-        """Does nothing: the layout makes these charts from the values of `row`."""
+        """Does nothing: TensorBoard's custom-scalars layout makes these charts from the values that `row` writes."""
 
     def sample(self, samples: list[dict]) -> None:  # rows of samples.jsonl, the new one last
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown

@@ -1,4 +1,4 @@
-"""Runs the training loop of the scripts, of `lowmem train` and of `lowmem.train`."""
+"""Runs the training loop of `lowmem train`, of `lowmem.train` and of the scripts such as train_gpt2_large.py."""
 
 import math
 import time
