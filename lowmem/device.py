@@ -88,8 +88,8 @@ def select_device(wanted: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """Returns the reason why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if PyTorch can use it, if
-    there is no such GPU, or if CUDA_VISIBLE_DEVICES hides it."""
+    """Returns the reason why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if PyTorch can use the
+    GPU, if there is no such GPU, or if CUDA_VISIBLE_DEVICES hides it."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(map(glob, _NVIDIA_FILES)):
         return None

@@ -32,9 +32,9 @@ class InputError(LowmemError):
 
 
 class PlanError(LowmemError):
-    """Says that training does not fit under the caps (limits) of GPU memory and RAM, or that a disk has too little
-    room. If the caps are too small, the message names the smallest caps that suffice, and options with which the model
-    fits. `ways_out`: these options as dicts, as in plan.json; empty if none are known."""
+    """Says that training does not fit under the caps (limits) of GPU memory and RAM, or that a disk lacks room. If the
+    caps are too small, the message names the smallest caps that suffice, and options with which the model fits.
+    `ways_out`: these options as dicts, as in plan.json; empty if none are known."""
 
     exit_code = 3
 

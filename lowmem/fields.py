@@ -77,8 +77,8 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 def _typed(name: str, hint: Any, value: object) -> Any:
     """Converts `value` to the type of the field `name` of Settings. `hint`: the field's type annotation. Parses texts
-    of sizes and intervals. Converts an int to float for a float field, and a list of texts to a tuple (to a str if the
-    list has one text). Raises InputError, whose message names the option, for any other value of a wrong type."""
+    of sizes and intervals. Converts an int to float for a float field. Converts a list of texts to a tuple, and a list
+    of one text to a str. Raises InputError, whose message names the option, for any other value of a wrong type."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))

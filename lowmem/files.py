@@ -201,7 +201,7 @@ class Manifest:
 
     @staticmethod
     def skip(fill: Fill, size_bytes: int) -> None:
-        """Reads the next `size_bytes` bytes of a file, so that they are in its hash, and drops them. `fill`: the
+        """Reads the next `size_bytes` bytes of a file and drops them, after adding them to the file's hash. `fill`: the
         function that `checked` yields."""
         buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
         for start in range(0, size_bytes, CHUNK_BYTES):

@@ -16,9 +16,9 @@ GPT2S = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Returns the names under which the hub's cache may have `model`. For one of OpenAI's GPT-2 models, these are the
-    name with its owner (openai-community/gpt2) and the older name without an owner (gpt2). For any other model, and for
-    a folder, returns only `model`."""
+    """Returns the names under which the hub's cache may have `model`. One of OpenAI's GPT-2 models has two names: with
+    its owner (openai-community/gpt2) and, in older caches, without (gpt2). For any other model, and for a folder,
+    returns only `model`."""
     short = model.removeprefix(_OWNER)
     if Path(model).is_dir() or (short == model and model not in GPT2S):
         return (model,)

@@ -158,7 +158,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Names the places in the user's files that the rows of batch number `step` come from, in the order of the
+        """Names the places in the user's files from which batch number `step` has its rows, in the order of the
         rows."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 

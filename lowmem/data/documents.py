@@ -139,9 +139,9 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens of packed
     text, or of the examples. Takes whole documents in the order of their content's hash, so equal documents stay
     together. Skips a document that would make the held-out part more than twice as large as wanted. If no documents of
-    packed text can be taken, as with one book, holds out its last tokens. Holds out nothing if packed text fills less
-    than two rows of `seq` input tokens, or if examples are too few or all equal. Raises InputError if `fraction` leaves
-    too little to train on."""
+    packed text can be taken, as with one book, holds out the last tokens. Holds out nothing if packed text fills less
+    than two rows of `seq` input tokens. Also holds out nothing if examples are too few or all equal. Raises InputError
+    if `fraction` leaves too little to train on."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1

@@ -40,7 +40,8 @@ class SplitFiles(NamedTuple):
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
     """Finds the splits of a data set downloaded into `folder`. `files`: all files in it. `config` and `split`: the
     names that the user gave, or None. Returns None if nothing shows that the folder is a data set. Raises InputError if
-    `config`, `split` or the split's files are missing, or if these files are of a kind that is not read."""
+    `config`, `split` or the split's files are missing. Also raises it if these files are of a kind that cannot be read
+    here."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:

@@ -168,7 +168,7 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists the formats in the order in which they are tried, as tuples. A tuple has the columns that each row needs,
+    """Lists the data formats in the order in which they are tried. Returns tuples of the columns that each row needs,
     the class, and True if an option in `reading` names one of these columns."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [

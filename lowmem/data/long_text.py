@@ -49,8 +49,8 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before it. If
-        the tokens of two windows differ where they overlap, stops, and doubles the length of the first window for the
+        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before it. Stops
+        if the tokens of two windows differ where these overlap. The first of the two then gets twice the length in the
         next attempt. Returns the tokens that are final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):

@@ -49,11 +49,11 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names, which need not
-    be in this machine. If `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in each
-    of `machines` machines; each GPU has one process of torchrun. The plan's bytes and seconds are those of one GPU.
-    Loads no weights. Raises PlanError if training does not fit under the memory caps; the message names the smallest
-    caps that fit. Raises InputError for a model that cannot be trained block by block."""
+    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names. That card need
+    not be in this machine. If `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in
+    each of `machines` machines; each GPU has one process of torchrun. The plan's bytes and seconds are those of one
+    GPU. Loads no weights. Raises PlanError if training does not fit under the memory caps; the message names the
+    smallest caps that fit. Raises InputError for a model that cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)

@@ -84,8 +84,9 @@ class _Record(argparse.Action):
 
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
-    """Returns a script's `defaults`, overridden by the command line `argv` (without the program's name) and by the file
-    that its --config names. Raises InputError for unknown options and bad values. ``--help`` exits with 0."""
+    """Returns a program's settings: its `defaults`, overridden by the file that --config names, and then by the command
+    line `argv` (without the program's name). Raises InputError for unknown options and bad values. ``--help`` exits
+    with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)

@@ -65,10 +65,10 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Runs the `with` block as one part of the end of training. Catches an error in the block, logs it as a failure
-        of `name`, and adds it to `failed`, so that later parts are still done. Does not catch CapExceeded, Stopped and
-        the exceptions in NO_ERRORS, such as KeyboardInterrupt. If all ranks execute the block, catches only errors that
-        all ranks raise together. After an error of a single rank, the other ranks would wait for it."""
+        """Runs the `with` block as one part of the end of training, called `name`. Catches an error in the block, logs
+        it, and adds it to `failed`, so that later parts are still done. Does not catch CapExceeded, Stopped and the
+        exceptions in NO_ERRORS, such as KeyboardInterrupt. If all ranks execute the block, catches only errors that all
+        ranks raise together. After an error of a single rank, the other ranks would wait for it."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):

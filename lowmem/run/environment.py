@@ -77,8 +77,8 @@ def variables_blamed() -> Iterator[None]:
 
 def limit_waiting_of_threads() -> None:
     """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. Does nothing if the
-    user has set that variable or OMP_WAIT_POLICY, or if PyTorch is already imported, because OpenMP reads it only once.
-    The values come from `python -m experiments.bench.threads`."""
+    user has set that variable or OMP_WAIT_POLICY. Also does nothing if PyTorch is already imported: OpenMP reads the
+    variable only once. The values come from `python -m experiments.bench.threads`."""
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return
     samples = []

@@ -1,8 +1,8 @@
 """Defines the identity of a training run: everything that its weights depend on, bit for bit. A checkpoint can only be
 resumed with the same identity.
 
-The identity is saved in `state.json`. It has the settings marked `RUN`, values that the plan chose (steps, device,
-precision, micro-batch, fused kernels), the hash of the data, and the fields of the model's config.
+The identity is saved in `state.json`. It has the settings marked `RUN`, and values that the plan chose: steps, device,
+precision, micro-batch, fused kernels. It also has the hash of the data, and the fields of the model's config.
 """
 
 import json

@@ -82,8 +82,8 @@ def _length(values: dict) -> tuple[str, float]:
 
 
 def _is_longer(saved: dict, wanted: dict) -> bool:
-    """Returns True if the settings `wanted` only ask for more steps or epochs than the settings `saved` of an earlier
-    run, and the learning-rate schedule allows that run to be extended (learning_rate.py)."""
+    """Returns True if the settings `wanted` ask for more steps or epochs than the settings `saved`, and may extend the
+    saved run. The learning-rate schedule decides which runs may be extended (learning_rate.py)."""
     (unit, before), (other, now) = _length(saved), _length(wanted)
     try:
         return unit == other and bool(longer(saved | {"steps": before}, wanted | {"steps": now}))

@@ -129,7 +129,8 @@ def _columns(rows: list[dict]) -> dict[str, list]:
 
 def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
     """Returns {name of a curve: [step, held-out loss] of each evaluation}. One curve is the loss on all held-out texts
-    together. If there are several texts, there is also one curve for each of them."""
+    together. If there are several texts, each also has a curve. `rows`: rows of metrics.jsonl. `eval_first`: held-out
+    loss before the first step, or None."""
     found: dict[str, list] = {"held-out": evaluations(rows, eval_first)}
     names = short_names(name for row in rows for name in row.get("eval_losses", {}))
     for row in rows:

@@ -1,12 +1,12 @@
 """Continues training if the machine has less memory than was planned (docs/training.md).
 
-If **GPU memory runs out** (another process took it, it is fragmented, or the plan was wrong), the failed work is
+**GPU memory may run out**: another process took it, it is fragmented, or the plan was wrong. Then the failed work is
 repeated (core/step.py). Before the first repetition, the allocator's cache is freed. Before each further one, the step
-gets a layout that takes less memory, for example with fewer optimizer states on the GPU or more blocks recomputed. If
-memory ran out in pending updates or an evaluation, only optimizer states are moved off the GPU. An evaluation also gets
-smaller micro-batches.
+gets a layout that takes less memory. For example, fewer optimizer states are on the GPU, or more blocks are recomputed.
+If memory ran out in pending updates or an evaluation, only optimizer states are moved off the GPU. An evaluation also
+gets smaller micro-batches.
 
-If **page-locked memory is refused**, states are copied from pageable memory, slower and without overlap.
+**Page-locked memory may be refused**. Then states are copied from pageable memory, slower and without overlap.
 """
 
 import math

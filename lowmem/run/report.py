@@ -45,8 +45,8 @@ def versions() -> dict[str, str]:
 
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence on the share of a batch's positions (rows x sequence length) that are not computed, and on
-    the padding in the others. Returns an empty list if every row is computed at full length."""
+    """Returns one sentence for the log: the share of a batch's positions (rows x sequence length) that are not
+    computed, and the share of padding in the others. Returns an empty list if every row is computed at full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

@@ -97,7 +97,7 @@ def plan_of_ranks(
     same size, and a new plan might choose another.
 
     Raises PlanError if no mesh fits. The message names the GPU memory of one rank, and the RAM of all ranks on a
-    machine. Raises the error of the first mesh at once if no option would help, for example if only the machine's free
+    machine. If no option would help, raises the error of the first mesh at once. An example: only the machine's free
     RAM is too small.
     """
     for mesh in possible:

@@ -1,12 +1,12 @@
 """Shows a training run in TensorBoard and wandb (trackers). The record itself is metrics.jsonl.
 
 A tracker never ends training. If one fails (not logged in, unreachable, its process killed or frozen), a message says
-so once, and training goes on without it. Every call runs in a thread with a limit of 30 s, because wandb 0.31 waits for
+so once, and training goes on without it. Every call runs in a thread with a limit of 30 s. wandb 0.31 itself waits for
 its service process without a limit, also when Python exits. A service process that does not end is killed.
 
 TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from. In
-wandb, charts with several values (_TOGETHER) are drawn after each evaluation and after the last step, because wandb's
-layouts (wandb-workspaces) need wandb's server.
+wandb, charts with several values (_TOGETHER) are drawn only after evaluations and after the last step: wandb's layouts
+(wandb-workspaces) need wandb's server.
 
 The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process. It also starts another
 process, which the RAM cap does not count. A resumed run continues the same wandb run, whose id is in
