@@ -1,8 +1,9 @@
 """Adds gradients to fp32 accumulators, micro-batch by micro-batch.
 
-A parameter that several blocks share gets a gradient from each block. If all of these were added to one accumulator as
-they come, the order of the sum would depend on the schedule. So each block has its own accumulator. When all blocks of
-all micro-batches have run backward, `join` adds these accumulators in the order of the blocks.
+A parameter that several blocks share gets a gradient from each block. If all blocks added to one accumulator, the order
+of the sum would depend on the order in which blocks run. So each block has a separate accumulator for a shared
+parameter. When all blocks of all micro-batches have run backward, `join` adds these accumulators in the order of the
+blocks.
 """
 
 from functools import partial
@@ -19,8 +20,8 @@ from lowmem.core.recorder import called_again
 
 
 class Accumulation:
-    """Registers hooks on the parameters of `decoder`. The hooks add each gradient to its parameter's fp32 accumulator
-    in `store`. Only `join` adds the gradients of parameters that several blocks share."""
+    """Registers hooks on the parameters of `decoder`. Each hook adds a parameter's gradient to that parameter's fp32
+    accumulator in `store`. The gradients of a parameter that several blocks share get there only by `join`."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:

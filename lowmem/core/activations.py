@@ -1,10 +1,10 @@
-"""Saves the input of an MLP's activation for backward instead of its output, on GPUs that run the kernels.
+"""Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the kernels.
 
 An MLP computes down(activation(up(x))). A gated MLP, as in Llama, Qwen, Mistral and Gemma, computes
-down(activation(gate(x)) * up(x)). Backward needs the activation's output only for the gradient of down's weight. There,
-one kernel computes this output again from the activation's input, together with the gradient for that input:
+down(activation(gate(x)) * up(x)). Backward needs the activation's output only for the gradient of down's weight. In
+backward, one kernel computes this output again from the saved input, together with the gradient for that input:
 
-    product     values = activation(gate) * up        output = values @ W
+    forward     values = activation(gate) * up        output = values @ W
     backward    values_gradient = gradient @ W.T      one kernel: values, gate's gradient, up's gradient
                 W's gradient = values.T @ gradient
 
@@ -13,10 +13,10 @@ MLP's inner width, a GELU in a recomputed block moves 12 bytes: 4 in forward and
 14, and 2 more for the gradient of the bias before the GELU. The kernel sums that gradient up, too. A gated activation
 moves 18 bytes instead of 22.
 
-The model's own code runs. But an activation returns `Inputs` instead of its output, and only a linear layer of
-layers.py can read them. `fuse_activations` tries each block on tensors without data. If any other code reads the
-Inputs, it raises an error, and the block's activations stay as they are. If a user later replaces the linear layer or
-hooks it, the activation computes its output again. No GPU has run this code yet.
+The model's own code runs. But an activation module returns an `Inputs` object instead of its output. Only the linear
+layers of layers.py can read this object. `fuse_activations` tries each block on tensors without data. If any other code
+reads the Inputs object, it raises an error, and the block's activations stay as they are. If a user later replaces the
+linear layer or hooks it, the activation module returns its usual output again. No GPU has run this code yet.
 """
 
 import copy
@@ -58,9 +58,9 @@ class Activation:
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Computes gradients from `gradient` [..., I], the gradient for activation(gate) * up. Overwrites `gradient`
-        with the gradient for `gate`. Returns activation(gate) * up once more, as rows [N, I], and the gradient for
-        `up`. If `up` is None, the second result is None, and `gradient` gets an attribute with the sum of its rows for
-        `sum_of_rows`."""
+        with the gradient for `gate`. Returns two tensors: activation(gate) * up once more, as rows [N, I], and the
+        gradient for `up`. If `up` is None, the second is None. Then the sum of the rows of `gradient` is also computed,
+        for `sum_of_rows`. It is stored as an attribute of `gradient`."""
         columns = gate.shape[-1]
         rows = gate.numel() // columns
         values = gate.new_empty(rows, columns)
@@ -84,7 +84,7 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns the sum of the rows of `gradient` in fp32: a bias's gradient [I]. Uses the sum that `differentiate` has
+    """Returns a bias's gradient [I] in fp32: the sum of the rows of `gradient`. Takes the sum that `differentiate` has
     stored, if there is one and `gradient` has not been written since. Otherwise adds up `rows` [N, I], a view of
     `gradient`."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
@@ -93,8 +93,9 @@ def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stands for activation(gate) * up [..., I], which is not computed yet. If `up` is None, stands for
-    activation(gate). Only FusedProduct (layers.py) can read it. `source`: the ActivationForward that made it."""
+    """Holds the inputs of an activation whose output activation(gate) * up [..., I] is not computed yet. If `up` is
+    None, the output is activation(gate). Only FusedProduct (layers.py) can read this object. `source`: the
+    ActivationForward that made it."""
 
     gate: Tensor
     up: Tensor | None
@@ -102,12 +103,13 @@ class Inputs:
 
 
 class ActivationForward:
-    """Replaces the forward of `module`, an activation or a gated MLP. Passes Inputs, and not the activation's output,
-    to the linear layer that follows. A call with further arguments goes to the module's own forward. So does every call
-    if that layer is no longer a FusedProduct (layers.py), or if a user's hook would see the Inputs.
+    """Replaces the forward of `module`, an activation or a gated MLP. Passes an Inputs object, not the activation's
+    output, to the linear layer that follows. A call with further arguments goes to the module's own forward. So does
+    every call if that linear layer is no longer a FusedProduct (layers.py), or if a user's hook would see the Inputs
+    object.
 
-    `place`: (module that has the linear layer, the layer's name there), None if not known yet. `reader`: the linear
-    layer that has read the Inputs, None before a call.
+    `place`: (module that has the linear layer, the layer's name there); None until known. `reader`: the linear layer
+    that has read an Inputs object; None before the first call.
     """
 
     def __init__(self, module: nn.Module, activation: Activation):
@@ -126,7 +128,7 @@ class ActivationForward:
 
     def _is_read(self) -> bool:
         """Returns True if the linear layer that follows can read Inputs and no user's hook would see them. Also returns
-        True if this layer is not known yet."""
+        True if that layer is not known yet."""
         if self.place is None:
             return True
         layer = getattr(*self.place)
@@ -137,8 +139,8 @@ class ActivationForward:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the Activation that `module` computes or, if `module` is a gated MLP, applies. Compares the module's
-    outputs for sample inputs with those of ACTIVATIONS. Returns None if none of them agrees."""
+    """Returns the Activation that `module` computes or, if `module` is a gated MLP, applies. Finds it by comparing the
+    module's outputs for sample inputs with those of ACTIVATIONS. Returns None if none of them agrees."""
     generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
     gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
@@ -164,8 +166,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
     """Replaces the forward of activations and gated MLPs in the blocks of `decoder` by ActivationForward. The blocks'
-    linear layers must be FusedProducts already (layers.py). If other code in a block reads an activation's output, this
-    block's activations stay as they are. `dtype`: the matrices' dtype."""
+    linear layers must be FusedProducts already (layers.py). If code other than a linear layer reads an activation's
+    output, that block's activations stay as they are. `dtype`: the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

@@ -1,11 +1,11 @@
 """Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
 
 Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
-may have more than the planned number of positions (rows x width). The cut with the shortest estimated time is taken.
-The time of a micro-batch is estimated as its number of positions, but at least as `least`, because launching kernels
-and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts would take equally long
-otherwise, the one with fewer micro-batches is taken. The cut depends on lengths, layout and device only, so a step can
-be repeated with the same bits.
+may have more than the planned number of positions (rows x width). Among all such cuts, the one with the shortest
+estimated time is taken. A micro-batch's time is estimated as its number of positions, but at least as `least`, because
+launching kernels and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts would
+take equally long otherwise, the one with fewer micro-batches is taken. The cut depends only on lengths, layout and
+device, so a repeated step gives the same bits.
 """
 
 import math
@@ -31,8 +31,8 @@ WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores need multiples
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds B rows of T positions, on the CPU until `to` copies them. For an encoder-decoder, each row has a source of
-    S tokens (the encoder's input), followed by T positions of the decoder."""
+    """Holds the token ids and labels of B rows of T positions. They are on the CPU until `to` copies them. For an
+    encoder-decoder, each row has a source of S tokens (the encoder's input), followed by T positions of the decoder."""
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
@@ -43,16 +43,17 @@ class Batch:
 
     @classmethod
     def from_hf(cls, batch: Mapping, decoder_start: int | None = None, padding: int | None = None) -> "Batch":
-        """Makes a Batch of a dict in the form that transformers' collators return and `model(**batch)` takes.
+        """Makes a Batch from a dict in the form that transformers' collators return and `model(**batch)` takes.
 
-            input_ids       int [B, T], padded on the right; for an encoder-decoder, its source
+            input_ids       int [B, T], padded on the right. For an encoder-decoder, the source
             attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
-            labels          int [B, T], *not* shifted: a decoder's labels are its input_ids, with -100 for tokens that
-                            are not trained. For an encoder-decoder, its target, which may have another length
+            labels          int [B, T], *not* shifted. For a decoder: the input_ids, with -100 for tokens that are not
+                            trained. For an encoder-decoder: the target, which may have another length
 
-        `decoder_start`: token id that an encoder-decoder's targets begin with; None for a decoder. An encoder-decoder
-        reads this id, and then its target without the last token. For a label of -100 it reads the id `padding`, or
-        `decoder_start` if `padding` is None. Raises InputError for other keys or shapes, and for padding on the left.
+        `decoder_start`: token id that an encoder-decoder's targets begin with; None for a decoder. An encoder-decoder's
+        decoder reads this id, and then the target without its last token. For a label of -100 it reads the id
+        `padding`, or `decoder_start` if `padding` is None. Raises InputError for other keys or shapes, and for padding
+        on the left.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -91,20 +92,19 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """Returns the arguments of `embed` (decoder.py, encoder_decoder.py)."""
+        """Returns the arguments of `Decoder.embed` (decoder.py) or `EncoderDecoder.embed` (encoder_decoder.py) for this
+        batch."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     @property
     def sources(self) -> int:
-        """Returns the length in tokens of the encoder inputs, which is the same for all rows; 0 for a decoder's
-        batch."""
+        """Returns the number of source tokens (the encoder's input) in each row; 0 for a decoder's batch."""
         return 0 if self.source_mask is None else self.source_mask.shape[-1]
 
     def check_fields(self) -> None:
-        """Raises InputError if a field is wrong. Each field must be a tensor of the dtype and shape that the class
-        lists, or None if the class allows it. Position ids must be from 0 to T - 1. No position with a label may be
-        beyond its row's length."""
+        """Raises InputError if a field has a wrong type, dtype, shape or value. A field may be None only if the class
+        allows it. Position ids must be from 0 to T - 1. No position with a label may be beyond its row's length."""
         for name, tensor in vars(self).items():
             dtypes = _DTYPES.get(name, (torch.int64,))
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -133,9 +133,9 @@ class Batch:
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch does not suit the model. `has_sources`: whether the model is an
-        encoder-decoder. An encoder-decoder's batches need a `source_mask`, and a decoder's must not have one. Each row
-        needs as many labels as positions after its source. A decoder's labels must be shifted by one token."""
+        """Raises InputError if the batch does not suit the model. `has_sources`: True if the model is an
+        encoder-decoder. Such a model needs a `source_mask`, and a decoder's batch must not have one. Each row needs as
+        many labels as positions after its source. A decoder's labels must be shifted by one token."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -179,8 +179,8 @@ class Batch:
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into micro-batches of at most `size` x T positions. If `lengths` is None, they are views of
-        `size` rows each, in order. Otherwise they are copies: rows are sorted by length, and padding is cut off. A
+        """Cuts the batch into micro-batches of at most `size` x T positions. If `lengths` is None, each micro-batch is
+        a view of `size` rows, in order. Otherwise each is a copy: rows are sorted by length, and padding is cut off. A
         micro-batch with fewer than `least` positions is assumed to take as long as one with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
@@ -199,10 +199,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """Holds one rank's micro-batches of a step. `dropouts[i]` seeds the dropout masks of `micro_batches[i]`. `scale`
-    multiplies the sum of all tokens' losses before backward. `groups`: slices of `micro_batches`. All micro-batches of
-    one slice run through a segment of blocks before the next segment runs. `positions`: number of positions in the
-    micro-batches of all ranks, with padding."""
+    """Holds one rank's micro-batches of a step, and how they are computed. `dropouts[i]` seeds the dropout masks of
+    `micro_batches[i]`. `scale` multiplies the sum of all tokens' losses before backward. `groups`: slices of
+    `micro_batches`. All micro-batches of one slice run through a segment (consecutive blocks) before the next segment
+    runs. `positions`: number of positions in the micro-batches of all ranks, with padding."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]
@@ -211,15 +211,15 @@ class Work:
     positions: int = 0
 
     def group(self, places: slice) -> "Work":
-        """Returns a Work with the micro-batches of one group. `places`: the group's slice of `micro_batches`."""
+        """Returns a Work with only the micro-batches of one group. `places`: the group's slice of `micro_batches`."""
         return Work(self.micro_batches[places], self.dropouts[places], self.scale)
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
-    """Returns `batch` if it is a Batch, otherwise the Batch that `Batch.from_hf` makes for the model in `decoder`.
-    Raises InputError if `batch` is neither a Batch nor a dict. `most`: the largest allowed (number of rows, tokens in a
-    row, tokens in an encoder-decoder's target); the last is None for a decoder. If `most` is given, raises InputError
-    for a larger batch, for a wrong field, or for a token id outside the vocabulary."""
+    """Returns `batch` if it is a Batch. Converts a dict by `Batch.from_hf`, for the model in `decoder`. Raises
+    InputError for anything else. `most`: the largest allowed (number of rows, tokens in a row, tokens in an
+    encoder-decoder's target); the last is None for a decoder. If `most` is given, raises InputError for a larger batch,
+    a wrong field, or a token id outside the vocabulary."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):

@@ -1,15 +1,17 @@
 """Splits a Hugging Face decoder into three methods: `embed`, `block` and `final`.
 
-The step runs block 7 of all micro-batches before block 8 of any. So it calls each block by itself. To run the parts
-before and after the blocks, it calls the model's own forward with stubs in the place of the blocks:
+A training step runs block 7 of all micro-batches before block 8 of any, so it calls each block by itself. Other code
+runs before the blocks (the embedding) and after them (the final norm). To run only that code, this module calls the
+model's own forward with stubs in the place of the blocks:
 
   * In `embed`, the stubs store the arguments of each block (masks, rotary tables, ...). The last stub ends the forward
     pass.
-  * In `final`, the stubs return a given hidden state. The head (output projection) ends the forward pass with its
-    input.
+  * In `final`, the stubs return a given hidden state. The head (output projection) is also replaced: it ends the
+    forward pass and returns its input.
 
-A third such run shows what the model does to its logits (logits.py). If a model cannot be split this way, InputError
-says why. models/compatibility.py compares the pieces with the model. encoder_decoder.py splits T5.
+A third such run finds the function that the model applies to its logits (logits.py). If a model cannot be split this
+way, InputError says why. models/compatibility.py compares the split model with the whole one. encoder_decoder.py splits
+T5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,15 +36,15 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes with a block's
 
 @dataclass
 class Unit:
-    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with the head, if it is
-    not tied)."""
+    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with the head, if the
+    head is not tied to the embeddings)."""
 
     name: str
     parameters: dict[str, nn.Parameter]  # {the model's name of it: parameter}; each parameter is in exactly one unit
 
 
 class _Stop(Exception):
-    """Ends a forward pass early, and carries a tensor out of it."""
+    """Ends a forward pass early, and carries a tensor out of that pass."""
 
     def __init__(self, value: Tensor):
         self.value = value
@@ -63,8 +65,8 @@ class _Stub(nn.Module):
 class Decoder:
     """Splits `model`, a causal language model of transformers. `embed` computes the first block's input, `block` runs
     one block, and `final` computes the head's input from the last block's output. The head itself is part of the loss
-    (loss.py). Parameters may be on the meta device. `fused_kernels`: kernels that a step may use. Raises InputError if
-    the model cannot be split."""
+    (loss.py). Parameters may be on the meta device. `fused_kernels`: kernels that a training step may use. Raises
+    InputError if the model cannot be split."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # a SharedUse (encoder_decoder.py) per block that uses a shared parameter
@@ -103,11 +105,11 @@ class Decoder:
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, T, D] for `input_ids` [B, T] int64, and a list of each block's other
-        arguments.
+        """Returns the first block's input [B, T, D] for `input_ids` [B, T] int64, and a list of the other arguments of
+        each block.
 
-        With `document_ids` [B, T], a position attends only to earlier positions with the same number. Without, it
-        attends to all that the model allows. `position_ids` [B, T] default to 0, 1, 2, ...
+        With `document_ids` [B, T], a position attends only to earlier positions with the same id, and to itself.
+        Without, it attends to all positions that the model allows. `position_ids` [B, T] default to 0, 1, 2, ...
         """
         extras: list[Extra] = []
 
@@ -121,15 +123,15 @@ class Decoder:
             return self._run(input_ids, position_ids, document_ids), extras
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Runs block number `index` on `hidden` [B, T, D], with the other arguments `extra` that `embed` returned for
-        it."""
+        """Runs block number `index` on `hidden` [B, T, D]. Returns the block's output [B, T, D]. `extra`: the block's
+        other arguments, which `embed` returned."""
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
         return output[0] if isinstance(output, tuple | list) else output  # blocks of OpenAI GPT return a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Registers a hook that calls `call(index)` before each forward of the blocks `indices`. Removes the hooks of
-        the previous call of this method."""
+        """Registers a hook on each of the blocks `indices`. Before each forward of a block, its hook calls
+        `call(index)`. Removes the hooks that the previous call of this method registered."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -137,8 +139,8 @@ class Decoder:
         ]
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Computes the head's input [B, T, D'] from the last block's output `hidden` [B, T, D]. In most models this is
-        only a norm."""
+        """Computes the head's input [B, T, D'] from the last block's output `hidden` [B, T, D]. In most models this
+        applies only the final normalization layer."""
         # The embedding runs again, on token 0, forward only: a lookup costs little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         head_stops = patch.object(self._head, "forward", _stop)
@@ -146,14 +148,15 @@ class Decoder:
             return self._run(zeros)
 
     def run_once(self) -> None:
-        """Runs `embed`, the blocks, `final` and the head once, on `example`. Parameters may be on the meta device."""
+        """Runs `embed`, the blocks, `final` and the head once, on the token ids of `example`. Parameters may be on the
+        meta device."""
         with AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns arguments for `embed`: two rows of 8 token ids below `vocabulary_size`."""
+        """Returns sample arguments for `embed`: two rows of 8 token ids below `vocabulary_size`."""
         return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
 
     def logits(self, *inputs: Tensor | None) -> Tensor:
@@ -166,12 +169,12 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Computes the logits [B, T, V] with the model's own forward. `inputs`: the arguments of `embed`, of which only
-        the token ids are used."""
+        """Computes the logits [B, T, V] with the model's own forward. `inputs`: the arguments of `embed`. Uses only the
+        first, the token ids."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """Returns the logits [B, T, V] of the model's forward if the head's output is replaced by `output` [B, T, V].
+        """Returns the logits [B, T, V] that the model's forward computes if the head returns `output` [B, T, V].
         `inputs`: as in `whole`."""
         with patch.object(self._head, "forward", lambda hidden: output):
             return self.whole(*inputs)
@@ -238,8 +241,8 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """Returns {id of a parameter: index of its unit}. The index is 0 for the embeddings, i + 1 for block i, and -1
-        for the final norm and an untied head."""
+        """Returns {id of a parameter: index of its unit}. A unit is a set of parameters that are updated together.
+        Index 0 is the embeddings, i + 1 is block i, and -1 is the final norm and an untied head."""
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -264,10 +267,10 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """Returns two sets of parameters' ids: of the modules that run before the blocks, and of those that run after.
-        Runs the model with stubs in the place of its blocks, which return their input. Sets `_returns_tuple` to True if
-        stubs must return a tuple, as blocks do in some versions of transformers, and to False for a tensor. Tries a
-        tensor first, and then a tuple if the model raises an error. Raises InputError if both fail."""
+        """Finds the parameters of modules that run before the blocks, and of those that run after. Returns two sets of
+        parameters' ids. Runs the model with stubs that return their input in the place of the blocks. Also finds out if
+        a stub must return a tensor or, as blocks do in some versions of transformers, a tuple. Tries a tensor first,
+        and a tuple if the model raises an error. Sets `_returns_tuple`. Raises InputError if both fail."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
         for self._returns_tuple in (False, True):
@@ -297,8 +300,8 @@ class Decoder:
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Returns a key made of a block's modules, their settings and their parameters' shapes, without the block's number.
-    Blocks with equal keys allocate the same memory, and save the same tensors for backward."""
+    """Returns a key of a block's structure: its modules, their settings, and their parameters' shapes, without the
+    block's number. Blocks with equal keys allocate the same memory, and save the same tensors for backward."""
     return tuple(
         (
             name,
@@ -320,8 +323,8 @@ def _stop(value: Tensor) -> None:
 
 
 class AnswerYes(TorchFunctionMode):
-    """Makes `bool(x)` and `y in x` return True for a meta tensor x, which has no values. Models ask such questions in
-    their forward, such as "are all tokens real?". True is good enough to see which modules run."""
+    """Makes `bool(x)` and `y in x` return True for a meta tensor x, which has no values. Models test such values in
+    their forward, for example to find out if all tokens are real. With True, the usual modules run."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:

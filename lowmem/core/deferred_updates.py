@@ -1,8 +1,8 @@
 """Applies the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
 
-The updates run in the order of the units, each before the next forward pass reads the unit's weights. Or they run in
-reverse order, each when backward has finished the unit's gradients. A pass over all units may be interrupted and
-continued.
+The updates run in one of two orders. Either each unit is updated before the next forward pass reads its weights, first
+unit first. Or each is updated as soon as backward has finished its gradients, last unit first. A pass over all units
+may be interrupted and continued.
 
 If memory runs out in an update, that update has changed nothing (optimizers.py). The next `run_until` repeats it. So
 nothing is updated twice, and nothing is left out.
@@ -27,10 +27,10 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Updates weights, unit by unit (the embeddings, each block, the final norm). Each optimizer step has one pass over
-    all units.
+    """Updates weights, unit by unit (the embeddings, each block, the final norm). Each optimizer step makes one pass of
+    updates over all units.
 
-    `units`: number of units. `hyper`: hyperparameters of the newest pass; `hyper.update` is its number, from 1 on.
+    `units`: number of units. `hyper`: hyperparameters of the newest pass; `hyper.update` counts passes from 1 on.
     `halfway`: True while backward makes updates, so that the step cannot be repeated.
     """
 
@@ -48,14 +48,14 @@ class Updates:
 
     @property
     def waiting(self) -> bool:
-        """Returns True if updates of the pass are pending."""
+        """Returns True if updates of the newest pass are pending."""
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates over all units; `run_until` makes the updates. They multiply all gradients by
-        `gradient_scale`. If `downwards` is False, the pass goes from the first unit (the embeddings) to the last (the
-        final norm), and all gradients must be final. If it is True, the pass goes from the last unit to the first. Then
-        a unit's gradients must be final only when `run_until` reaches it."""
+        """Begins a pass of updates over all units (the embeddings, each block, the final norm). `run_until` makes the
+        updates. Each update multiplies gradients by `gradient_scale`. `downwards`: False to update the first unit
+        first; all gradients must be final then. True to update the last unit first; then a unit's gradients must be
+        final only when `run_until` reaches it."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -69,8 +69,8 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Must be called when a pass downwards has updated all units. Sets `halfway` to False, because the step is
-        complete."""
+        """Marks the optimizer step as complete: sets `halfway` to False. Must be called after backward has updated all
+        units."""
         self.halfway = False
 
     def refuse_halfway(self) -> None:
@@ -79,9 +79,10 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Continues the pass until its first `units` units are updated. Does nothing if they are updated already.
-        Kernels launched later wait for these updates. If memory runs out, raises OutOfMemoryError, and the next call
-        continues. Raises UpdateInterrupted if an earlier call was stopped inside an update."""
+        """Continues the pass of updates until its first `units` units (such as blocks) are updated. Does nothing if
+        they are updated already. Kernels launched later wait for these updates. If memory runs out, raises
+        OutOfMemoryError, and the next call continues. Raises UpdateInterrupted if an earlier call was stopped inside an
+        update."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):
@@ -103,8 +104,8 @@ class Updates:
         self.state_window.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units. May be
-        called in the middle of a pass. Returns True if the states in RAM are page-locked."""
+        """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units (such as
+        blocks). May be called in the middle of a pass of updates. Returns True if the states in RAM are page-locked."""
         self.state_window.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
@@ -116,7 +117,8 @@ class Updates:
         return locked
 
     def _due(self, units: int) -> bool:
-        """Returns True if the next piece belongs to one of the first `units` units of the pass."""
+        """Returns True if an update is pending and its piece (a range of a unit's elements) belongs to one of the first
+        `units` units of the pass."""
         if not self.waiting:
             return False
         unit = self._pieces[self._next].part.unit
@@ -124,8 +126,8 @@ class Updates:
 
     @torch.no_grad()
     def _update_next(self) -> None:
-        """Updates the next piece (a range of a unit's elements). After the last piece of a part (a unit's matrices or
-        vectors), frees that part's gradient."""
+        """Updates the next piece (a range of a unit's elements). After the last piece of a unit's matrices or vectors,
+        frees the gradient of these matrices or vectors."""
         piece = self._pieces[self._next]
         part, state = piece.part, self.state_window.take(piece)
         self._torn = True

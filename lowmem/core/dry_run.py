@@ -1,5 +1,5 @@
-"""Finds out what a model's layers compute. Lists their operations on tensors without data (on the meta device), or
-compares their outputs with those of a formula."""
+"""Finds out what a model's layers compute. Lists the PyTorch operations that run on tensors without data (on the meta
+device), or compares a layer's outputs with those of a formula."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,9 +20,9 @@ _MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to t
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Returns the result of `run`, called while the parameters of `model` are on the meta device. Parameters with two
+    """Calls `run()` while the parameters of `model` are on the meta device, and returns its result. Parameters with two
     or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
-    too. Returns None if it raises an error again."""
+    too. Returns None if the second call raises an error, too."""
     for with_buffers in (False, True):  # some models read their buffers' values, others need one device
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data raise any error
             return run()
@@ -32,9 +32,9 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 def look_at_blocks(
     decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
 ) -> list[Result | None]:
-    """Returns a list with the result of `look(block, run)` for each block of `decoder`. `run()` runs the block once, on
-    tensors without data. Calls `look` once for all blocks of one kind (kind_of). The result is None if `look` raises an
-    error, as it does if the block needs data."""
+    """Inspects each block of `decoder` by calling `look(block, run)`. Returns a list with the result for each block.
+    `run()` runs the block once, on tensors without data. Equal blocks (`kind_of`) share one call. The result is None if
+    `look` raises an error, for example because the block needs data."""
     known: dict[tuple, Result | None] = {}
     for index, block in enumerate(decoder.blocks):
         if (kind := kind_of(block)) not in known:
@@ -49,15 +49,15 @@ def _run_block(decoder: Decoder, index: int) -> None:
 
 
 def agrees(output: object, formula: Tensor) -> bool:
-    """Returns True if `output`, the result of a model's code, equals `formula`, the result of a formula, except for
-    rounding. Returns False if `output` is no tensor, or has another shape."""
+    """Returns True if `output`, the result of a model's code, equals `formula` except for rounding. `formula`: the
+    result of a formula. Returns False if `output` is no tensor, or has another shape."""
     alike = isinstance(output, Tensor) and output.shape == formula.shape
     return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 
 
 def structure_of(model: nn.Module) -> list:
-    """Returns the modules of `model`, and their hooks and other attributes, in one list. A model whose list has not
-    changed (`equal`) runs the same operations. Leaves out tensors, the training mode, and hooks that this project
+    """Returns a list of the modules of `model`, their hooks and their other attributes. If the list has not changed
+    (`equal`), the model runs the same operations. The list has no tensors, training modes, or hooks that this project
     registered."""
     found: list = []
     for module in model.modules():
@@ -86,9 +86,9 @@ def _same(one, other) -> bool:
 
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Replaces the parameters of `model`, and its buffers if `with_buffers`, by meta tensors inside `with`. Parameters
-    with two or more dimensions get `dtype`. On exit, restores all of them, also buffers that the model itself has
-    replaced (as GPT-J does with its positions)."""
+    """Replaces the parameters of `model` by meta tensors inside `with`. If `with_buffers`, also replaces the buffers.
+    Parameters with two or more dimensions get `dtype`. On exit, restores all of them, also buffers that the model
+    itself has replaced (as GPT-J does with its positions)."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:
@@ -108,8 +108,8 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes a PyTorch operation that ran, with its arguments and result. `module`: the module whose forward was
-    called last before it; None if there was none."""
+    """Describes a PyTorch operation that ran, with its arguments and result. `module`: the last module whose forward
+    was called before the operation; None if there was none."""
 
     function: torch._ops.OpOverload
     args: tuple
@@ -119,14 +119,14 @@ class Operation:
 
     @property
     def reads(self) -> list[Tensor]:
-        """Returns the tensors that the operation reads: all among its arguments, none for a view."""
+        """Returns the tensors whose values the operation reads: all among its arguments, but none for a view."""
         is_view = self.function.is_view or self.function is torch.ops.aten._unsafe_view.default
         return [] if is_view else tensors_in((self.args, self.kwargs))
 
 
 class Trace(TorchDispatchMode):
-    """Lists in `operations` all operations that run inside `with`. The list keeps their tensors alive, so different
-    storages have different addresses."""
+    """Lists in `operations` all PyTorch operations that run inside `with`; a dispatch mode. The list keeps the
+    operations' tensors alive, so different storages have different addresses."""
 
     def __init__(self):
         super().__init__()

@@ -5,16 +5,19 @@
     decoder block   attends to the first S positions, passes them on, and changes the rest
 
 So all other code sees one decoder, with the encoder's blocks before the decoder's. In backward, the gradient for the
-encoder's output is summed in the first S positions. The price: every saved input of a segment (recompute.py) holds all
-S + T positions.
+encoder's output is summed in the first S positions. The price: every saved block input (recompute.py) holds all S + T
+positions.
+
+Parameters that are updated together form a unit:
 
     unit 0    the token embedding, and both tables of relative position biases
-    blocks    their own parameters; the decoder's first block also the encoder's final norm, which it applies
+    blocks    a block's parameters; in the decoder's first block also the encoder's final norm, which it applies
     final     the decoder's final norm, and the head if it is not tied
 
-In T5, the first block of a stack looks up position biases and passes them on. Here each block looks them up itself, so
-that any block can be recomputed. Each block has its own gradient for the shared table (`SharedUse`). accumulation.py
-adds these in the order of the blocks, so the sum does not depend on the schedule.
+In T5, the first block of a stack looks up position biases and passes them to the later blocks. Here each block looks
+them up itself, so that any block can be recomputed. Each block has a separate gradient for the shared table
+(`SharedUse`). accumulation.py adds these gradients in the order of the blocks, so the sum does not depend on the order
+in which blocks run.
 
 Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
 """
@@ -59,7 +62,7 @@ class SharedUse:
     own: nn.Parameter | None = None
 
     def value(self) -> nn.Parameter:
-        """Returns the tensor that the block computes with. This is `own`, after its data is set to the shared
+        """Returns the parameter that the block computes with. This is `own`, whose data is first set to the shared
         parameter's current data. If `own` is None, this is the shared parameter."""
         if self.own is None:
             return self.parameter()
@@ -67,8 +70,8 @@ class SharedUse:
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Returns the position biases [T, S, H] of `buckets` [T, S] int64, T5's classes of distances between positions.
-        They are fp32, because each bias's gradient is a sum of T x S numbers."""
+        """Returns the position biases [T, S, H] of `buckets` [T, S] int64, which are T5's classes of distances between
+        positions. The biases are fp32, because each bias's gradient is a sum of T x S numbers."""
         return F.embedding(buckets, self.value().float())
 
 
@@ -92,8 +95,8 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 class EncoderDecoder(Decoder):
     """Splits `model`, a T5ForConditionalGeneration, with the methods of Decoder. `blocks` has the encoder's blocks and
-    then the decoder's. `input_ids` [B, S + T] have the source and then the decoder's input. `source_mask` [B, S] bool
-    is True for the real positions of the source."""
+    then the decoder's. `input_ids` [B, S + T] are the source and then the decoder's input. `source_mask` [B, S] bool is
+    True for the source's real tokens, and False for padding."""
 
     needs_sources = True
 
@@ -134,9 +137,9 @@ class EncoderDecoder(Decoder):
     def embed(
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, S + T, D] for `input_ids` [B, S + T] int64 and `source_mask` [B, S] bool,
-        and a list of each block's other arguments. `position_ids` and `document_ids` are not used: positions are
-        relative, and there is no document mask."""
+        """Returns the first block's input [B, S + T, D] for `input_ids` [B, S + T] int64, and a list of the other
+        arguments of each block. `source_mask` [B, S] bool is True for real source tokens. `position_ids` and
+        `document_ids` are not used: positions are relative, and there is no document mask."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
         # Copies both: CUDA's lookup would copy them anyway, but a plan's lookup would not.
@@ -154,8 +157,8 @@ class EncoderDecoder(Decoder):
         return hidden, extras + [((source,), decoder)] * (len(self.blocks) - self._first_of_decoder)
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Runs block number `index` on `hidden` [B, S + T, D], with the other arguments `extra` that `embed` returned
-        for it."""
+        """Runs block number `index` on `hidden` [B, S + T, D]. Returns a tensor of this shape. `extra`: the block's
+        other arguments, which `embed` returned."""
         (source,), keywords = extra
         of_encoder, of_decoder = hidden[:, :source], hidden[:, source:]
         if index < self._first_of_decoder:
@@ -167,14 +170,13 @@ class EncoderDecoder(Decoder):
         return torch.cat([of_encoder, of_decoder], dim=1)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Computes the input of the head from `hidden` [B, T, D], the last block's output at the decoder's
-        positions."""
+        """Computes the head's input from `hidden` [B, T, D], the last block's output at the decoder's positions."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
         scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # True for T5, but not for T5 1.1 and mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns arguments for `embed`: two rows of 8 source tokens and 8 tokens of the decoder. Half of the second
+        """Returns sample arguments for `embed`: two rows of 8 source tokens and 8 decoder tokens. Half of the second
         source is padding."""
         source, target = (torch.arange(32, device=self.head_weight.device).view(2, 2, 8) * 7919).unbind()
         mask = torch.ones_like(source, dtype=torch.bool)
@@ -203,7 +205,8 @@ class EncoderDecoder(Decoder):
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Returns True for T5 and mT5, which EncoderDecoder trains. Decoder trains all other models."""
+    """Returns True if EncoderDecoder trains the model of `config` (T5 or mT5), False if Decoder does (all other
+    models)."""
     return config.model_type in ENCODER_DECODERS
 
 
@@ -216,15 +219,15 @@ def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
 
 
 def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Returns `model` as an object with `embed`, `block` and `final`: an EncoderDecoder for T5 and mT5, a Decoder for
-    all others."""
+    """Splits `model` into `embed`, `block` and `final`. Returns an EncoderDecoder for T5 and mT5, a Decoder for all
+    others."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 
 
 def decoder_start(config: PretrainedConfig) -> int | None:
-    """Returns the token id that an encoder-decoder's targets begin with; None for a decoder. If the config does not
-    name it, returns the padding token's id, or 0."""
+    """Returns the token id that the decoder of an encoder-decoder reads first, before the target. This is the config's
+    decoder_start_token_id, else the padding token's id, else 0. Returns None for a decoder without an encoder."""
     if not is_encoder_decoder(config):
         return None
     ids = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
