@@ -1,11 +1,11 @@
-"""Makes tensors outside the GPU's memory: in RAM, and on a disk.
+"""Allocates tensors outside the GPU's memory: in RAM, and on a disk.
 
 A tensor in RAM is a memory mapping of exactly the size asked for, and CUDA can page-lock it. PyTorch's page-locked
 allocator rounds sizes up to powers of two: 2.25 GiB take 4 GiB.
 
 A tensor on a disk is a shared mapping of a range of a temporary file. The file is unlinked, so its space is free again
-however the process ends. Updates read and write the file by system calls (`copy`), not through the mapping. So none of
-its pages counts as memory of the process, and the operating system reads ahead and writes while other work goes on.
+however the process ends. Updates read and write the file by system calls (`copy`), not through the mapping. So no page
+of the mapping counts as memory of the process. The operating system reads ahead and writes while other work goes on.
 Loading, saving and export use the mapping, and drop its pages afterwards.
 """
 
@@ -25,8 +25,9 @@ from lowmem.units import round_up
 
 
 class _Mapping(mmap.mmap):
-    """Holds the memory of one tensor. If `file` is None, this is anonymous memory in RAM. Otherwise it is a mapping of
-    that file from byte `offset` on. `locked_address`: address that is page-locked with CUDA; None if it is not."""
+    """Maps the memory of one tensor. If `file` is None, this is anonymous memory in RAM. Otherwise this is a mapping of
+    that file from byte `offset` on. `locked_address`: address that is page-locked with CUDA; None if the memory is
+    not."""
 
     file: "DiskStates | None" = None
     offset = 0
@@ -41,15 +42,15 @@ _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by addr
 
 
 def host_tensor(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [entries] of zeros in RAM."""
+    """Returns a new tensor [entries] of zeros in RAM."""
     size_bytes = max(entries * dtype.itemsize, 1)
     return _tensor(_Mapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), entries, dtype)
 
 
 def page_lock(tensor: Tensor) -> bool:
-    """Page-locks a tensor made by `host_tensor`, by registering it with CUDA, which makes all its pages resident.
-    Returns False if CUDA refuses (a limit on locked memory). Then copies of this tensor run at about half the speed,
-    and not beside other work."""
+    """Page-locks a tensor that `host_tensor` made, by registering its memory with CUDA. This makes all its pages
+    resident. Returns False if CUDA refuses (a limit on locked memory). Then copies of this tensor run at about half the
+    speed, and do not overlap with other work."""
     mapping = _mappings[tensor.data_ptr()]
     if mapping.locked_address is not None:
         return True
@@ -65,7 +66,7 @@ def page_lock(tensor: Tensor) -> bool:
 
 
 class DiskStates:
-    """Makes tensors on a disk for optimizer states, all in one unlinked temporary file in `folder`. Creates the folder
+    """Makes tensors for optimizer states on a disk, all in one unlinked temporary file in `folder`. Creates the folder
     if it does not exist. Raises InputError if no file can be created there."""
 
     def __init__(self, folder: Path):
@@ -73,8 +74,9 @@ class DiskStates:
         self.folder, self.number, self._end = folder, self._file.fileno(), 0
 
     def tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor [entries] of zeros on the disk. Reserves the space now, because a disk that fills up later
-        would kill the process with a signal. Raises LowmemError if the disk has too little space."""
+        """Returns a new memory-mapped tensor [entries] of zeros on the disk. Reserves the disk space now, because a
+        disk that fills up later would kill the process with a signal. Raises LowmemError if the disk has too little
+        space."""
         size = round_up(max(entries * dtype.itemsize, 1), mmap.ALLOCATIONGRANULARITY)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -93,8 +95,8 @@ class DiskStates:
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
-    """Copies all bytes of the flat tensor `source` to `destination`. At most one of the two may be on a disk. Raises
-    LowmemError if the disk fails."""
+    """Copies all bytes of the flat tensor `source` to the flat tensor `destination`. At most one of these may be on a
+    disk. Raises LowmemError if the disk fails."""
     for home, other, move in ((source, destination, _pread), (destination, source, os.pwrite)):
         mapping, start = _place(home)
         if mapping is not None:
@@ -104,7 +106,7 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def read_ahead(home: Tensor) -> None:
-    """Asks the operating system to read the tensor `home` from its disk into the page cache. Does not wait. Does
+    """Asks the operating system to read the tensor `home` from the disk into the page cache. Does not wait. Does
     nothing for a tensor in RAM."""
     mapping, start = _place(home)
     if mapping is not None and hasattr(os, "posix_fadvise"):
@@ -112,9 +114,9 @@ def read_ahead(home: Tensor) -> None:
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Removes the pages of a tensor on a disk from the process's resident set; the content stays. Does so for the
-    tensor's whole mapping, because the operating system also maps pages around those that are touched. Does nothing for
-    other tensors."""
+    """Removes the pages of a memory-mapped tensor on a disk from the process's resident set; the content stays. Does so
+    for the tensor's whole mapping, because the operating system also maps pages near those that are touched. Does
+    nothing for other tensors."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
@@ -129,8 +131,8 @@ def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
-    """Returns the mapping of a tensor that is on a disk, and the tensor's first byte in it. Returns (None, 0) for other
-    tensors."""
+    """Returns the mapping of a tensor that is on a disk, and the offset in bytes of the tensor in the mapping. Returns
+    (None, 0) for other tensors."""
     address = tensor.untyped_storage().data_ptr()
     mapping = _mappings.get(address) if address else None
     return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)
@@ -141,8 +143,8 @@ def _pread(number: int, content: memoryview, offset: int) -> int:
 
 
 def _move(mapping: _Mapping, start: int, content: memoryview, move: Callable[[int, memoryview, int], int]) -> None:
-    """Reads or writes all of `content` in the file of `mapping`, from byte `start` of the mapping on. `move` is the
-    system call, which may move only some of the bytes each time. Raises LowmemError if it fails."""
+    """Reads or writes all of `content` in the file of `mapping`, from byte `start` of the mapping on. `move`: the
+    system call, which may transfer only some of the bytes each time. Raises LowmemError if this call fails."""
     done = 0
     while done < len(content):
         reason = "the file is shorter than it was"

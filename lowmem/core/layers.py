@@ -1,10 +1,10 @@
 """Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
 
-`cast_explicitly` makes a 16-bit model compute as autocast would: matrix products in 16 bit, norms and softmax in fp32.
-The casts are explicit because torch.autocast's rules differ between devices. Fused linear layers call `add_product`
-(kernels/operators.py) in backward. It adds a matrix's gradient directly to the fp32 accumulator, which moves 8 bytes
-per parameter and micro-batch instead of 12. `accumulated` registers a parameter for this. Autograd computes all other
-gradients.
+`cast_explicitly` makes a 16-bit model compute as autocast would: matmuls in 16 bit, normalization and softmax in fp32.
+The casts are explicit because torch.autocast's rules differ between devices. In backward, fused linear layers call
+`add_product` (kernels/operators.py), which adds a matrix's gradient directly to that matrix's fp32 accumulator. This
+moves 8 bytes per parameter and micro-batch instead of 12. `accumulated` registers a parameter for this. Autograd
+computes all other gradients.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ _aten = torch.ops.aten
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Replaces transformers' tanh-GELU (`gelu_new`), which is composed of eight kernels, by torch's own single kernel.
-    That saves one tensor of the MLP's inner width for backward instead of four. Results differ by rounding."""
+    """Replaces transformers' tanh-GELU (`gelu_new`), which is composed of eight kernels, by torch's single kernel. Then
+    one tensor of the MLP's inner width is saved for backward instead of four. Results differ by rounding."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -36,10 +36,10 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kernels = Kernels.NONE) -> None:
-    """Makes a model with 16-bit matrices and fp32 vectors (norms, biases) compute products in 16 bit, norms and softmax
-    in fp32. `residual`: the dtype of the residual stream, fp32 or 16 bit. A 16-bit stream is rounded after the
-    attention and the MLP of each block, and saved inputs of blocks take half the memory. `fused_kernels`: kernels that
-    layers use instead of PyTorch's."""
+    """Makes a model compute matmuls in 16 bit, normalization and softmax in fp32. The model must have 16-bit matrices
+    and fp32 vectors (normalization weights, biases). `residual`: the dtype of the residual stream, fp32 or 16 bit. A
+    16-bit stream is rounded after the attention and the MLP of each block, and saved inputs of blocks take half the
+    memory. `fused_kernels`: kernels that layers use instead of PyTorch's."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = partial(_embedding_in_fp32, module)
@@ -59,8 +59,9 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes fused layers call `add_product(left, right)` in backward. left [M, K] @ right [K, N], both in 16 bit, is
-    the gradient of `parameter` [M, N]. `add_product` must add it to the parameter's accumulator."""
+    """Makes fused layers call `add_product(left, right)` in backward, with the factors of a parameter's gradient. The
+    matmul left [M, K] @ right [K, N], both in 16 bit, is the gradient of `parameter` [M, N]. `add_product` must add
+    that matmul to the parameter's accumulator."""
     parameter._lowmem_add_product = add_product
 
 
@@ -80,8 +81,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of `module`, a linear layer. Its input is a tensor [..., I], or the Inputs of an activation
-    (activations.py)."""
+    """Replaces the forward of `module`, a linear layer. The layer's input is a tensor [..., I], or the Inputs object of
+    an activation (activations.py)."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -100,9 +101,9 @@ class FusedProduct:
 
 
 class _Product(torch.autograd.Function):
-    """Implements a linear layer in 16 bit as an autograd Function: x [..., I] @ weight [I, O] + bias. With
-    `transposed`, the weight is [O, I], as in nn.Linear. With an `activation`, the layer's input is activation(x) * up
-    instead of x, or activation(x) if `up` is None."""
+    """Implements a 16-bit linear layer as an autograd Function: x [..., I] @ weight [I, O] + bias. With `transposed`,
+    the weight is [O, I], as in nn.Linear. With an `activation`, the matmul's input is activation(x) * up instead of x,
+    or activation(x) if `up` is None."""
 
     @staticmethod
     def forward(
@@ -141,9 +142,9 @@ class _Product(torch.autograd.Function):
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module` is the router of a mixture of experts, or holds the matrices of all its experts. Such a
+    """Returns True if `module` is the router of a mixture of experts, or holds the matrices of all experts. Such a
     module has matrices itself, has no submodules with parameters, and is no embedding or convolution. `module` must not
-    be a linear layer. A state-space layer is neither: it has a matrix of decay rates, but also submodules with
+    be a linear layer. A state-space layer does not count: besides a matrix of decay rates, it has submodules with
     parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
@@ -152,8 +153,8 @@ def _is_router_or_experts(module: nn.Module) -> bool:
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts floating-point inputs of `module` to the dtype of its matrices, as a forward pre-hook. Casts only the
-    hidden state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
+    """Casts floating-point inputs of `module` to the dtype of the module's matrices, as a forward pre-hook. Casts only
+    the hidden state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]
@@ -161,8 +162,8 @@ def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden:
 
 
 def _cast(value, dtype: torch.dtype):
-    """Returns `value` with floating-point tensors cast to `dtype`, also inside tuples. Returns anything else as it
-    is."""
+    """Returns `value` with floating-point tensors cast to `dtype`, also inside tuples. Returns any other value
+    unchanged."""
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

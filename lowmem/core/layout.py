@@ -1,8 +1,7 @@
 """Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where numbers are stored.
 
-Weights, optimizer states, gradients and saved inputs can be stored on the GPU or in RAM, and states on a disk, too.
-Only `micro_batch`, which decides how the batch is cut, changes the bits of training. Other fields trade memory for
-time.
+Weights, optimizer states, gradients and saved inputs can be stored on the GPU or in RAM; states also on a disk. Only
+`micro_batch`, which decides how the batch is cut, changes the bits of training. Other fields trade memory for time.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 
 
 class Fate(StrEnum):
-    """Names what happens to a gradient when nothing more is added to it (final_gradients.py)."""
+    """Names what happens to a gradient that is final, that is, fully accumulated (final_gradients.py)."""
 
     HELD = "held"  # It stays on the GPU. The updates in the next forward pass use it.
     SENT = "sent"  # It is copied to RAM, and waits there for its update.
@@ -24,8 +23,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the settings that define how a step is computed. Units are the embeddings, each block, and the final norm.
-    "Streamed" weights and states are stored in RAM or on a disk, and copied to the GPU when they are used."""
+    """Holds the settings that define how a training step is computed and where its numbers are stored. A unit (the
+    embeddings, one block, or the final norm) is updated as a whole. "Streamed" weights and states are stored in RAM or
+    on a disk, and copied to the GPU when they are used."""
 
     micro_batch: int  # sequences in a micro-batch
     group: int = 1  # micro-batches that pass one segment together before the next segment runs
@@ -51,21 +51,24 @@ class Layout:
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if all micro-batches must be one group, which passes each segment together. This is so if
-        gradients are sent, dropped or applied during backward, because each gradient must be complete by then."""
+        """Returns True if all micro-batches of a step must be one group. All micro-batches of a group run through each
+        segment (consecutive blocks) together. This is so if gradients are sent to RAM, dropped or applied during
+        backward, because each gradient must be complete by then."""
         return self.fate is not Fate.HELD
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the settings that a training run cannot change: the number of units with weights on the GPU, whether
-        gradients wait in RAM, and the number of units with states on a disk."""
+        """Returns the settings of storage that a training run cannot change. These are the number of units (such as
+        blocks) with weights on the GPU, True if gradients wait in RAM, and the number of units with states on a
+        disk."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each group. `positions[i]`:
-        number of positions of micro-batch i, padding included. `seq`: number of positions in a row of the batch. A
-        group has at most `self.group` x `self.micro_batch` x `seq` positions, so short micro-batches make larger
-        groups. Raises ValueError if there are several groups although `whole_batch` is True."""
+        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each group. The micro-batches of
+        a group run through each segment (consecutive blocks) together. `positions[i]`: number of positions of
+        micro-batch i, padding included. `seq`: number of positions in a row of the batch. A group has at most
+        `self.group` x `self.micro_batch` x `seq` positions, so short micro-batches make larger groups. Raises
+        ValueError if there are several groups although `whole_batch` is True."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:
@@ -77,9 +80,9 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Returns the numbers of the units (blocks, mostly) whose matrices have optimizer states on a disk. They are
-        spread evenly over the units with streamed states, so that a slow disk is busy during the whole pass. `units`:
-        the total number of units."""
+        """Returns the numbers of the units (mostly blocks) whose matrices have optimizer states on a disk. These units
+        are spread evenly over those with streamed states, so that a slow disk is busy during all updates of a step.
+        `units`: the total number of units."""
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [
@@ -88,7 +91,7 @@ class Layout:
         ]  # fmt: skip
 
     def recomputes(self, blocks: int) -> bool:
-        """Returns True if backward computes anything again. `blocks` is the model's number of blocks."""
+        """Returns True if backward recomputes any activations. `blocks`: the model's number of blocks."""
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:

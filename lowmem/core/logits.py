@@ -1,10 +1,10 @@
-"""Describes what a model does to its logits before the softmax: nothing, a factor, or a soft cap.
+"""Describes the function that a model applies to its logits before the softmax: none, a factor, or a soft cap.
 
     f(z) = outer * z                      as in Granite and Cohere
     f(z) = outer * tanh(inner * z)        as in Gemma 2: 30 tanh(z / 30) stays within +-30
 
-The loss applies the same f to each chunk of logits (loss.py). `Followed` finds f: it watches every operation on the
-head's output while the model runs, on real tensors or on meta tensors.
+The loss applies the same f to each chunk of logits (loss.py). `Followed`, a dispatch mode, finds f: it watches every
+operation on the head's output while the model runs, on real tensors or on meta tensors.
 """
 
 from dataclasses import dataclass, replace
@@ -23,19 +23,20 @@ _COPIES = {_aten._to_copy.default, _aten.clone.default}
 
 @dataclass(frozen=True)
 class LogitFunction:
-    """Represents the function outer * z if `inner` is None, else outer * tanh(inner * z)."""
+    """Represents a function of logits z: outer * z if `inner` is None, else outer * tanh(inner * z)."""
 
     outer: float = 1.0
     inner: float | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Applies the function to `z` and returns a new tensor. Only for comparisons; the loss works in place."""
+        """Applies the function to `z` and returns a new tensor. Only comparisons use this method; the loss works in
+        place."""
         return self.outer * (z if self.inner is None else (self.inner * z).tanh())
 
 
 class Followed(TorchDispatchMode):
-    """Notes each tensor that is computed from `head_output` inside `with`, and the function that computes it from
-    there."""
+    """Follows the tensors that are computed from `head_output` inside `with`; a dispatch mode. Notes, for each such
+    tensor, the function that computes it from `head_output`."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
@@ -45,7 +46,7 @@ class Followed(TorchDispatchMode):
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
         """Returns the function that turned the head's output into `logits`. If this is neither a factor nor a soft cap,
-        returns a string with the reason, usually the name of the first other operation."""
+        returns a string with the reason, usually the name of the first unsupported operation."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -60,10 +61,10 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function that computes the result of `operation` from the head's output. Returns None if it is
+    """Returns the function that computes the result of `operation` from the head's output. Returns None if that is
     neither a factor nor a soft cap. `args`: the operation's arguments. `known` has an entry for each argument that
-    depends on the head's output: its function, or a string with the reason why there is none. If the first entry is a
-    string, returns this string."""
+    depends on the head's output: that argument's function, or a string with the reason why there is none. If the first
+    entry is a string, returns this string."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

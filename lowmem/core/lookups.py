@@ -1,8 +1,8 @@
 """Adds the gradient of an embedding to its fp32 accumulator [V, D], without a dense gradient [V, D].
 
-Autograd's gradient of a lookup has a row for each word of the vocabulary, and all rows without a token are zero. For
-each micro-batch, writing and adding this gradient moves 12 bytes per element of a 16-bit table. `SparseLookups` adds
-only the rows of the micro-batch's tokens. The bits are those of autograd's gradient, with two exceptions:
+Autograd's gradient of an embedding lookup has a row for each token id of the vocabulary. The rows of all ids that do
+not occur are zero. For each micro-batch, writing and adding this gradient moves 12 bytes per element of a 16-bit table.
+`SparseLookups` adds only the rows of the micro-batch's ids. The bits are those of autograd's gradient, except:
 
   * T5 looks up one table twice. Autograd sums both gradients first, while this code adds each to the accumulator.
   * On a GPU, atomic additions round numbers below 1.2e-38 to zero.
@@ -22,15 +22,15 @@ AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D
 
 
 def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
-    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`, which must add it to the
-    parameter's accumulator."""
+    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`, which must add it to the parameter's
+    accumulator."""
     parameter._lowmem_add_rows = add_rows
 
 
 class SparseLookups(TorchFunctionMode):
     """Replaces `F.embedding` inside `with`, for tables that `accumulated_by_rows` has registered. Backward then adds
-    only the rows of the ids to the table's accumulator. Three kinds of lookups stay as they are: those with at least as
-    many ids as the table has rows, with `max_norm` or `scale_grad_by_freq`, and in tables with a user's hook."""
+    only the gradient rows of the ids to the table's accumulator. Some lookups stay as they are: those with at least as
+    many ids as the table has rows, with `max_norm` or `scale_grad_by_freq`, and those in tables with a user's hook."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -68,9 +68,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
-    """Returns rows [N, D]. At the first position of each id, the row is the sum of `gradient` [N, D] over all positions
-    with this id. At all other positions it is zero. `ids` [N] are below `words`. The sums have the bits of autograd's
-    dense gradient."""
+    """Sums the rows of `gradient` [N, D] that have the same id. Returns rows [N, D]. The first position of each id has
+    the sum over all positions with this id; all other rows are zero. `ids` [N] are below `words`. The sums have the
+    bits of autograd's dense gradient."""
     positions = torch.arange(len(ids), device=ids.device)
     first = torch.full((words,), len(ids), device=ids.device).scatter_reduce_(0, ids, positions, "amin")
     return torch.ops.aten.embedding_dense_backward(gradient, first.gather(0, ids), len(ids), -1, False)

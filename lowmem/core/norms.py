@@ -1,13 +1,13 @@
-"""Computes a model's norms with a kernel per direction (kernels/layer_kernels.py), on GPUs that run these kernels.
+"""Runs a model's normalization layers ("norms") on GPUs with one kernel for forward and one for backward.
 
-Any module with Norm in its class's name may be a norm. `rule_of` compares its outputs for a few rows with those of
-LayerNorm and RMSNorm. A module that computes neither keeps its own forward.
+The kernels are in kernels/layer_kernels.py. Any module with Norm in its class's name is a candidate. `rule_of` tests if
+its outputs for a few rows equal those of LayerNorm or RMSNorm. If neither fits, the module keeps its own forward.
 
-In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and products that read it cast it to 16 bit. If
-all readers cast it, the norm writes 16 bit itself (`round_for_products`), which moves 8 bytes less per element. The
-gradients of several such products are then added in 16 bit.
+In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and matmuls that read this output cast it to 16
+bit. If all readers are such matmuls, the norm's kernel writes 16 bit directly (`round_for_products`). This moves 8
+bytes less per element. The gradients of several such matmuls are then added in 16 bit.
 
-The kernels can also compute the sum that a norm normalizes, and the gradients of its summands (residual_sums.py).
+The kernels can also compute the residual addition before a norm, and the gradients of both summands (residual_sums.py).
 """
 
 import copy
@@ -32,16 +32,15 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes a norm: (x - mean) / sqrt(mean of (x - mean)^2 + epsilon) * (weight + offset) + bias. If `centered` is
-    True, this is a LayerNorm. Otherwise the mean is taken as 0, which makes an RMSNorm."""
+    """Describes a normalization: (x - mean) / sqrt(mean of (x - mean)^2 + epsilon) * (weight + offset) + bias. If
+    `centered` is True, this is a LayerNorm. Otherwise the mean is taken as 0, which makes an RMSNorm."""
 
     epsilon: float
     offset: float
     centered: bool
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes the norm of the rows of `x` [..., D] in plain PyTorch. `weight`, `bias`: [D]; without a bias,
-        None."""
+        """Normalizes the rows of `x` [..., D] in plain PyTorch. `weight`, `bias`: [D]; without a bias, None."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * (weight + self.offset)
@@ -53,8 +52,8 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 class Norm:
-    """Replaces the forward of `module`, a norm that `rule` describes, by the kernel. A call with further arguments goes
-    to the module's own forward. `rounded`: the dtype of the output, None for the input's dtype."""
+    """Replaces the forward of `module`, a normalization layer that `rule` describes, by the kernel. A call with further
+    arguments goes to the module's own forward. `rounded`: the dtype of the output, None for the input's dtype."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
@@ -62,7 +61,7 @@ class Norm:
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns a key for decoder.kind_of: norms with equal keys allocate the same memory."""
+        """Returns a key for decoder.kind_of: normalization layers with equal keys allocate the same memory."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -71,15 +70,16 @@ class Norm:
         return normalized(x, self)
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, drops: "Drops | None" = None) -> tuple[Tensor, Tensor]:
-        """Returns x + dropout(branch), and the norm of this sum (see `normalize_sum`)."""
+        """Computes a residual addition and its normalization in one kernel. Returns x + dropout(branch), and this sum
+        after normalization. Defaults: no branch, no dropout (see `normalize_sum`)."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
         return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
 
 
 @dataclass(frozen=True)
 class Drops:
-    """Describes a dropout that sets a number to 0 with probability `p`, and divides others by 1 - p. `seeds[number]`,
-    int64, decides its mask."""
+    """Describes a dropout that sets a number to 0 with probability `p`, and divides others by 1 - p. The seed of the
+    dropout mask is `seeds[number]`, int64."""
 
     p: float
     seeds: Tensor
@@ -87,13 +87,13 @@ class Drops:
 
     @staticmethod
     def draw(count: int, device: torch.device) -> Tensor:
-        """Draws seeds [count] int64 from the random generator of `device`."""
+        """Draws dropout seeds [count] int64 from the random generator of `device`."""
         return torch.randint(2**62, (count,), device=device)
 
 
 def normalized(x: Tensor, norm: Norm) -> Tensor:
-    """Returns the norm of `x` [..., D]. A TorchFunctionMode may override this function, like functions of torch
-    (residual_sums.py)."""
+    """Returns `x` [..., D], normalized by `norm`. A TorchFunctionMode may override this function, like functions of
+    torch (residual_sums.py)."""
     if has_torch_function_unary(x):
         return handle_torch_function(normalized, (x,), x, norm)
     return norm.of_sum(x)[1]
@@ -103,16 +103,16 @@ def normalize_sum(
     x: Tensor, branch: Tensor | None, drops: Drops | None, weight: Tensor, bias: Tensor | None, rule: Rule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns x + dropout(branch), in the dtype of `x`, and the norm of this sum, in `dtype`. `x` and `branch` have one
-    shape [..., D]. If `branch` is None, the sum is `x`. If `drops` is None, there is no dropout. `weight`, `bias`: [D]
-    fp32; without a bias, None."""
+    """Computes a residual addition and its normalization in one kernel. Returns x + dropout(branch), in the dtype of
+    `x`, and this sum after normalization, in `dtype`. `x` and `branch` have one shape [..., D]. If `branch` is None,
+    the sum is `x`. If `drops` is None, there is no dropout. `weight`, `bias`: [D] fp32; without a bias, None."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
     return run(x, branch, weight, bias, drops, rule, dtype)
 
 
 class _Normalize(torch.autograd.Function):
-    """Computes x + dropout(branch) and its norm. Backward gets a gradient for each of the two, or None for one that was
-    not used."""
+    """Computes x + dropout(branch), and this sum after normalization. Backward gets a gradient for each of the two
+    outputs, or None for an output that was not used."""
 
     @staticmethod
     def forward(
@@ -168,13 +168,14 @@ def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, 
 
 
 def arguments_of(drops: Drops | None) -> tuple[Tensor | None, int, float]:
-    """Returns the operators' arguments (seeds, number, p) for `drops`. For None, returns (None, 0, 0.0): no dropout."""
+    """Returns the arguments (seeds, number, p) of torch.ops.lowmem operators for the dropout `drops`. For None, returns
+    (None, 0, 0.0): no dropout."""
     return (None, 0, 0.0) if drops is None else (drops.seeds, drops.number, drops.p)
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the Rule of the norm `module`. Returns None if it is neither LayerNorm nor RMSNorm over the last
-    dimension."""
+    """Returns the Rule that describes `module`, a normalization layer. Returns None if `module` is neither LayerNorm
+    nor RMSNorm over the last dimension."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     given = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -201,8 +202,9 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes a norm of `model` write its output in `dtype` if only layers of the same block read this output, and all
-    cast it to `dtype`. `blocks`: the model's blocks. `run` runs the model once, with parameters on the meta device."""
+    """Makes normalization layers of `model` write their output in `dtype`, if that saves a cast. This is done for a
+    layer if only layers of the same block read its output, and all of these cast it to `dtype`. `blocks`: the model's
+    blocks. `run()` runs the model once, with parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -222,9 +224,9 @@ def round_for_products(
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns {norm: modules that read its output in `dtype`}. A copy of the output in `dtype` counts as the output.
-    Leaves out norms whose output has `dtype` already, and norms whose output is also read in another dtype.
-    `operations`: all of one run. `norms`: {module: its Norm}."""
+    """Returns {norm: modules that read its output in `dtype`}, for normalization layers. A copy of the output in
+    `dtype` counts as the output. Leaves out norms whose output has `dtype` already, and norms whose output is also read
+    in another dtype. `operations`: all PyTorch operations of one run. `norms`: {module: its Norm}."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}
