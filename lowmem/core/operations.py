@@ -1,4 +1,5 @@
-"""Defines the operations that a step is made of; step.py has their order.
+"""Defines the operations of a training step, such as the forward pass of a segment or the update of a few weights.
+step.py calls them in order.
 
 The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods, but
 executes each operation only once for each shape of its arguments.
@@ -29,11 +30,12 @@ Result = TypeVar("Result")
 
 
 class Operations:
-    """Executes the operations of a step on `decoder`, whose weights, gradients and states are in `store`."""
+    """Runs the operations of a training step on `decoder`: forward, recomputation, backward, gradient norms and
+    optimizer updates. `store` holds the decoder's weights, gradients and optimizer states."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
-        """`update`: the function that updates weights (optimizers.UpdateFunction). If it is None,
-        `decoder.fused_kernels` and the device choose the function."""
+        """Prepares the operations for `decoder` and `store`. `update`: the function that updates weights
+        (optimizers.UpdateFunction). If it is None, `decoder.fused_kernels` and the device choose the function."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self._update = update or (fused.update if Kernels.PRODUCTS in decoder.fused_kernels else eager)
@@ -42,10 +44,11 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Must be called when a step begins. Drops recordings of segments if the model has changed since the last call.
-        If a user has changed the model since it was loaded, backward recomputes all products from now on (products.py),
-        and blocks compute their own sums (residual_sums.py). Raises InputError if a parameter was added, was moved to
-        other memory, or has another requires_grad than when it was loaded."""
+        """Checks the model for changes by the user. Must be called when a step begins. Drops recordings of segments
+        (blocks that are recomputed together) if the model has changed since the last call. If a user has changed the
+        model since it was loaded, backward recomputes all matmuls from now on (products.py), and blocks compute
+        residual additions by their own code (residual_sums.py). Raises InputError if a parameter was added, was moved
+        to other memory, or has another requires_grad than when it was loaded."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -64,15 +67,15 @@ class Operations:
                     forward.own_sums = True
 
     def _is_of_store(self, parameter: Tensor) -> bool:
-        """Returns True if the store has the memory of `parameter`. Also returns True if the weights are on the device
-        only while they are used, because their memory changes then."""
+        """Returns True if `parameter` uses memory of the store. Also returns True if the weights are on the device only
+        while they are used, because the parameter's memory changes then."""
         part = self.store.part_of(self._names[id(parameter)])
         visits = part.weights_streamed or self.store.ranks.count > 1
         return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, T, D], without a graph, and a list of each block's other arguments
-        (masks, position embeddings)."""
+        """Runs the embeddings. Returns the first block's input [B, T, D], without a graph, and a list of the other
+        arguments of each block (masks, position embeddings)."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -80,9 +83,9 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D].
-        `extras[i]`: arguments of block i other than its input. Returns the output [B, T, D], and the tensors that
-        `segment_backward` needs."""
+        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D]. Returns
+        the last block's output [B, T, D], and the tensors that `segment_backward` needs. `extras[i]`: arguments of
+        block i other than its input."""
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
@@ -90,9 +93,10 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns the loss of one micro-batch, summed over its tokens, and the gradient [B, T, D] of `scale` times this
-        loss for `hidden`. `hidden` [B, T, D] is the last block's output. `labels` belong to its last positions. Adds
-        the gradients of the final norm and the head to their fp32 accumulators."""
+        """Runs the final norm and the head of one micro-batch, forward and backward. Returns the loss, summed over
+        tokens, and the gradient [B, T, D] of `scale` times the loss for `hidden`. `hidden` [B, T, D] is the last
+        block's output. `labels` belong to its last positions. Adds the gradients of the final norm and the head to
+        their fp32 accumulators."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -103,8 +107,9 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D] is the gradient for the
-        segment's output. `saved`: result of `segment_forward`. Adds the parameters' gradients to their accumulators."""
+        """Runs the blocks of `segment` backward, after a recomputation if it is needed. Returns the gradient [B, T, D]
+        for the segment's input. `gradient` [B, T, D] is the gradient for the segment's output. `saved`: result of
+        `segment_forward`. Adds the parameters' gradients to the parameters' accumulators."""
         run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
@@ -112,7 +117,7 @@ class Operations:
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
         """Runs the embeddings forward again and then backward, from `gradient` [B, T, D], the gradient for the first
-        block's input. Adds the embeddings' gradients to their accumulators."""
+        block's input. Adds the embeddings' gradients to the embeddings' accumulators."""
         dropout.begin(-1, self.store.device)
         with SparseLookups():
             hidden, _ = self.decoder.embed(*micro_batch.inputs)
@@ -126,15 +131,15 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norms(self, part: Part) -> Tensor:
-        """Returns the norms [pieces] of the gradient of `part` in fp32, one for each piece (elements that are updated
-        at once)."""
+        """Returns the gradient norms [pieces] of `part` (a unit's matrices or vectors) in fp32, one for each piece (a
+        range of elements that is updated at once)."""
         norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of one piece (a range of elements that is updated at once). `state`: the piece's
+        """Applies the optimizer to one piece (a range of elements that is updated at once). `state`: the piece's
         optimizer state, on the device. If the weights or the gradient of `piece` are stored in RAM, `state` also has
-        copies of them on the device."""
+        copies of these on the device."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]
@@ -152,9 +157,9 @@ class Operations:
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the head's loss for its input `final` [B, T, D], summed over tokens, and a gradient. If `scale` is
-        None, the gradient is None. Otherwise it is the gradient [B x T, D] of `scale` times the loss for `final`, and
-        the head's gradients are added to their accumulators."""
+        """Returns the cross-entropy of the head for its input `final` [B, T, D], summed over tokens, and a gradient. If
+        `scale` is None, the gradient is None. Otherwise it is the gradient [B x T, D] of `scale` times the loss for
+        `final`, and the head's gradients are added to their accumulators."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:

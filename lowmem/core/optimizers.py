@@ -8,8 +8,8 @@
     w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     working, low = split(w)
 
-AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All of it is elementwise. So a unit may be
-updated whole or in slices, and its state may be copied from anywhere. An update allocates all that it needs before it
+AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All steps are elementwise. So weights may be
+updated whole or in slices, and the state may be copied from anywhere. An update allocates all that it needs before it
 changes anything. Bytes of state per parameter, in addition to the working weight's 2 (16 bit) or 4 (fp32):
 
     adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
@@ -36,7 +36,7 @@ CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the ca
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Holds the hyperparameters of one update."""
+    """Holds the hyperparameters of one optimizer update."""
 
     learning_rate: float = 0.0
     weight_decay: float = 0.0
@@ -64,9 +64,9 @@ class Optimizer:
     """Describes an optimizer: the tensors of its state, and its update rule.
 
     `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates the fp32 weights `master` [n] and
-    their `state` in place. First it multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may overwrite
-    `scratch`, which is [n] fp32, or None if the rule needs none. It allocates before it changes anything. So if memory
-    runs out, nothing is changed.
+    the optimizer's `state` in place. First it multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may
+    overwrite `scratch`, which is [n] fp32, or None if the rule needs none. It allocates before it changes anything. So
+    if memory runs out, nothing is changed.
     """
 
     name: str
@@ -76,13 +76,13 @@ class Optimizer:
 
     @property
     def state_bits(self) -> int:
-        """Returns the bits that one moment takes per parameter; 0 if there are no moments."""
+        """Returns the number of bits per parameter in one moment, such as Adam's m; 0 if there are no moments."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: the working weights'
-    dtype."""
+    """Returns {name: (entries, dtype)} of the optimizer's state tensors for `elements` parameters. `dtype`: the working
+    weights' dtype."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
@@ -105,10 +105,10 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """Updates weights and state in place; an UpdateFunction. `working` [n]: weights in the dtype that forward and
-    backward use. `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: whether weights
-    decay. `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice
-    and later ones are unchanged."""
+    """Updates weights and optimizer state in place; an UpdateFunction. `working` [n]: weights in the dtype that forward
+    and backward use. `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: True to apply
+    weight decay. `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current
+    slice and later ones are unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, of_state, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
@@ -185,7 +185,7 @@ OPTIMIZERS = {
 
 
 def get_optimizer(name: str) -> Optimizer:
-    """Returns the optimizer `name` of OPTIMIZERS. Raises InputError if its package is not installed."""
+    """Returns the optimizer `name` of OPTIMIZERS. Raises InputError if the package that it needs is not installed."""
     if name == "adamw8bit":
         try:
             import bitsandbytes  # noqa: F401

@@ -1,10 +1,11 @@
-"""Stores all numbers in flat tensors: working weights, gradients and optimizer states.
+"""Stores working weights, gradients and optimizer states in flat tensors.
 
-Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One has its matrices in the
-working dtype, with weight decay. The other has its vectors (norms and biases) in fp32, without weight decay. The
-model's parameters are views of their part's working weights, so an update is a few operations on long vectors. Each
-parameter starts at a multiple of BLOCK elements, so that no two parameters share a scale of 8-bit states. A part is
-updated in pieces of at most PIECE elements, which bounds the GPU memory for copies of states (window.py).
+Each unit of the decoder (the embeddings, one block, or the final norm) has two parts. One has the unit's matrices in
+the working dtype, with weight decay. The other has the unit's vectors (normalization weights and biases) in fp32,
+without weight decay. The model's parameters are views of their part's working weights, so an update is a few operations
+on long vectors. Each parameter starts at a multiple of BLOCK elements, so that no two parameters share a scale of 8-bit
+states. A part is updated in pieces of at most PIECE elements, which bounds the GPU memory for copies of states
+(window.py).
 
 Bytes per parameter: 2 working (4 in fp32), 4 for the fp32 gradient while there is one, and the optimizer's state
 (optimizers.py). Each kind of number is stored on the GPU, in RAM or on a disk, as chosen for each part.
@@ -35,9 +36,9 @@ class Placement:
     """Says where the weights, states and gradients of one part (a unit's matrices or vectors) are stored. Each field
     but `on_disk` is a function (entries, dtype) that returns a tensor of zeros.
 
-    `device` allocates on the device. `weights` and `states` allocate the weights and states; each is `device` itself if
-    its numbers are stored on the device. `gradients` allocates RAM in which gradients wait for their updates; None if
-    they stay on the device. `on_disk`: whether the states are on a disk.
+    `device` allocates on the device. `weights` and `states` allocate the weights and the optimizer states. Each of
+    these two is `device` itself if its tensors are stored on the device. `gradients` allocates RAM in which gradients
+    wait for their updates; None if gradients stay on the device. `on_disk`: True if the states are on a disk.
     """
 
     device: MakeTensor
@@ -53,9 +54,9 @@ class Piece:
 
     `state`: {name: tensor} of the optimizer's state, and of the weights (key WORKING) if they are in RAM. An update
     copies these tensors to the device and back. `fetched_only`: {GRADIENT: the gradient's tensor in RAM} if the
-    gradient may wait there, else {}. An update copies it to the device only. `homes`: `state` and `fetched_only` in one
-    dict. `on_disk`: names of the tensors on a disk. `streamed`: whether the optimizer's state is stored elsewhere than
-    on the device. `decay`: whether weight decay applies.
+    gradient may wait in RAM, else {}. An update copies this tensor to the device only. `homes`: `state` and
+    `fetched_only` in one dict. `on_disk`: names of the tensors on a disk. `streamed`: True if the optimizer's state is
+    not stored on the device. `decay`: True if weight decay applies.
     """
 
     part: "Part"
@@ -71,14 +72,14 @@ class Piece:
 
 
 class Part:
-    """Holds one unit's matrices or vectors: weights `working` [n], optimizer's `state` {name: [entries]}, and
-    `gradient` [n] fp32 or None.
+    """Holds the matrices or the vectors of one unit (such as a block). These are weights `working` [n], optimizer's
+    `state` {name: [entries]}, and `gradient` [n] fp32 or None.
 
     `unit`: number of the unit; 0 is the embeddings. `version`: a number that changes when an update or a checkpoint
     changes the weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update; None if it never
-    does. `gradient_in_ram`: whether it waits there now. `elements`: number of elements of all parameters, with padding.
-    If several `ranks` store a model together, n is the size of one rank's share. Then `gradient` has n elements for
-    each of these ranks, until it is summed over the ranks.
+    does. `gradient_in_ram`: True while the gradient waits there. `elements`: number of elements of all parameters, with
+    padding. If several `ranks` store a model together, n is the size of one rank's share. Then `gradient` has n
+    elements for each of these ranks, until it is summed over the ranks.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class Part:
         self.pieces = self._cut()
 
     def _cut(self) -> list[Piece]:
-        """Returns the pieces (ranges of elements that are updated at once), with views of the tensors that store their
-        numbers."""
+        """Returns the pieces (ranges of elements that are updated at once). Each piece has views of the tensors that
+        store its elements."""
         size = self.working.numel()
         weights = {WORKING: self.working} if self.weights_streamed else {}
         fetched_only = {} if self.gradient_home is None else {GRADIENT: self.gradient_home}
@@ -121,8 +122,8 @@ class Part:
         ]
 
     def stream(self, host_tensor: MakeTensor) -> None:
-        """Moves the optimizer's state from the device into tensors that `host_tensor` makes. If an allocation fails,
-        moves nothing."""
+        """Moves the optimizer's state from the device into tensors that `host_tensor` allocates. If an allocation
+        fails, moves nothing."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -131,20 +132,21 @@ class Part:
             vars(piece).update(vars(moved))
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Returns the elements of parameter `name` in a flat tensor [n] of this part, in the parameter's shape."""
+        """Returns a view of the elements of parameter `name`, in the parameter's shape. `flat`: a flat tensor [n] of
+        this part."""
         start, shape = self._places[name]
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns the weights of parameter `name`, in the parameter's shape. Returns NaN instead if this device does
-        not always store all of these weights."""
+        """Returns a tensor for the model's parameter `name`, in the parameter's shape. Its values are the weights, or
+        NaN if this device does not always store all weights of this part."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
 
     def gradient_of(self, name: str) -> Tensor:
-        """Returns the fp32 accumulator of parameter `name`, in the parameter's shape. The first call allocates zeros
-        for the accumulators of the whole part."""
+        """Returns the fp32 gradient accumulator of parameter `name`, in the parameter's shape. The first call allocates
+        zeros for all parameters of this part (a unit's matrices or vectors)."""
         if self.gradient is None:
             self.gradient = self._device(self.working.numel() * self.ranks.sharing, torch.float32)
         return self.view(self.gradient, name)
@@ -159,7 +161,7 @@ class Part:
 
     def write(self, name: str, master: Tensor, start: int = 0) -> None:
         """Copies `master`, fp32 weights, into parameter `name` from the parameter's element `start` on. Skips elements
-        that other ranks store. If the working weights have 16 bits, splits each number into its two halves
+        that other ranks store. If the working weights have 16 bits, splits each number into a working and a low half
         (precision.py)."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
         for run in runs(master):
@@ -174,8 +176,8 @@ class Part:
             start += run.numel()
 
     def master_runs(self, name: str) -> Iterator[Tensor]:
-        """Yields parameter `name` in fp32, as consecutive flat tensors of at most RUN_ELEMENTS elements. They are
-        copies on the CPU."""
+        """Yields the fp32 weights of parameter `name`, as consecutive flat tensors of at most RUN_ELEMENTS elements.
+        These tensors are copies on the CPU."""
         halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
         start, shape = self._places[name]
         end = start + shape.numel()
@@ -186,7 +188,7 @@ class Part:
             yield join(high, *low)
 
     def master(self, name: str) -> Tensor:
-        """Returns parameter `name` in fp32, as a new tensor on the CPU."""
+        """Returns the fp32 weights of parameter `name`, as a new tensor on the CPU."""
         return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
 
     def names(self) -> list[str]:
@@ -194,7 +196,8 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns {name: [first element, *shape]}: the parameters' places in a flat tensor of all ranks' shares."""
+        """Returns {name: [first element, *shape]} of all parameters. An element's index counts in the flat tensor that
+        all ranks' shares make together."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
@@ -202,10 +205,10 @@ class Store:
     """Holds all weights, gradients and optimizer states of a decoder, in parts (a unit's matrices or vectors). The
     constructor allocates these tensors, and makes the decoder's parameters views of the weights.
 
-    If only some units' states are on the device, these are the first units. Copies of their states would overlap least
-    with computation: the next forward pass needs their updates first, and backward finishes their gradients last. For
-    the same reason the embeddings' gradients never wait in RAM. The embeddings, the last unit and all vectors always
-    have their weights on the device.
+    A unit is the embeddings, one block or the final norm. If only some units' states are on the device, these are the
+    first units. Copies of their states would overlap least with computation: the next forward pass needs the first
+    units' updates first, and backward finishes the first units' gradients last. For the same reason the embeddings'
+    gradients never wait in RAM. The embeddings, the last unit and all vectors always have their weights on the device.
     """
 
     def __init__(
@@ -219,10 +222,10 @@ class Store:
         disk_tensor: MakeTensor | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Allocates all numbers on `device` or as `layout` says. `dtype`: the matrices' working dtype. `host_tensor`,
-        `disk_tensor`: functions that allocate in RAM and on a disk. `ranks`: the processes that train this model
-        together; by default, this process alone. Raises ValueError if `layout` has states on a disk and `disk_tensor`
-        is None."""
+        """Allocates all tensors on `device`, or where `layout` says. `dtype`: the matrices' working dtype.
+        `host_tensor`, `disk_tensor`: functions that allocate in RAM and on a disk. `ranks`: the processes that train
+        this model together; by default, this process alone. Raises ValueError if `layout` has states on a disk and
+        `disk_tensor` is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
@@ -252,8 +255,9 @@ class Store:
         raise InputError("a loaded model cannot be copied or pickled: save it with model.save, or with lowmem.export")
 
     def _placements(self, units: int, disk: MakeTensor | None) -> dict[tuple[int, bool], Placement]:
-        """Returns {(a unit's number, True for its matrices or False for its vectors): their Placement}. `units`: number
-        of units. `disk` allocates on the disk; it may be None if the layout has no states there."""
+        """Returns {(a unit's number, True for its matrices or False for its vectors): Placement}. A unit is mostly a
+        block. `units`: number of units. `disk` allocates on the disk; it may be None if the layout has no states
+        there."""
 
         def device(entries: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(entries, dtype=dtype, device=self.device)
@@ -273,7 +277,7 @@ class Store:
     def page_lock(self) -> bool:
         """Page-locks all tensors that are copied between RAM and a GPU. Returns True if all could be locked. Must be
         called after the weights are loaded: page-locked tensors take all their RAM at once, and loading needs some of
-        it."""
+        that RAM."""
         if self.device.type != "cuda":
             return True
         tensors = [part.working for part in self.parts if part.weights_streamed]
@@ -283,7 +287,7 @@ class Store:
         return all([page_lock(tensor) for tensor in tensors])
 
     def host_buffer(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor [entries] in RAM, page-locked if there is a GPU and CUDA does not refuse."""
+        """Returns a new tensor [entries] in RAM, page-locked if there is a GPU and CUDA does not refuse."""
         buffer = self._host_tensor(entries, dtype)
         if self.device.type == "cuda":
             page_lock(buffer)
@@ -291,16 +295,17 @@ class Store:
 
     @property
     def gradient_bytes(self) -> int:
-        """Returns the bytes of RAM that are reserved for gradients."""
+        """Returns the number of bytes of RAM that are reserved for gradients."""
         return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
-        """Returns the bytes of the optimizer states of the units whose numbers are in `units`."""
+        """Returns the size in bytes of the optimizer states of the units (such as blocks) whose numbers are in
+        `units`."""
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def stream(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units. Returns False if CUDA
-        refuses to page-lock some numbers in RAM. No copy and no update may be under way."""
+        """Moves optimizer states into RAM, all but those of the first `states_on_gpu` units (such as blocks). Returns
+        False if CUDA refuses to page-lock some tensors in RAM. No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.stream(self._host_tensor)
@@ -312,8 +317,9 @@ class Store:
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies every (name, fp32 tensor) to where that parameter is stored. A parameter may come whole or as
-        consecutive ranges of its elements (load.py). `weights` may free a tensor when it is asked for the next."""
+        """Copies every (name, fp32 tensor) of `weights` to where that parameter is stored. A parameter may come whole
+        or as consecutive ranges of its elements (load.py). `weights` may free a tensor when it is asked for the
+        next."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))
@@ -321,7 +327,7 @@ class Store:
             del values
 
     def clear(self) -> None:
-        """Sets all weights and optimizer states to zero, the value that they have after allocation."""
+        """Sets all weights and optimizer states to zero, as after allocation."""
         for part in self.parts:
             for tensor in (part.working, *(state for piece in part.pieces for state in piece.state.values())):
                 tensor.zero_()
@@ -332,7 +338,7 @@ class Store:
         return [name for part in self.parts for name in part.names()]
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter's name and its weights in fp32, in the order of `names`. A parameter of more than
+        """Yields the name and the fp32 weights of every parameter, in the order of `names`. A parameter of more than
         RUN_ELEMENTS elements comes as several flat tensors, each with the parameter's name."""
         for name, part in self._part_of.items():
             for run in part.master_runs(name):

@@ -1,9 +1,9 @@
-"""Records the outputs of a block's matrix products and attention, and replays them when the block is recomputed.
+"""Records the outputs of a block's matmuls and attention, and returns them when the block is recomputed.
 
-These operations take nearly all of a block's time, so only norms, activation functions and sums are computed twice
-(docs/recompute.md). Both modes, ProductRecorder and ProductReplayer, work below autograd, so they fit any model.
-Backward often does not need the values of a block's last product. `skippable_layers` finds such products, and
-`product_skipped` leaves one out.
+These operations take nearly all of a block's time. So selective recomputation repeats only normalization, activation
+functions and sums (docs/recompute.md). ProductRecorder and ProductReplayer are dispatch modes below autograd, so they
+fit any model. Backward often does not need the values of a block's last matmul. `skippable_layers` finds such matmuls,
+and `product_skipped` leaves one out.
 """
 
 from collections import deque
@@ -40,8 +40,8 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation` for the arguments `args`. It records matrix
-    products, attention and convolutions, but a batched product [M, K] x [K, N] only if K is at least the smaller of M
+    """Returns True if ProductRecorder records the output of `operation` for the arguments `args`. It records matmuls,
+    attention and convolutions. But a batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M
     and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
@@ -51,15 +51,15 @@ def is_saved(operation, args: Sequence) -> bool:
 
 @dataclass(frozen=True)
 class SavedProduct:
-    """Holds the recorded output of one operation."""
+    """Holds the recorded output of one operation, such as a matmul."""
 
     result: object
     generator_state: Tensor | None  # of the random generator after the operation; None if it drew no numbers
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records the outputs of matrix products, attention and convolutions in `products`, in order. If an output is
-    changed in place afterwards, its entry becomes None."""
+    """Records the outputs of matmuls, attention and convolutions in `products`, in order; a dispatch mode. If an output
+    is changed in place afterwards, its entry becomes None."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class ProductRecorder(TorchDispatchMode):
         return result
 
     def without(self, layer: nn.Module) -> AbstractContextManager:
-        """Returns a context manager. Inside `with`, the products of `layer` are not recorded."""
+        """Returns a context manager. Inside `with`, the matmuls of `layer` are not recorded."""
         forward = layer.forward
 
         @wraps(forward)
@@ -96,9 +96,9 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Makes a recomputation inside `with` take the outputs of matrix products, attention and convolutions from
-    `products` (of a ProductRecorder) instead of computing them. Computes an operation whose entry is None. Leaves out
-    the activation before a product whose output it takes (activations.py)."""
+    """Makes a recomputation inside `with` take the outputs of matmuls, attention and convolutions from `products` (of a
+    ProductRecorder); a dispatch mode. Computes an operation if its entry is None. Also leaves out the activation
+    directly before a matmul whose output is taken (activations.py)."""
 
     def __init__(self, products: Sequence[SavedProduct | None]):
         super().__init__()
@@ -117,8 +117,9 @@ class ProductReplayer(TorchDispatchMode):
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves out the first matrix product inside `with`, the activation before it, and sums and multiples of its
-    output. Their results have the right shapes, but no values."""
+    """Leaves out the first matmul inside `with`; a dispatch mode. Also leaves out the activation before that matmul,
+    and sums and multiples of the matmul's output. The results of these operations have the right shapes, but no
+    values."""
 
     def __init__(self):
         super().__init__()
@@ -148,8 +149,8 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matrix product inside `with`: its output then has the right shape, but no values.
-    Sums and multiples of this output are left out, too, and so is an activation before the product (activations.py)."""
+    """Makes `layer` leave out its matmul inside `with`: the layer's output then has the right shape, but no values.
+    Sums and multiples of this output are left out, too, and so is an activation before the matmul (activations.py)."""
     forward = layer.forward
 
     @wraps(forward)
@@ -162,16 +163,16 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns one entry for each block of `decoder`: the layer with the block's last matrix product, if a recomputation
-    can leave that product out. The entry is None if backward needs the product's values, or if the layer makes other
-    products. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
+    """Finds the matmuls that a recomputation can leave out. Returns one entry for each block of `decoder`: the layer
+    that makes the block's last matmul. The entry is None if backward needs the values of that matmul, or if the layer
+    makes other matmuls. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
     names = look_at_blocks(decoder, dtype, _skippable_layer)
     return [block.get_submodule(name) if name else None for block, name in zip(decoder.blocks, names, strict=True)]
 
 
 def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
-    """Returns the name of the layer of `block` with the last matrix product; None if it cannot be left out. `run` runs
-    the block once, on tensors without data."""
+    """Returns the name of the layer of `block` that makes the last matmul; None if this matmul cannot be left out.
+    `run()` runs the block once, on tensors without data."""
     saved: list[Tensor] = []  # tensors that autograd saves for backward
 
     def save(tensor: Tensor) -> Tensor:
@@ -206,19 +207,19 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
 
 
 def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
-    """Returns the tensors that a call of `operation` changes in place."""
+    """Returns the tensors that `operation`, called with `args` and `kwargs`, changes in place."""
     given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tensors_in([given.get(name) for name in changed])
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
-    """Returns {name: value} of the arguments with which `operation` is called."""
+    """Returns {name: value} of the arguments of a call of `operation`."""
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 
 def _generator(result) -> torch.Generator:
-    """Returns the random generator of the device of `result`, an operation's result."""
+    """Returns the default random generator of the device of `result`, an operation's result."""
     device = tensors_in(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]

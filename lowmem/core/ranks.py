@@ -1,8 +1,8 @@
-"""Defines the methods that a training step calls on ranks, the processes that train one model together.
+"""Defines the methods that a training step calls to communicate with other ranks, the processes that train one model.
 
 `Ranks` is for a process that trains alone. Its subclass for several ranks is in shares.py. The ranks of one machine, or
-of all machines, store a model together. Each of them stores an equal share of every unit's matrices, and of the
-gradients and optimizer states of these matrices. Each rank stores all vectors.
+of all machines, shard one copy of the model. Each of these ranks stores an equal share of every unit's matrices (a unit
+is mostly a block), and of the gradients and optimizer states of these matrices. Each rank stores all vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 class Ranks:
     """Represents the ranks of a run with one process. `rank`: this process's number, from 0 to `count` - 1. `sharing`:
-    how many processes store one copy of the model together; this one stores share number `place` of that copy."""
+    number of processes that shard one copy of the model; this process stores share number `place` of that copy."""
 
     count, rank = 1, 0
     sharing, place = 1, 0
@@ -25,23 +25,24 @@ class Ranks:
     on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
-        """Divides the processes into groups of `sharing` consecutive ones. Each group stores one copy of the model
-        together. Must be called before a Store is made."""
+        """Divides the processes into groups of `sharing` consecutive ranks. The processes of each group shard one copy
+        of the model. Must be called before a Store is made."""
 
     def share(self, elements: int) -> int:
-        """Returns how many elements each process stores of a flat tensor with `elements` elements, padding included."""
+        """Returns the number of elements that each process stores of a flat tensor with `elements` elements, padding
+        included."""
         return elements
 
     def window(self, decoder, store):
-        """Returns an object with WeightWindow's methods that gathers weights from all processes before blocks run.
-        Returns None if this process has all weights."""
+        """Returns an object that gathers sharded weights before blocks run, with WeightWindow's methods. Returns None
+        if this process has all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
         """Returns the micro-batches of a step that this process computes."""
         return micro_batches
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
-        """Returns (micro-batch, whether its loss counts) for each micro-batch of an evaluation that this process
+        """Returns (micro-batch, True if its loss counts) for each micro-batch of an evaluation that this process
         computes. All processes compute equally many micro-batches, because they gather weights together."""
         return [(each, True) for each in micro_batches]
 
@@ -57,19 +58,20 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients, in fp64. `norms` has (part, norms [pieces] of the gradients of its pieces)
-        for each part with a gradient."""
+        """Returns the norm of the gradients of all parameters over all processes, in fp64. `norms` has a pair for each
+        part (a unit's matrices or vectors) with a gradient. The pair is (part, gradient norms of the ranges that the
+        part consists of)."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` - 1 of a flat tensor that several processes store together. `shares`: this
-        process's share of that tensor. Must be called only by the `work` of `on_first`. The other processes wait in
-        `on_first` meanwhile, and send their elements."""
+        """Returns elements `start` to `stop` - 1 of a flat tensor that is sharded over several processes. `shares`:
+        this process's share of that tensor. Must be called only by the `work` of `on_first`. The other processes wait
+        in `on_first` meanwhile, and send their elements."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in process 0 only. `work` may call `range_of` there to read elements that other processes store.
-        Returns the result of `work` in all processes, or raises its error in all."""
+        """Calls `work` in process 0 only. `work` may call `range_of` to read elements that other processes store.
+        Returns the result of `work` in all processes, or raises the error of `work` in all."""
         return work()
 
     def on_all(self, work: Callable[[], Item]) -> Item:
@@ -86,5 +88,5 @@ class Ranks:
         """Drops the gradients whose sums over all processes are not ready yet. Called after a step that has failed."""
 
     def most(self, number: int) -> int:
-        """Returns the largest `number` of all processes."""
+        """Returns the largest `number` that any process passes."""
         return number

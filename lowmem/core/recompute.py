@@ -1,10 +1,11 @@
-"""Runs a segment of blocks forward and backward (docs/recompute.md). `Segment.keep` says which tensors forward saves:
+"""Runs a segment (consecutive blocks) forward and backward, with activation checkpointing (docs/recompute.md).
+`Segment.keep` says which tensors forward saves:
 
-    INPUT      saves its input (the boundary); runs again before its backward
-    PRODUCTS   saves the outputs of matrix products and attention, too; the rest runs again (products.py)
-    ALL        saves its graph; nothing runs again
+    INPUT      saves the segment's input (the boundary); the blocks run again before their backward
+    PRODUCTS   also saves the outputs of matmuls and attention; all else runs again (products.py)
+    ALL        saves the autograd graph; nothing runs again
 
-Running again gives the same bits: each block first seeds its device's generator by (seed, step, micro-batch, block).
+Recomputation gives the same bits: each block first seeds its device's generator by (seed, step, micro-batch, block).
 """
 
 import hashlib
@@ -25,15 +26,15 @@ INPUT, PRODUCTS, ALL = "input", "products", "all"
 
 @dataclass(frozen=True)
 class Dropout:
-    """Seeds the dropout masks of one micro-batch of one optimizer step."""
+    """Seeds the dropout masks of one micro-batch in one optimizer step."""
 
     seed: int
     step: int
     micro_batch: int
 
     def begin(self, layer: int, device: torch.device) -> None:
-        """Seeds the random generator of `device` before `layer` runs. `layer` is a block's number; -1 means the
-        embeddings, the number of blocks means the final norm."""
+        """Seeds the random generator of `device` before `layer` runs. `layer`: a block's number; -1 for the embeddings,
+        the number of blocks for the final norm."""
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
@@ -44,7 +45,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Describes consecutive blocks that run together, and which of their tensors are saved for backward."""
+    """Describes a segment: consecutive blocks that run and are recomputed together, and the tensors saved for
+    backward."""
 
     blocks: range
     keep: str  # INPUT, PRODUCTS or ALL
@@ -63,8 +65,8 @@ class SavedSegment:
 def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
 ) -> tuple[Tensor, SavedSegment]:
-    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns their output [B, T, D], without a graph, and the
-    tensors that `backward` needs. `extras[i]`: arguments of block i other than its input."""
+    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns the last block's output [B, T, D], without a graph,
+    and the tensors that `backward` needs. `extras[i]`: arguments of block i other than its input."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -82,9 +84,10 @@ def forward(
 def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
-    """Computes the gradient [B, T, D] for the segment's input. `gradient` [B, T, D]: the gradient for the segment's
-    output. `extras[i]`: arguments of block i other than its input. Hooks add the parameters' gradients to their
-    accumulators (accumulation.py). Frees all of `saved` but the segment's input."""
+    """Recomputes the blocks of `segment` if needed, and runs them backward. Returns the gradient [B, T, D] for the
+    segment's input. `gradient` [B, T, D]: the gradient for the segment's output. `extras[i]`: arguments of block i
+    other than its input. Hooks add the parameters' gradients to fp32 accumulators (accumulation.py). Frees all of
+    `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

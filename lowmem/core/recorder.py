@@ -1,4 +1,4 @@
-"""Records the operations of a run, so that they can be repeated without the code that called them (recordings.py)."""
+"""Records the PyTorch operations of a run, to repeat them without the Python code that called them (recordings.py)."""
 
 import sys
 import weakref
@@ -41,8 +41,8 @@ _active: "Recorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`. If a Recorder is active, it records this call, and not the operations inside. A
-    Recording then calls `function` each time it is repeated."""
+    """Calls `function(*arguments)`, also in each repeat of a recording. If a Recorder is active, it records this call,
+    and not the operations inside. A Recording then calls `function` each time it is repeated."""
     if _active is None:
         function(*arguments)
     else:
@@ -73,7 +73,7 @@ class Recording:
         ]
 
     def __call__(self, arguments: Sequence) -> Tensor:
-        """Repeats the calls with `arguments`, in the order in which the Recorder got them. Returns the result."""
+        """Repeats the recorded calls with `arguments`, in the recorded order. Returns the result."""
         values = self._values.copy()
         for place, number in self._arguments:
             values[place] = arguments[number]
@@ -93,9 +93,9 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operations that run inside `with`, for a Recording that repeats them. `arguments`: tensors and
-    objects that the operations use; the first must be a tensor. A repeat gets others in their place. `constants`:
-    modules whose parameters and buffers the operations may use, too.
+    """Records the PyTorch operations that run inside `with`, for a Recording that repeats them; a dispatch mode.
+    `arguments`: tensors and objects that the operations use; the first must be a tensor. A repeat replaces these by
+    others. `constants`: modules whose parameters and buffers the operations may use, too.
 
     Without a dispatch mode, autograd adds a tensor's second gradient to the first in place, if nothing else holds the
     first (accumulate in input_buffer.cpp). Under a dispatch mode autograd never does so. So this class makes that
@@ -191,8 +191,9 @@ class Recorder(TorchDispatchMode):
         self._lists = []
 
     def _refuse(self, function, given: list[Tensor], results: list[Tensor]) -> None:
-        """Sets `refusal` if a repeat of `function` could differ: if Python code may have read or written tensors'
-        values, or if a result is sparse, complex or on another device. `given`, `results`: its tensors."""
+        """Sets `refusal` if a repeat of `function` could give other results. This is so if Python code may have read or
+        written tensors' values, or if a result is sparse, complex or on another device. `given`, `results`: the tensors
+        among the arguments and results of `function`."""
         whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
         if _TAGS.intersection(function.tags) and not whole:
             self.refusal = f"{function} depends on values, or changes a tensor's shape"
@@ -223,8 +224,8 @@ class Recorder(TorchDispatchMode):
         return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
 
     def _place(self, value) -> int:
-        """Returns the index of `value`, an argument of a call, in the list of values. Adds it to the list if it is not
-        there yet."""
+        """Returns the index of `value`, an argument of a call, in the list of values. Adds `value` to the list if it is
+        not there yet."""
         if isinstance(value, Tensor):
             return self._place_of_tensor(value)
         if id(value) in self._objects:
@@ -248,8 +249,8 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _result(self, result) -> int | None:
-        """Adds an operation's result to the list of values, and returns its index there. Returns None if it is no
-        tensor, or if the list has a tensor with the same storage, offset, shape and strides."""
+        """Adds an operation's result to the list of values, and returns the result's index there. Returns None if the
+        result is no tensor, or if the list has a tensor with the same storage, offset, shape and strides."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)
@@ -266,7 +267,7 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _died(self, address: int) -> None:
-        """Notes that the storage of a result, at `address`, was freed after the last call."""
+        """Notes that the storage of a result, at `address`, was freed after the last recorded call."""
         _, places = self._born.pop(address)
         self._unwritten.discard(address)
         self._calls[-1].dead.extend(places.values())
@@ -274,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the result of `_holders`, inside a Recorder, for a gradient that only autograd holds."""
+    """Returns the reference counts (`_holders`) that a Recorder sees for a gradient that only autograd holds."""
     with torch.enable_grad(), Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()
@@ -282,14 +283,14 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Returns three counts of references to the first of `arguments`, a tensor: references in C++, references to its
-    storage, and references in Python."""
+    """Counts the references to the first of `arguments`, a tensor. Returns (references in C++, references to the
+    tensor's storage, references in Python)."""
     first = arguments[0]
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns True if the elements of `tensor` fill a range of memory, in any order of the dimensions."""
+    """Returns True if the elements of `tensor` fill a range of memory without gaps, in any order of the dimensions."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
@@ -300,12 +301,12 @@ def _called_by_the_engine() -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Returns the address of the tensor's storage."""
+    """Returns an address that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def geometry_of(tensor: Tensor) -> tuple:
-    """Returns a key of all in which two tensors of one storage can differ: offset, shape, strides and dtype."""
+    """Returns (offset, shape, strides, dtype) of a tensor: a key by which tensors with one storage can be compared."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 

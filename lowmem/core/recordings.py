@@ -1,13 +1,12 @@
-"""Records the operations of a segment (blocks that are recomputed together) once, and repeats them without the model's
-own code (docs/recompute.md).
+"""Records the PyTorch operations of a segment (blocks that are recomputed together) once, and repeats them without the
+model's own code (docs/recompute.md).
 
 A repeat calls no module and builds no graph. It calls the same operations in the same order, and frees each result
 after the same operation. So bits and memory are those of the recorded run.
 
 Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. Such functions
-are called by `called_again` (recorder.py). A repeat then calls the function again, and not the operations that it made
-when it was recorded. A segment is never repeated if Python code reads tensors' values in it, or if it has a user's
-hook.
+are called by `called_again` (recorder.py). A repeat calls the function itself again, and not the operations that were
+recorded inside it. A segment is never repeated if Python code reads tensors' values in it, or if it has a user's hook.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -28,8 +27,9 @@ _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forwa
 
 
 class Recordings:
-    """Records each segment after RUNS_BEFORE runs, and repeats its operations from then on. For each segment and
-    direction (forward, backward), keeps the recordings for the MOST_SHAPES shapes of arguments that were used last."""
+    """Records each segment (blocks that are recomputed together) after RUNS_BEFORE runs, and repeats the segment's
+    operations from then on. Separately for each segment and direction (forward, backward), keeps recordings for
+    different shapes of the arguments. These are the MOST_SHAPES shapes that were used last."""
 
     def __init__(self):
         self._known: dict[Hashable, dict[tuple, int | Recording | None]] = {}
@@ -39,9 +39,10 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns the result of `run()`. The first call for a `name` and a shape of arguments calls `run`. The second
-        records the operations of `run`, too. Later calls repeat these operations, with the new `arguments` and
-        `extras`. If the operations cannot be repeated, each call calls `run`.
+        """Returns the result of `run()`, or repeats the operations that an earlier call recorded. For a `name` and a
+        shape of arguments, the first call only calls `run`. The second also records the operations of `run`. Later
+        calls repeat these operations, with the new `arguments` and `extras`. If the operations cannot be repeated, each
+        call calls `run`.
 
         `name`: key of the code that `run` executes. `arguments`: tensors and objects that `run` uses; the first must be
         a tensor. `extras`: one (args, kwargs) per block, without the block's input. `modules`: modules whose parameters
@@ -70,8 +71,8 @@ class Recordings:
         return result
 
     def forget_if_changed(self, model: nn.Module) -> bool:
-        """Drops all recordings if `model` has changed since the last call: one of its modules, their attributes or
-        their hooks. Returns True if it has changed, and in the first call."""
+        """Drops all recordings if `model` has changed since the last call: its modules, or their attributes or hooks.
+        Returns True if the model has changed, and in the first call."""
         before, self._state = self._state, list(_state_of(model))
         changed = not equal(before, self._state)
         if changed:
@@ -122,8 +123,9 @@ def _opened(value) -> Iterator:
 
 
 def _shape_of(arguments: Iterable) -> tuple | None:
-    """Returns a key of `arguments`: the shapes of the tensors, which of them share memory, and the values of all other
-    arguments. Calls with equal keys run the same operations. Returns None if an argument cannot be compared."""
+    """Returns a key of `arguments`: the shapes of the tensors, the sets of tensors that share memory, and the values of
+    all other arguments. Calls with equal keys run the same operations. Returns None if an argument cannot be
+    compared."""
     addresses: dict[int, int] = {}
     shape = []
     for value in arguments:
