@@ -1,14 +1,14 @@
-"""Computes the sums of a block's residual stream in one kernel, with the dropout before and the norm after each sum.
+"""Fuses a block's residual additions into one kernel each, with the dropout before and the normalization after.
 
-A block computes x + dropout(attention(norm(x))), and the same with its MLP. Per element of an fp32 stream and a 16-bit
-branch, dropout, sum and norm move 21 bytes in PyTorch's operators and the kernel of norms.py. In one kernel they move
-12. Backward moves 16 bytes instead of 33: the norm's kernel adds the stream's gradient to the norm's, and also writes
-the gradient of the branch.
+A block computes x + dropout(attention(norm(x))), and the same with its MLP. Here x is the residual stream, and the
+other summand is a branch. Per element of an fp32 stream and a 16-bit branch, dropout, addition and norm move 21 bytes
+in PyTorch's operators and the kernel of norms.py. In one kernel they move 12. Backward moves 16 bytes instead of 33:
+the norm's kernel adds the stream's gradient to the norm's, and also writes the gradient of the branch.
 
-The block's own code runs. `fuse_sums` watches it once, on tensors without data, and notes which dropout, sum of the
-residual stream and norm belong together. Later, `ResidualSums` (a TorchFunctionMode) replaces these calls. It computes
-a dropout only in the sum that reads the dropout's output, so the masks differ from PyTorch's. Backward draws the same
-masks again from their seeds. No GPU has run this code yet.
+The block's own code runs. `fuse_sums` watches it once, on tensors without data, and notes which dropout, residual
+addition and norm belong together. Later, `ResidualSums` (a TorchFunctionMode) replaces these calls. It computes a
+dropout only in the addition that reads the dropout's output, so the masks differ from PyTorch's. Backward draws the
+same masks again from their seeds. No GPU has run this code yet.
 """
 
 import weakref
@@ -34,9 +34,9 @@ _VIEWS = {Tensor.view, Tensor.reshape}
 
 @dataclass(frozen=True)
 class Call:
-    """Describes a call that a block makes. `function`: F.dropout, `normalized`, or torch.add for a sum of the residual
-    stream. `changed`: True if ResidualSums replaces the call. `norm`: if the call is a sum, the name of the block's
-    norm that the sum's kernel computes, too; None if there is none."""
+    """Describes a call that a block makes. `function`: F.dropout, `normalized`, or torch.add for a residual addition.
+    `changed`: True if ResidualSums replaces the call. `norm`: for an addition, the name of the block's normalization
+    layer that the same kernel computes, too; otherwise None."""
 
     function: Callable
     changed: bool = False
@@ -44,8 +44,9 @@ class Call:
 
 
 class _StreamMode(TorchFunctionMode):
-    """Follows the residual stream through a block, from the block's input `hidden`, inside `with`. Passes three kinds
-    of calls to `_call`: dropouts, norms (of norms.py), and sums of the stream and a branch of the same shape."""
+    """Follows the residual stream through a block inside `with`, from the block's input `hidden`. Passes three kinds of
+    calls to `_call`: dropouts, normalization (of norms.py), and additions of the stream and a branch of the same
+    shape."""
 
     def __init__(self, hidden: Tensor):
         super().__init__()
@@ -63,8 +64,8 @@ class _StreamMode(TorchFunctionMode):
         return result
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Returns the result of `function(*args, **kwargs)`, one of the three kinds of calls. Each subclass defines
-        it."""
+        """Returns the result of `function(*args, **kwargs)`: a dropout, a normalization or a residual addition. Each
+        subclass defines this method."""
         raise NotImplementedError
 
     def _follow(self, tensor: Tensor) -> None:
@@ -75,8 +76,8 @@ class _StreamMode(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
     def _position_of_stream(self, summands: tuple) -> int | None:
-        """Returns the position of the stream among two `summands`, 0 or 1. Returns None if neither or both are the
-        stream, if their shapes differ, or if the sum has another dtype than the stream."""
+        """Returns the position (0 or 1) of the residual stream among two `summands`. Returns None if neither or both
+        are the stream, if their shapes differ, or if their sum has another dtype than the stream."""
         positions = [position for position, each in enumerate(summands) if self._is_stream(each)]
         if len(summands) != 2 or len(positions) != 1:
             return None
@@ -89,9 +90,9 @@ class _StreamMode(TorchFunctionMode):
 
 
 class ResidualSums(_StreamMode):
-    """Replaces calls of `block` inside `with`, as `calls` say (a result of Watch.calls). `hidden`: the block's input.
-    If a call differs from `calls`, replaces neither this call nor later ones. Raises RuntimeError on exit if no sum has
-    read the output of a dropout."""
+    """Replaces calls of `block` inside `with` by fused kernels, as `calls` say (a result of Watch.calls). `hidden`: the
+    block's input. If the block makes a call that differs from `calls`, replaces neither this call nor later ones.
+    Raises RuntimeError on exit if no addition has read the output of a dropout."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
@@ -178,8 +179,8 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which computes the block's
-    sums. If `own_sums` is True, runs it without ResidualSums."""
+    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which fuses the block's
+    residual additions. If `own_sums` is True, runs the block's own forward without ResidualSums."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
@@ -193,9 +194,9 @@ class BlockForward:
 
 
 def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Makes the blocks of `decoder` compute their sums with ResidualSums. Skips a block if ResidualSums would replace
-    none of its calls, or if it does not run without data. Adds each BlockForward to `decoder.block_forwards`. `dtype`:
-    the matrices' dtype."""
+    """Makes the blocks of `decoder` compute their residual additions with ResidualSums. Skips a block if ResidualSums
+    would replace none of its calls, or if the block does not run without data. Adds each BlockForward to
+    `decoder.block_forwards`. `dtype`: the matrices' dtype."""
     for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
         if any(call.changed for call in calls or ()):
             block.forward = BlockForward(block, calls)
@@ -219,9 +220,9 @@ def _calls_of(block: nn.Module, run: Callable[[], object]) -> list[Call]:
 
 @dataclass
 class _Seen:
-    """Describes a call while a block is watched: its arguments, how often they had been written in place (`versions`),
-    and its result. `position`: position of the stream among a sum's arguments, None for other calls. Other fields as in
-    Call."""
+    """Describes a call while a block is watched. `given`: the call's arguments. `versions`: for each argument, the
+    number of in-place writes before the call. `position`: position of the residual stream among an addition's
+    arguments, None for other calls. Other fields as in Call."""
 
     function: Callable
     given: tuple
@@ -233,7 +234,8 @@ class _Seen:
 
 
 class Watch(_StreamMode):
-    """Notes the dropouts, norms and sums of the stream that `block` computes inside `with` for its input `hidden`."""
+    """Notes the dropouts, normalizations and residual additions that `block` computes inside `with` for its input
+    `hidden`."""
 
     def __init__(self, block: nn.Module, hidden: Tensor):
         super().__init__(hidden)
@@ -258,7 +260,7 @@ class Watch(_StreamMode):
         return result
 
     def calls(self) -> list[Call]:
-        """Returns a Call for each call so far. It says whether and how ResidualSums replaces the call."""
+        """Returns a Call for each call noted so far. Each Call says if and how ResidualSums replaces the call."""
         sums = {id(call.result): call for call in self._seen if call.function is torch.add}
         reads = Counter(address for each in self._trace.operations for address in set(map(address_of, each.reads)))
         for call in self._seen:
@@ -269,8 +271,8 @@ class Watch(_StreamMode):
         return [Call(call.function, call.changed, call.norm) for call in self._seen]
 
     def _join_dropout(self, call: _Seen, sums: Iterable[_Seen], reads: int) -> None:
-        """Notes that the sum that reads a dropout's output shall compute the dropout, too. Does nothing if other
-        operations read it. `reads`: number of operations that read the output."""
+        """Notes that the addition that reads a dropout's output shall compute the dropout, too. Does nothing if other
+        operations read this output. `reads`: number of operations that read the output."""
         readers = [each for each in sums if each.given[1 - each.position] is call.result]
         dropouts = [each for each in self._seen if each.function is F.dropout and each.result is call.result]
         read_once = len(readers) == len(dropouts) == reads == 1
@@ -278,9 +280,10 @@ class Watch(_StreamMode):
             call.changed = readers[0].changed = True
 
     def _join_norm(self, call: _Seen, sums: dict[int, _Seen]) -> None:
-        """Notes that the sum that a norm reads shall compute the norm, too. If the norm reads no sum, as at the start
-        of a block, joins it with later sums that read the same tensor: one kernel then adds their gradients. Does
-        nothing if an operation writes the tensor in between. `sums`: {id of a sum's result: the sum}."""
+        """Notes that one kernel shall compute a norm and the residual addition whose result the norm reads. If the norm
+        reads no such result, as at the start of a block, joins it with later additions that read the same tensor: one
+        kernel then adds the gradients of these readers. Does nothing if an operation writes the tensor in between.
+        `sums`: {id of a sum: the addition}."""
         x, norm = call.given
         name = next((name for name, each in self._block.named_modules() if each.forward is norm), None)
         readers = [each for each in sums.values() if each.given[each.position] is x]
@@ -295,6 +298,5 @@ class Watch(_StreamMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:  # noqa: A002
-    """Returns the input of a call of `F.dropout`, its probability (0 outside training), and whether it works in
-    place."""
+    """Returns (input, probability, inplace) of a call of `F.dropout`. The probability is 0 outside training."""
     return input, p if training else 0.0, inplace

@@ -1,9 +1,9 @@
-"""Copies weights of segments from RAM to the GPU, boundaries to RAM and back, and gradients to RAM.
+"""Copies weights of segments from RAM to the GPU, saved inputs of segments to RAM and back, and gradients to RAM.
 
-A segment is a range of blocks that are recomputed together, and its boundary is its saved input (docs/step.md). For
-each group of micro-batches, a step copies each weight in RAM to the GPU twice: for forward and for backward. Updates
-copy weights, too, together with their optimizer state (window.py). A group's boundaries take 19 GiB for GPT-2-XL with
-64 rows of 1,024 tokens. They are copied while other micro-batches or segments are computed.
+A segment is a range of blocks that are recomputed together. A segment's boundary is its saved input (docs/step.md). For
+each group of micro-batches that are computed together, a step copies each weight in RAM to the GPU twice: for forward
+and for backward. Updates copy weights, too, together with their optimizer state (window.py). A group's boundaries take
+19 GiB for GPT-2-XL with 64 rows of 1,024 tokens. They are copied while other micro-batches or segments are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,9 +27,10 @@ class WeightWindow:
     """Copies the weights of blocks from RAM to the device before the blocks run. Does nothing if no weights in `store`
     are in RAM.
 
-    A slot is a buffer on the device for the weights of one segment. The parameters of a block are views of a slot while
-    the block's weights are there. Otherwise they are NaN, so that a use of absent weights shows at once. A training
-    step calls `bring` before a block runs. An evaluation does not, so a hook copies the weights (`_called`).
+    A slot is a buffer on the device for the weights of one segment (consecutive blocks). The parameters of a block are
+    views of a slot while the block's weights are there. Otherwise the parameters are NaN, so that a use of absent
+    weights shows at once. A training step calls `bring` before a block runs. An evaluation does not, so a hook copies
+    the weights (`_called`).
     """
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
@@ -41,7 +42,8 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates slots (device buffers), each with room for the weights of any of `segments` (ranges of blocks)."""
+        """Allocates slots (buffers on the device), each with room for the weights of any of `segments` (ranges of
+        blocks)."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -53,16 +55,16 @@ class WeightWindow:
 
     @property
     def fetches(self) -> bool:
-        """Returns True if there are blocks whose weights are in RAM."""
+        """Returns True if some blocks have weights in RAM, which must be copied."""
         return bool(self._parts)
 
     def fetches_any_of(self, blocks: range) -> bool:
-        """Returns True if the weights of some of `blocks` are in RAM."""
+        """Returns True if some of `blocks` have weights in RAM, which must be copied."""
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available on the device, for kernels launched from now on. Also queues copies
-        of the weights of the blocks `following`, which run next; None for no blocks. No update of `blocks` or
+        of the weights of `following`, the blocks that run next; None for no blocks. No update of `blocks` or
         `following` may be pending (deferred_updates.py)."""
         slot = None
         if self.fetches_any_of(blocks):
@@ -92,12 +94,13 @@ class WeightWindow:
         return slot
 
     def _content_of(self, blocks: range) -> tuple:
-        """Returns a key for the weights of these blocks: which blocks, and the number of updates of each."""
+        """Returns a key for the current weights of `blocks`: the blocks, and a number for each that its updates
+        change."""
         return blocks, *(part.version for part in self._parts_of(blocks))
 
     def _flat(self, blocks: range, slot: Slot) -> Iterable[tuple[Part, Tensor]]:
-        """Returns (part, view of `slot` for its weights) for each part of `blocks` whose weights are in RAM. A part is
-        a unit's matrices or vectors."""
+        """Returns (part, view of `slot` for that part's weights) for each part of `blocks` whose weights are in RAM. A
+        part is a block's matrices or vectors. `slot`: a buffer on the device."""
         parts = self._parts_of(blocks)
         sizes = [part.working.numel() for part in parts]
         return zip(parts, slot.tensors["weights"][: sum(sizes)].split(sizes), strict=True)
@@ -114,8 +117,9 @@ class WeightWindow:
                 parameter.data = weights
 
     def _views(self, blocks: range, slot: Slot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of these blocks. The first
-        call for `blocks` makes these tensors for all slots and stores them, so that later steps make none."""
+        """Returns (parameter, placeholder of NaN, weights in the slot) for each parameter of `blocks`. The first call
+        for `blocks` makes these tensors for all slots (buffers on the device) and stores them, so that later steps make
+        none."""
         for each in () if blocks in slot.views else self._window.slots:
             each.views[blocks] = [
                 (self._decoder.units[part.unit].parameters[name], part.placeholder(name), part.view(flat, name))
@@ -125,9 +129,9 @@ class WeightWindow:
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:
-        """Runs as a hook before each forward of block `index` (Decoder.before_blocks). Does nothing if the block's
-        newest weights are on the device, as in a training step, which has called `bring`. Otherwise, as in an
-        evaluation, calls `bring` for this block and the next one."""
+        """Makes sure that the weights of block `index` are on the device; a hook that runs before each forward of this
+        block (Decoder.before_blocks). Does nothing if the block's newest weights are there, as in a training step,
+        which has called `bring`. Otherwise, as in an evaluation, calls `bring` for this block and the next one."""
         here = self._bound is not None and index in self._bound[0]
         if not here or self._bound[1].inside != self._content_of(self._bound[0]):
             self.bring(range(index, index + 1), range(index + 1, index + 2))
@@ -137,9 +141,9 @@ class WeightWindow:
 
 
 class BoundaryWindow:
-    """Copies boundaries (saved inputs of segments) to RAM and back. One buffer in RAM holds all boundaries of a group
-    of micro-batches; a later step that needs more makes a larger one. At most LEAVING boundaries are being copied to
-    RAM at a time, and one is being copied back."""
+    """Copies boundaries (saved inputs of segments, that is, of consecutive blocks) to RAM and back. One buffer in RAM
+    holds all boundaries of the micro-batches that are computed together; a later step that needs more allocates a
+    larger one. At any time, at most LEAVING boundaries are being copied to RAM, and one is being copied back."""
 
     def __init__(self, transfers: Transfers, store: Store):
         self._store, self._window = store, Window(transfers, Lane.BOUNDARIES_IN, Lane.RAM_OUT)
@@ -152,15 +156,16 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def forget(self) -> None:
-        """Forgets the boundaries of the last group of micro-batches, and frees their memory on the device. Keeps the
-        buffer in RAM for the next group."""
+        """Forgets the boundaries (saved inputs of segments) of the last group of micro-batches, and frees their memory
+        on the device. Keeps the buffer in RAM for the next group."""
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
 
     def begin(self, hidden: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        """Begins a group of micro-batches. Makes the buffer in RAM large enough for the group's boundaries. `hidden`:
-        the first block's input [B, T, D] of each micro-batch. `segments`: all segments of the model."""
+        """Begins a group of micro-batches that are computed together. Makes the buffer in RAM large enough for the
+        group's boundaries (saved inputs of segments). `hidden`: the first block's input [B, T, D] of each micro-batch.
+        `segments`: all segments of the model."""
         self.forget()
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
@@ -169,9 +174,9 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy to RAM of the input that `segment` saved in its forward pass. Replaces `saved.boundary` by the
-        tensor in RAM. Does nothing if the input is not contiguous, or if the segment saves its whole graph, which holds
-        the input anyway."""
+        """Queues a copy to RAM of the input that `segment` saved in forward. Replaces `saved.boundary` by the tensor in
+        RAM. Does nothing if the input is not contiguous, or if the segment saves its whole graph, which holds the input
+        anyway."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -182,10 +187,10 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Makes the boundary of the last segment in `saved[index]` available on the device, for kernels launched from
-        now on. `saved[i]`: the segments that micro-batch i still has to run backward. Also queues a copy of the
-        boundary that is needed next. This is the next micro-batch's for the same segment. After the last micro-batch,
-        it is the first micro-batch's for the segment before."""
+        """Makes a boundary (saved input of a segment) available on the device, for kernels launched from now on. It is
+        the boundary of the last segment in `saved[index]`. `saved[i]`: the segments that micro-batch i still has to run
+        backward. Also queues a copy of the boundary that is needed next. This is the next micro-batch's for the same
+        segment. After the last micro-batch, it is the first micro-batch's for the segment before."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)
@@ -210,7 +215,7 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM, where they wait for their updates. StateWindow (window.py) copies them back,
+    """Copies final gradients to RAM, where the gradients wait for updates. StateWindow (window.py) copies them back,
     together with optimizer states."""
 
     def __init__(self, transfers: Transfers):
@@ -218,7 +223,7 @@ class GradientWindow:
 
     def leave(self, parts: Iterable[Part]) -> None:
         """Queues copies of the gradients of `parts` (units' matrices or vectors) to RAM, and returns at once. Each part
-        must have a `gradient_home`. Frees the device memory of the gradients of earlier calls."""
+        must have a `gradient_home`, a tensor in RAM. Frees the device memory of the gradients of earlier calls."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)
@@ -231,5 +236,6 @@ class GradientWindow:
 
 
 def _padded(tensor: Tensor) -> int:
-    """Returns how many elements `tensor` takes in the RAM buffer: its size, rounded up to a multiple of _ALIGNMENT."""
+    """Returns the number of elements that `tensor` takes in the RAM buffer: its size, rounded up to a multiple of
+    _ALIGNMENT."""
     return round_up(tensor.numel(), _ALIGNMENT)

@@ -1,7 +1,7 @@
-"""Implements ranks.py for several ranks, each of which stores a share of every unit's matrices (docs/several-gpus.md).
+"""Implements ranks.py for several ranks, which shard the matrices of the model among them (docs/several-gpus.md).
 
 Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
-Subclasses send the numbers: by PyTorch's process groups (lowmem/distributed), or by a simulated link
+Subclasses implement the collectives: by PyTorch's process groups (lowmem/distributed), or by a simulated link
 (planning/simulated_ranks.py).
 """
 
@@ -21,16 +21,16 @@ SLICE = 2**22  # elements of each share that are exchanged at a time; a rank's t
 
 
 class Among(StrEnum):
-    """Says which ranks take part in a collective."""
+    """Names the ranks that take part in a collective, such as an all-gather."""
 
     SHARES = "the ranks that store a model together"
     REPLICAS = "the ranks that store the same share"
 
 
 class Gatherer:
-    """Gathers one unit's matrices, `part`, from all ranks that store a share of them. Subclasses define three methods.
-    `_gather()` starts the all-gather and returns a handle. `_arrive(handle)` makes later kernels wait until the weights
-    have arrived. `_free()` frees the gathered weights."""
+    """All-gathers the sharded matrices of one unit, such as a block, before use. `part` holds this rank's share of
+    these matrices. Subclasses define three methods. `_gather()` starts the all-gather and returns a handle.
+    `_arrive(handle)` makes later kernels wait until the weights have arrived. `_free()` frees the gathered weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -39,24 +39,24 @@ class Gatherer:
 
     @property
     def is_here(self) -> bool:
-        """Returns True if the weights have arrived and have not been updated since."""
+        """Returns True if the gathered weights have arrived and have not been updated since."""
         return self._version == self._part.version and self._coming is None
 
     def start(self) -> None:
-        """Starts to gather the weights from all ranks, and returns at once. Does nothing if this rank has the newest
-        weights, or is gathering them already."""
+        """Starts to all-gather the weights, and returns at once. Does nothing if this rank has the newest weights, or
+        is gathering them already."""
         if self._version != self._part.version:
             self.let_go()
             self._coming, self._version = self._gather(), self._part.version
 
     def wait(self) -> None:
-        """Makes kernels launched from now on wait until the weights have arrived."""
+        """Makes kernels launched from now on wait until the gathered weights have arrived."""
         if self._coming is not None:
             self._arrive(self._coming)
             self._coming = None
 
     def let_go(self) -> None:
-        """Frees the memory of the gathered weights. Does nothing if there are none."""
+        """Frees the memory of the gathered weights. Does nothing if no weights are gathered."""
         if self._version is not None:
             self.wait()
             self._free()
@@ -64,10 +64,10 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """Gathers weights from all ranks before the blocks that use them run. With several ranks, a step uses it instead of
-    WeightWindow (segment_windows.py). `blocks`: all n blocks of the model. `units`: {number of a block: its Gatherer}.
-    Number -1 is the embeddings, and number n the last unit. `bring` frees the weights of other blocks. But weights of
-    the blocks `staying`, and of -1 and n, stay until `let_go`."""
+    """All-gathers sharded weights before the blocks that use them run. With several ranks, a training step uses it
+    instead of WeightWindow (segment_windows.py). `blocks`: all n blocks of the model. `units`: {number of a block: its
+    Gatherer}. Number -1 is the embeddings, and number n is the final norm (with an untied head). `bring` frees the
+    weights of other blocks. But weights of the blocks `staying`, and of -1 and n, stay until `let_go`."""
 
     fetches = True
 
@@ -75,8 +75,9 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Registers hooks on the model. If a unit (such as a block) runs without a call of `bring`, as in an
-        evaluation, its hook gathers the unit's weights. All ranks must run the same units in the same order."""
+        """Registers hooks on the model, which gather weights in an evaluation. If the embeddings, a block or the final
+        norm runs without a call of `bring`, a hook gathers the weights. All ranks must run these modules in the same
+        order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -93,7 +94,7 @@ class GatheredWeights:
     def bring(self, blocks: range, following: range | None = None) -> None:
         """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
         `following` blocks; None for no blocks. Frees the weights of all other blocks, except the blocks `staying`. All
-        ranks must call this in the same order. No update of `blocks` or `following` may be pending."""
+        ranks must call this method in the same order. No update of `blocks` or `following` may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -123,16 +124,16 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Represents rank number `rank` of `count`. All ranks store one copy of the model together until `share_among`
-    makes smaller groups of ranks.
+    """Represents this process as rank number `rank` of `count`. All ranks shard one copy of the model, until
+    `share_among` makes smaller groups of ranks that each shard one copy.
 
-    Subclasses define these methods:
+    Subclasses define these methods. `among` names the ranks that take part (class Among):
 
-        gatherer(part, parameters)    returns the Gatherer of `part`, whose matrices are `parameters` {name: parameter}
-        exchange(came, sent, among)   all-to-all: rank r gets row r of `sent` [ranks x n], and sends row r of `came`
-        gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r of `among`
-        beside()                      a context: its kernels run on another stream, after all kernels launched so far
-        mark()                        returns an event: all kernels launched in `beside` so far are done
+        gatherer(part, parameters)    returns the Gatherer of `part`, a unit's matrices `parameters` {name: parameter}
+        exchange(came, sent, among)   all-to-all: row r of `sent` goes to rank r; row r of `came` comes from rank r
+        gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r
+        beside()                      context manager: its kernels run on a second stream, after all launched so far
+        mark()                        returns an event that occurs when all kernels launched in `beside` so far are done
         wait(event)                   makes the compute stream wait for `event`
     """
 
@@ -194,9 +195,9 @@ class Shares(Ranks):
         self._leaving, self._vectors = [], []
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to sum the gradient of `part` over all ranks. The part's new gradient is this rank's share [n] of the
-        sum. The old gradient has n elements for each rank that stores a share. Returns (part, old gradient, event).
-        When the event occurs, the sum is ready and the old gradient may be freed."""
+        """Starts to sum the gradient of `part`, a unit's matrices, over all ranks. The part's new gradient is this
+        rank's share [n] of the sum. The old gradient has n elements for each rank that stores a share. Returns (part,
+        old gradient, event). When the event occurs, the sum is ready and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -210,15 +211,15 @@ class Shares(Ranks):
             total[start : start + SLICE] = self._sum_of_machines(of_machine)
 
     def _reduced(self, sent: Tensor, among: Among) -> Tensor:
-        """Sends row r of `sent` [ranks x n] to rank r of `among`. Returns the sum [n] of the rows that this rank
-        gets."""
+        """Reduce-scatters `sent` [ranks x n]: sends row r to rank r of `among`, and returns the sum [n] of the rows
+        that this rank receives."""
         came = torch.empty_like(sent)
         self.exchange(came, sent, among)
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of `own` [n] over the ranks that store the same share. Each of these ranks adds up one part
-        of the n numbers, and sends its result to the others."""
+        """Returns the sum of `own` [n] over the ranks that store the same share (an all-reduce). Each of these ranks
+        adds up one range of the n numbers, and sends the result to the others."""
         machines = self.count // self.sharing
         if machines == 1:
             return own
@@ -228,7 +229,8 @@ class Shares(Ranks):
         return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
-        """Sums the gradients of one-dimensional parameters over all ranks, in place. Every rank stores them whole."""
+        """Sums the gradients of one-dimensional parameters over all ranks, in place. Every rank stores all of these
+        parameters."""
         if not self._vectors:
             return
         sizes = [part.working.numel() for part in self._vectors]
@@ -251,15 +253,15 @@ class Shares(Ranks):
 
 
 def _gradient(part: Part, size: int) -> Tensor:
-    """Returns the gradient of `part`. If it has none, because this rank computed no micro-batch, returns zeros
-    [size]."""
+    """Returns the gradient of `part`, a unit's matrices or vectors. Returns zeros [size] if there is none, because this
+    rank computed no micro-batch."""
     if part.gradient is None:
         return torch.zeros(size, device=part.working.device)
     return part.gradient
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """Adds up the rows of `parts`, first to last, and returns the sum."""
+    """Returns the sum of the rows of `parts`, added from the first to the last."""
     total = parts[0].clone()
     for other in parts[1:]:
         total += other

@@ -1,4 +1,5 @@
-"""Opens and checks the folder for optimizer states on a disk. DiskStates (homes.py) makes the states' tensors there.
+"""Opens and checks the folder for optimizer states on a disk. DiskStates (homes.py) makes the states' tensors in a file
+there.
 
 A training run checks this folder before it spends minutes on reading its data. Nothing here needs PyTorch, whose import
 takes seconds.
@@ -28,7 +29,7 @@ def open_states_file(folder: Path) -> RawIOBase:
 
 
 def check_states_folder(folder: Path) -> None:
-    """Raises InputError if no file can be created in `folder`. Removes folders that the check itself has created."""
+    """Raises InputError if no file can be created in `folder`. Removes any folder that the check itself has created."""
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     try:
         open_states_file(folder).close()
@@ -39,7 +40,7 @@ def check_states_folder(folder: Path) -> None:
 
 
 def in_memory(folder: Path) -> str | None:
-    """Returns the name of the file system of `folder` if it keeps its files in RAM, such as "tmpfs". Otherwise returns
+    """Returns the name of the file system of `folder`, such as "tmpfs", if it keeps files in RAM. Otherwise returns
     None."""
     import psutil
 

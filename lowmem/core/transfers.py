@@ -1,7 +1,7 @@
 """Copies tensors between a device and RAM or a disk. All windows (window.py) use this interface.
 
 A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event occurs when a lane has done all the
-work that it had when the event was made. A copy waits for earlier work of its lane, and for the events it is given.
+work that it had when the event was made. A copy waits for earlier work of its lane, and for the events passed with it.
 
 Updates have a separate lane so that more states can be fetched ahead. On the lane COMPUTE, an update would wait for the
 forward operations queued before it. So would the next copy into the update's slot (a buffer on the device).
@@ -21,7 +21,7 @@ MakeTensor = Callable[[int, torch.dtype], Tensor]  # (entries, dtype) -> zeros [
 
 
 class Lane(StrEnum):
-    """Names the queues of work (on a GPU, CUDA streams)."""
+    """Names the queues of work. On a GPU, these are CUDA streams."""
 
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward
@@ -50,35 +50,36 @@ class Transfers:
         """Returns an event that occurs when `lane` (a CUDA stream) has done all its work so far; None on the CPU."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """Makes later work of `lane` (a CUDA stream) wait for `events`. For HOST, returns when they have occurred.
-        Ignores events that are None."""
+        """Makes later work of `lane` (a CUDA stream) wait for `events`. For the lane HOST (the Python program), returns
+        when the events have occurred. Ignores events that are None."""
 
     def updating(self) -> AbstractContextManager:
-        """Returns a context manager: kernels launched inside it run on the lane (CUDA stream) UPDATES."""
+        """Returns a context manager. Kernels launched inside it run on the lane (CUDA stream) UPDATES."""
         return nullcontext()
 
     def synchronize(self) -> None:
         """Waits until all copies are done."""
 
     def read_ahead(self, places: Iterable[Tensor]) -> None:
-        """Asks the operating system to read these tensors on a disk into the page cache. Does not wait."""
+        """Asks the operating system to read the tensors `places`, which are on a disk, into the page cache. Does not
+        wait."""
         for place in places:
             homes.read_ahead(place)
 
     def read(self, pairs: Pairs) -> None:
-        """Copies each (destination in RAM, source on a disk) by the CPU. Returns when the copies are done."""
+        """Copies each pair (destination in RAM, source on a disk) by the CPU. Returns when the copies are done."""
         for destination, source in pairs:
             homes.copy(destination, source)
 
     def write(self, pairs: Pairs) -> None:
-        """Copies each (destination on a disk, source in RAM) by the CPU. Returns when the copies are done."""
+        """Copies each pair (destination on a disk, source in RAM) by the CPU. Returns when the copies are done."""
         Transfers.read(self, pairs)
 
 
 class CudaTransfers(Transfers):
-    """Copies on CUDA streams, one for each lane with three exceptions. HOST is the Python program itself. COMPUTE is
-    the current stream. UPDATES is the current stream, too, unless updates are `concurrent` with forward and backward.
-    Concurrent updates must not allocate memory."""
+    """Copies tensors on CUDA streams, one for each lane (a queue of work) with three exceptions. HOST is the Python
+    program itself. COMPUTE is the current stream. UPDATES is the current stream, too, unless updates are `concurrent`
+    with forward and backward. Concurrent updates must not allocate memory."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}
@@ -114,6 +115,6 @@ class CudaTransfers(Transfers):
 
 
 def transfers_for(device: torch.device, concurrent: bool, host_buffer: MakeTensor) -> Transfers:
-    """Returns the object that copies tensors between RAM and `device`. `concurrent`: True to give updates a CUDA stream
-    to themselves. `host_buffer`: function that allocates page-locked RAM for copies from and to a disk."""
+    """Returns the object that copies tensors between RAM and `device`. `concurrent`: True to run updates on a separate
+    CUDA stream. `host_buffer`: function that allocates page-locked RAM for copies from and to a disk."""
     return CudaTransfers(device, concurrent, host_buffer) if device.type == "cuda" else Transfers()

@@ -1,10 +1,10 @@
-"""Copies numbers that are stored in RAM or on a disk to the device when they are used, and back.
+"""Copies tensors that are stored in RAM or on a disk to the device when they are used, and back.
 
              fetch                      use                     send
     home ------------> slot on device ------> kernels, slot ------------> home
           event "arrived"                                   event "left"
 
-A home is the place where numbers are stored. A slot is a buffer on the device; a window has several (docs/step.md). A
+A home is the place where a tensor is stored. A slot is a buffer on the device; a window has several (docs/step.md). A
 slot is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
 """
 
@@ -26,7 +26,8 @@ READ_AHEAD = 8  # number of pieces whose states the operating system is asked to
 
 @dataclass(eq=False)
 class Slot:
-    """Holds one buffer on the device. Numbers that are stored elsewhere are copied into its `tensors`, {name: tensor}.
+    """Holds one buffer on the device. Tensors that are stored in RAM or on a disk are copied into its `tensors`, {name:
+    tensor}.
 
     `inside`: the newest content: views of `tensors` in a StateWindow, a key in a WeightWindow. `arrived`, `left`:
     events that occur when the newest copies into the slot, and out of it, are done; None for nothing to wait for.
@@ -44,7 +45,7 @@ class Slot:
 
 
 class Window:
-    """Copies numbers from RAM or a disk into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
+    """Copies tensors from RAM or a disk into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
     streams) of copies in and out. `user`: lane of the kernels that use the slots."""
 
     def __init__(
@@ -69,12 +70,12 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Returns a Slot whose buffer is `tensors`. Copies into the slot will wait for all kernels launched so far,
+        """Returns a Slot with the buffers `tensors`. Copies into the slot will wait for all kernels launched so far,
         which may still use that memory."""
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Queues copies into `slot`, a buffer on the device, and returns at once. They start when the slot's old
+        """Queues copies into `slot`, a buffer on the device, and returns at once. The copies start when the slot's old
         content has been copied out and the events `after` have occurred. `pairs`: (destination, source)."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
@@ -83,12 +84,12 @@ class Window:
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Queues copies out of `slot`, a buffer on the device, and returns at once. They start when all kernels
-        launched so far on the lane `user` are done. `pairs`: (destination, source)."""
+        """Queues copies out of `slot`, a buffer on the device, and returns at once. The copies start when all kernels
+        launched so far on the lane (CUDA stream) `user` are done. `pairs`: (destination, source)."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
-        """Queues a copy of `tensor` to `home`, which is in RAM, and returns at once. The memory of `tensor` stays
+        """Queues a copy of `tensor` to `home`, a tensor in RAM, and returns at once. The memory of `tensor` stays
         allocated until `release`."""
         self.sent.append(Slot({}, inside=tensor))
         self.send(self.sent[-1], [(home, tensor)])
@@ -103,12 +104,12 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states that are in RAM or on a disk to the device for their updates, and back. Has AHEAD + 1
-    slots (buffers on the device). Each fits the largest state of a piece (a range of elements that is updated at once).
+    """Copies optimizer states that are in RAM or on a disk to the device for updates, and back. Has AHEAD + 1 slots
+    (buffers on the device). Each slot fits the largest state of a piece (a range of elements that is updated at once).
 
     A pass over the pieces copies each state in before its update, and back after it. So copies in both directions and
-    kernels run at the same time. Each slot has host buffers for states on a disk. The host reads a state into them when
-    it is fetched, and writes it to the disk before the slot is used again.
+    kernels run at the same time. Each slot has host buffers for states on a disk. The host reads a state into these
+    buffers when it is fetched, and writes it to the disk before the slot is used again.
     """
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
@@ -124,11 +125,12 @@ class StateWindow:
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of RAM of the host buffers between slots and a disk."""
+        """Returns the size in bytes of the host buffers (RAM) between slots on the device and a disk."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Allocates the slots (buffers on the device) that the states of `pieces` need. No copy may be under way."""
+        """Allocates the slots (buffers on the device) that the states of `pieces` (ranges of elements) need. No copy
+        may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -136,8 +138,8 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces` (ranges of elements that are updated at once). The caller then takes each piece,
-        updates it and gives it back, in this order.
+        """Begins a pass of updates over `pieces` (ranges of elements that are updated at once). The caller then takes
+        each piece's state, updates it and gives it back, in this order.
 
         If copies of the previous pass may be under way, `pieces` must be those of that pass, in the same order. A copy
         into a slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done. The
@@ -149,9 +151,9 @@ class StateWindow:
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the optimizer state of `piece` on the device, for kernels of the lane UPDATES. `piece` must be the
-        next one of the pass. Also queues copies of the following pieces' states. A second call before `give_back`
-        returns the same state."""
+        """Returns the optimizer state of `piece` (a range of elements) on the device, for kernels of the lane UPDATES.
+        `piece` must be the next one of the pass. Also queues copies of the following pieces' states. A second call
+        before `give_back` returns the same state."""
         self.fetch_ahead()
         if not piece.streamed:
             return piece.state
@@ -160,14 +162,15 @@ class StateWindow:
         return slot.inside
 
     def fetch_ahead(self) -> None:
-        """Queues copies of the states of the next AHEAD + 1 pieces of the pass, unless that is done already."""
+        """Queues copies to the device of the states of the next AHEAD + 1 pieces (ranges of elements) of the pass,
+        unless that is done already."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
-        """Starts to copy the updated state of `piece` back to where it is stored. `piece` must be the one that the last
-        call of `take` was for."""
+        """Starts to copy the updated state of `piece` (a range of elements) back to where it is stored. `piece` must be
+        the one that the last call of `take` was for."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -205,8 +208,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns {name: buffer in RAM} for the tensors of `piece` that are on a disk. If the device's memory is RAM
-        (`host_buffer` is None), the buffers are the tensors of `slot`."""
+        """Returns {name: buffer in RAM} for the tensors of `piece` (a range of elements) that are on a disk. If the
+        device's memory is RAM (`host_buffer` is None), the buffers are the tensors of `slot`."""
         make = self._transfers.host_buffer
         if make is None:
             return {name: slot.inside[name] for name in piece.on_disk}
@@ -226,8 +229,8 @@ class StateWindow:
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns {name: view of that tensor in `tensors`}, each as long as the tensor of that name in `places`. `tensors`
-    are buffers of `slot`. Stores the views in the slot, because making views takes CPU time."""
+    """Returns {name: view of `tensors[name]`}. Each view is as long as the tensor `places[name]`. `tensors` are buffers
+    of `slot`. Stores the views in the slot, because making views takes CPU time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}
