@@ -62,27 +62,27 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Is raised if `abandoned` returns True in a step or evaluation. Only earlier steps' updates may have been made."""
+    """Is raised if `TrainingStep.abandoned()` returns True, before the current step has updated any weight."""
 
 
 class TrainingStep:
     """Makes one optimizer step each time it is called with a batch. Some weight updates stay pending until the next
     forward pass; `flush` applies them at once.
 
-    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment, unless the step may
-    have updated some units. If it returns True, StepAbandoned is raised. `make_room(where, reason)` is called if memory
-    runs out, after the failed attempt has been freed. It must save memory by `change_layout`, or raise an error. If it
-    returns, the attempt is repeated. `where`: STEP, UPDATES or EVALUATION. HALFWAY means that some units may have been
-    updated; then `make_room` must raise an error.
+    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment (consecutive blocks),
+    unless the step may have updated some weights. If it returns True, StepAbandoned is raised. `make_room(where,
+    reason)` is called if memory runs out, after the failed attempt has been freed. It must save memory by
+    `change_layout`, or raise an error. If it returns, the attempt is repeated. `where`: STEP, UPDATES or EVALUATION.
+    HALFWAY means that some weights may have been updated; then `make_room` must raise an error.
     """
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """Prepares the step for the layout of `store`. `hyper`: the optimizer's numbers. `clip_norm`: largest norm of
-        all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`: None,
-        or replacements that a simulation passes."""
+        """Prepares the step for the layout of `store`. `hyper`: the optimizer's hyperparameters. `clip_norm`: largest
+        norm of all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`:
+        None, or replacements that a simulation passes."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
@@ -143,8 +143,8 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Returns the micro-batches of `batch` that this rank computes, on the device, in the layout's groups. If there
-        are several ranks, each has one group. `step` seeds dropout. `scale` multiplies the loss before backward."""
+        """Moves this rank's micro-batches of `batch` to the device, and divides them into groups, which are computed
+        together. Several ranks have one group each. `step` seeds dropout. `scale` multiplies the loss."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
         several = self.store.ranks.count > 1
@@ -159,7 +159,7 @@ class TrainingStep:
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
         """Runs all groups of micro-batches forward and backward. Returns the sum of all tokens' losses and the norm of
-        all gradients. `work.scale` multiplies the gradients and so their norm, but not the sum of losses."""
+        all gradients. `work.scale` multiplies the gradients, and so also the norm, but not the sum of losses."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -185,9 +185,9 @@ class TrainingStep:
         return losses, output_gradients
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
-        """Runs all segments forward. Returns three lists with one entry per micro-batch: the last block's output, the
-        blocks' arguments other than their input, and the tensors that each segment saves. No loop in this method or the
-        next two may leave a tensor in a variable: that tensor would stay in memory until the method returns."""
+        """Runs all segments (consecutive blocks) forward. Returns three lists with one entry per micro-batch: the last
+        block's output, the blocks' arguments other than their input, and the tensors that each segment saves. No loop
+        here or in the next two methods may leave a tensor in a variable, which would keep the tensor allocated."""
         self._updates.run_until(1)
         self._weights.bring(range(-1, 0))  # the embeddings; only several ranks have to gather them
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
@@ -214,7 +214,7 @@ class TrainingStep:
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
         """Runs the head on `hidden`, the last block's output of each micro-batch, and frees these outputs. Returns two
-        lists with one entry per micro-batch: its loss, and the gradient for the last block's output."""
+        lists with one entry per micro-batch: the loss, and the gradient for the last block's output."""
         self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
         losses, output_gradients = [None] * len(hidden), [None] * len(hidden)
@@ -229,8 +229,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments backward, the last one first. `extras`, `saved`: results of `_forward`. `output_gradients`:
-        gradients for the last block's output. They are replaced by those for the first block's input."""
+        """Runs all segments (consecutive blocks) backward, last first. `extras`, `saved`: results of `_forward`.
+        `output_gradients`: gradients for the last block's output, replaced by those for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -254,7 +254,7 @@ class TrainingStep:
 
     @property
     def updates(self) -> int:
-        """Returns how many steps have updated weights or have pending updates. Skipped steps do not count."""
+        """Returns the number of steps that have updated weights or have pending updates. Skipped steps do not count."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -263,15 +263,15 @@ class TrainingStep:
 
     def flush(self) -> None:
         """Applies all pending updates. Frees the gradients of a failed step. Must be called before code other than a
-        step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some units."""
+        step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some weights."""
         self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
         if any(part.has_gradient for part in self.store.parts):
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """Returns the loss of `batch` in nats, summed over the tokens with a label, and the number of these tokens.
-        Applies all pending updates before."""
+        """Applies all pending updates. Then returns the loss of `batch` in nats, summed over the tokens with a label,
+        and the number of these tokens."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
@@ -300,7 +300,7 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Returns True if the current step may have updated units (such as blocks), so that it cannot be repeated."""
+        """Returns True if backward may have updated weights already, so that the step cannot be repeated."""
         return self._updates.halfway
 
     def change_layout(self, layout: Layout) -> bool:
@@ -322,8 +322,8 @@ class TrainingStep:
         self.segments = layout.segments(len(self._decoder.blocks))
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """Returns `work(*arguments)`. If memory runs out, calls `make_room`; if this raises no error, repeats the call.
-        `where`: the kind of work (STEP, UPDATES or EVALUATION), for `make_room`."""
+        """Returns `work(*arguments)`. If memory runs out, calls `make_room`, which may raise an error, and repeats the
+        call. `where`: the kind of work (STEP, UPDATES or EVALUATION), for `make_room`."""
         while True:
             try:
                 return work(*arguments)

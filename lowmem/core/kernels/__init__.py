@@ -1,8 +1,8 @@
-"""Defines operators for updates, the loss, layers and gradients, each in one pass over memory.
+"""Defines fused GPU operators: for optimizer updates, the loss, layers and gradients, each in one pass over memory.
 
 operators.py registers them (`torch.ops.lowmem`). triton_kernels.py and layer_kernels.py have the Triton code. When
-training begins, fused.py compiles them and compares them with the plain PyTorch code. The plain code runs in the
-place of those that fail.
+training begins, fused.py compiles the kernels and compares them with plain PyTorch code. If a kernel fails, the plain
+code runs in its place.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from operator import or_
 
 
 class Kernels(Flag):
-    """Names sets of fused kernels, as flags. Those of all other sets need those of `PRODUCTS`."""
+    """Names sets of fused kernels, as flags. Every other set also needs the kernels of `PRODUCTS`."""
 
     NONE = 0
     PRODUCTS = auto()  # gradients of matrix products, updates, and the loss
@@ -32,5 +32,6 @@ class Kernels(Flag):
 
 
 def used_in(precision: str) -> Kernels:
-    """Returns the fused kernels that training in `precision` can use. In fp32, layers keep PyTorch's operators."""
+    """Returns the sets of fused kernels that training in `precision` can use. In fp32, layers keep PyTorch's
+    operators."""
     return Kernels.PRODUCTS if precision == "fp32" else Kernels.ALL

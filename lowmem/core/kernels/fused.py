@@ -1,4 +1,5 @@
-"""Compiles operators.py's operators, compares them with the plain PyTorch code, and defines updates that use them.
+"""Compiles the operators of operators.py, and compares them with plain PyTorch code. Defines optimizer updates that use
+them.
 
 Kernels may not compile, or not agree with the plain code. Then the plain code runs in their place, and plans assume so.
 Without Triton, this is so for all kernels.
@@ -41,9 +42,9 @@ Dtypes = tuple[torch.dtype, ...]
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Updates weights and state as optimizers.update does, in one kernel. For 8-bit moments and 16-bit weights, runs
-    three kernels: a join of the halves, bitsandbytes' update, and a split. They need 4 bytes of temporaries per
-    parameter. In other cases calls optimizers.update."""
+    """Applies the optimizer to weights and state as optimizers.update does, in one kernel. For 8-bit moments and 16-bit
+    weights, runs three kernels: they join the weights' two halves, update (by bitsandbytes), and split again. These
+    kernels need 4 bytes of temporaries per parameter. In other cases calls optimizers.update."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -62,15 +63,15 @@ def update(
 
 
 def expected(capability: tuple[int, int]) -> Kernels:
-    """Returns the fused kernels that a plan may assume for a card with this compute `capability`. These are all
-    kernels, or none for cards before Turing. If this machine has a GPU but no Triton, returns none, too."""
+    """Returns the fused kernels that a plan may assume for a GPU with this compute `capability`. These are all kernels,
+    or none for GPUs before Turing. If this machine has a GPU but no Triton, returns none, too."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return Kernels.ALL if here and capability >= OLDEST_CAPABILITY else Kernels.NONE
 
 
 @cache
 def failures(device: torch.device) -> dict[Kernels, str]:
-    """Compiles and runs the fused kernels on `device`, a GPU, and compares them with the plain PyTorch code. Returns
+    """Compiles and runs the fused kernels on `device`, a GPU, and compares them with plain PyTorch code. Returns
     {kernels that must not be used: the reason}, an empty dict if all agree. A reason is a clause without a full stop.
     This takes some ten seconds the first time on a machine; later Triton's cache has the kernels."""
     capability = torch.cuda.get_device_capability(device)
@@ -92,13 +93,14 @@ def failures(device: torch.device) -> dict[Kernels, str]:
 
 
 def running(device: torch.device) -> Kernels:
-    """Returns the fused kernels that run on `device`, and agree with the plain PyTorch code."""
+    """Returns the fused kernels that run on `device` and agree with plain PyTorch code."""
     return reduce(lambda kernels, failed: kernels & ~failed, failures(device), Kernels.ALL)
 
 
 def _try_products(device: torch.device, in_16_bit: Dtypes) -> str | None:
-    """Compares the kernels of updates, of the loss, and of the products of the loss's gradients with plain code.
-    Returns a reason not to use them, None if they agree. The next functions do the same for other kernels."""
+    """Compares the kernels of updates, of the loss, and of the matmuls for the loss's gradients with plain PyTorch
+    code. Returns a reason not to use these kernels, None if they agree. The next functions do the same for other
+    kernels."""
     worst = _largest(
         ulps
         for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
@@ -154,8 +156,9 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """Returns the largest relative error (by norm) of the fused loss and its gradients on `device`. The reference is
-    plain PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words`: size of the vocabulary."""
+    """Returns the largest relative error (by norm) of the fused cross-entropy and its gradients on `device`. The
+    reference is plain PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words`: size of the vocabulary.
+    `differentiate`: True to compare gradients, too."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -176,12 +179,12 @@ def loss_error(
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
-    """Returns the largest relative error (by norm) on `device` of a norm, the sum that it normalizes, and their
-    gradients. `rule`: LayerNorm or RMSNorm. `dtype`: of the norm's output. The reference is the rule in fp64 on the
-    CPU, with the dropout mask found in the sum.
+    """Returns the largest relative error (by norm) of fused normalization on `device`. Compares the output, the
+    residual sum before it, and the gradients. `rule`: LayerNorm or RMSNorm. `dtype`: of the output. The reference is
+    the rule in fp64 on the CPU, with the dropout mask found in the sum.
 
-    `p`: probability of dropout in the sum; None if the norm's input is no sum. If `p` is not 0, another sum with
-    dropout follows the norm. Then the share of dropped numbers is compared, too.
+    `p`: probability of dropout in the sum; None to normalize an input that is no sum. If `p` is not 0, another sum with
+    dropout follows the normalization. Then the share of dropped numbers is compared, too.
     """
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
@@ -210,9 +213,9 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | 
 
 
 def activation_error(device: torch.device, dtype: torch.dtype, activation: Activation, is_gated: bool) -> float:
-    """Returns the largest relative error (by norm) on `device` of an MLP's activation in `dtype`, and of its gradients.
-    Without a gate, also compares the sum of the rows of the input's gradient. The reference is the activation in fp64
-    on the CPU."""
+    """Returns the largest relative error (by norm) on `device` of an MLP's fused activation in `dtype`, and of its
+    gradients. `is_gated`: True to multiply by a gate. If it is False, also compares the sum of the rows of the input's
+    gradient. The reference is the activation in fp64 on the CPU."""
     generator = torch.Generator().manual_seed(5)
     gradient, *inputs = (torch.randn(40, 300, generator=generator).to(dtype) for _ in range(2 + is_gated))
     there = [*(tensor.to(device) for tensor in inputs), *[None] * (not is_gated)]
@@ -227,8 +230,8 @@ def activation_error(device: torch.device, dtype: torch.dtype, activation: Activ
 
 
 def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest relative error (by norm) on `device` of a rotary embedding in `dtype`, and of its gradients.
-    The reference is `rotate_plainly` in fp64 on the CPU."""
+    """Returns the largest relative error (by norm) on `device` of rotary position embeddings (RoPE) in `dtype`, and of
+    their gradients. The reference is `rotate_plainly` in fp64 on the CPU."""
     generator = torch.Generator().manual_seed(6)
     shapes = (2, 4, 5, 64), (2, 2, 5, 64), (2, 5, 48), (2, 5, 48), (2, 4, 5, 64), (2, 2, 5, 64)
     q, k, cos, sin, *gradients = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -248,13 +251,13 @@ def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """Returns the largest number, or NaN if any number is NaN, which max() may ignore."""
+    """Returns the largest number, or NaN if any number is NaN; max() may ignore NaN."""
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels split and join weights to the same bits as precision.py. Tests `size` weights of many
-    magnitudes. `dtype`: the 16-bit dtype of the upper half."""
+    """Returns True if the kernels split fp32 weights into two 16-bit halves and join them to the same bits as
+    precision.py. Tests `size` weights of many magnitudes. `dtype`: the 16-bit dtype of the upper half."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -274,9 +277,9 @@ def largest_ulps(
     size: int = 4097,
 ) -> dict[str, float]:
     """Returns {weight or moment: largest error} of one update by `rule` on `device`, compared with optimizers.py on the
-    CPU. `dtype`: the working weights'. `size`: number of weights. The unit of an error is the distance between
-    neighbouring fp32 numbers at the old or new value, whichever is larger. For weights, it is at least this distance at
-    the learning rate, because a step is less exact if gradient and old moment cancel."""
+    CPU. `dtype`: the working weights' dtype. `size`: number of weights. Errors are in units in the last place: the
+    distance between neighbouring fp32 numbers at the old or new value, whichever is larger. For weights, the unit is at
+    least this distance at the learning rate, because a step is less exact if gradient and old moment cancel."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -1,4 +1,4 @@
-"""Defines the Triton kernels of layers: norms, sums with dropout, activations, rotary embeddings.
+"""Defines Triton kernels of layers: normalization, sums with dropout, activations, rotary embeddings (RoPE).
 
 Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
 PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
@@ -24,12 +24,12 @@ def normalize(
     centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
     number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Writes the norm of each of the N rows of `x` [..., D] into `y` [..., D]: (x - mean) / sqrt(variance + epsilon) *
-    (weight + offset) + bias. Unless `centered`, takes 0 for the mean. If `statistics` [1 or 2, N] fp32 is not None,
-    writes each row's factor 1 / sqrt(...) there and, if centered, its mean. All are contiguous, weight and bias [D]
-    fp32.
+    """Normalizes each of the N rows of `x` [..., D] and writes the result into `y` [..., D]: (x - mean) / sqrt(variance
+    + epsilon) * (weight + offset) + bias. Unless `centered`, takes 0 for the mean. If `statistics` [1 or 2, N] fp32 is
+    not None, writes each row's factor 1 / sqrt(...) there and, if centered, its mean. All tensors are contiguous;
+    weight and bias are [D] fp32.
 
-    If `branch` [..., D] is not None, first writes x + branch into `total` [..., D], and normalizes that. With
+    If `branch` [..., D] is not None, first writes x + branch into `total` [..., D], and normalizes this sum. With
     `seeds`, drops numbers of `branch` as `drop` does."""
     if not x.numel():
         return
@@ -49,9 +49,9 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Writes the gradient for `x` [..., D], N rows, into `x_gradient` [..., D]. `gradient` [..., D] is the gradient for
-    the output of `normalize`. Writes the gradients of weight and, if there are two, bias into `partial_sums` [1 or 2,
-    P, D] fp32. Each of the P rows is a sum over N / P rows of `x`.
+    """Computes the gradients of `normalize`. `gradient` [..., D]: the gradient for `y`. Writes the gradient for `x`
+    [..., D] into `x_gradient` [..., D]. `partial_sums` [1 or 2, P, D] fp32 gets the gradients of weight and, if there
+    are two, bias. Each of its P rows is a sum over N / P of the N rows of `x`.
 
     If `other_gradient` [..., D] is not None, adds it to the gradient for `x`. If `branch_gradient` [..., D] is not
     None, writes the result there, too. With `seeds`, drops numbers of `branch_gradient` as `drop` does."""
@@ -73,7 +73,7 @@ def normalize_backward(
 
 @cache
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns the width (a power of two), rows and warps of the tile of numbers that a program holds at a time."""
+    """Returns (width, rows, warps) of the tile that a program holds at a time. The width is a power of two."""
     block = triton.next_power_of_2(columns)
     tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
@@ -157,8 +157,8 @@ def _normalize_backward(
 
 def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
     """Writes `added` + dropout(x) into `y`; `added` None stands for 0. Dropout sets numbers to 0 with probability `p`
-    and divides the others by 1 - p. seeds[number] int64 and a number's place decide which. All tensors are contiguous
-    and have one shape [..., D]; D is a multiple of 4."""
+    and divides the others by 1 - p. The mask depends on seeds[number] (int64) and a number's index. All tensors are
+    contiguous and have one shape [..., D]; D is a multiple of 4."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
         x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
@@ -167,7 +167,7 @@ def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int,
 
 
 def _factor(p: float) -> float:
-    """Returns the number by which dropout multiplies the numbers that it keeps."""
+    """Returns the factor by which dropout multiplies the numbers that it keeps."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -195,7 +195,7 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
-    """Returns activation(gate) * up; `up` None stands for 1. The last three arguments are those of
+    """Returns activation(gate) * up; `up` None stands for 1. `linear`, `cubic` and `erf` choose the activation, as in
     activations.Activation. Both tensors are contiguous and have one shape."""
     n, y = gate.numel(), torch.empty_like(gate)
     _gated[(triton.cdiv(n, BLOCK),)](
@@ -208,9 +208,9 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Writes the output of `gated` into `y` [..., I], and the gradient for `up` into `of_up`. `gradient` is the
-    gradient for `y`; it is overwritten with the gradient for `gate`. If `partial_sums` [P, I] fp32 is not None, writes
-    sums of this gradient's N rows there. Each of the P rows is a sum over N / P rows."""
+    """Computes the gradients of `gated`. Overwrites `gradient`, the gradient for the output, with the gradient for
+    `gate`. Writes the output into `y` [..., I] again, and the gradient for `up` into `of_up`. `partial_sums` [P, I]
+    fp32 or None: each row gets the sum of N / P of the N rows of the gradient for `gate`."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:
@@ -226,7 +226,7 @@ def gated_backward(
 
 @triton.jit
 def _share(x, linear, cubic, ERF: tl.constexpr):
-    """Returns activation(x) / x."""
+    """Returns activation(x) / x, as `linear`, `cubic` and `ERF` define it."""
     if ERF:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
     return 1.0 / (1.0 + tl.exp(-x * (linear + cubic * x * x)))
@@ -279,9 +279,9 @@ def _gated_backward(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
-    """Rotates `q` [B, H, T, E] and `k` [B, G, T, E], for H heads of queries and G of keys. Writes `new_q` and `new_k`,
-    whose memory is [B, T, H or G, E]. `cos`, `sin` [B or 1, T, R]: tables for the first R numbers of each head; other
-    numbers are copied. `backward`: whether q, k and the results are gradients. Each last dimension is contiguous."""
+    """Applies rotary embeddings (RoPE) to `q` [B, H, T, E] and `k` [B, G, T, E]. Writes `new_q` and `new_k`, stored as
+    [B, T, H or G, E]. `cos`, `sin` [B or 1, T, R] rotate the first R numbers of each head; other numbers are copied.
+    `backward`: True applies the inverse rotation, to gradients. The last dimension of every tensor is contiguous."""
     batch, q_heads, tokens, width = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:

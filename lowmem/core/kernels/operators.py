@@ -1,17 +1,18 @@
-"""Registers this project's operators for GPUs, `torch.ops.lowmem`: one pass over memory instead of PyTorch's several.
+"""Registers this project's fused GPU operators as `torch.ops.lowmem`: one pass over memory instead of PyTorch's
+several.
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
-    normalize, ..._backward     the norm of each row (norms.py), and its gradients      (layer_kernels.py)
-    drop                        dropout, and a sum (residual_sums.py)                   (layer_kernels.py)
+    normalize, ..._backward     the normalization of each row (norms.py), its gradients (layer_kernels.py)
+    drop                        dropout, and a residual sum (residual_sums.py)          (layer_kernels.py)
     gated, ..._backward         an MLP's activation (activations.py), its gradients     (layer_kernels.py)
     rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
     add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
     add_rows                    accumulator[ids] += rows; only one row of an id may be not zero       (PyTorch)
 
-They are operators, not functions, so that a simulated step sees one operation with its inputs and outputs, without
-temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. `add_rows` runs in trainings on the CPU,
-too.
+They are operators, not Python functions, so that a simulated step sees one operation with its inputs and outputs,
+without temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. Training on the CPU uses
+`add_rows`, too.
 """
 
 import torch
@@ -44,8 +45,8 @@ _SCHEMAS = {
 
 
 def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `left` [M, K] @ `right` [K, N] to `accumulator` [M, N] fp32. Both factors have one 16-bit dtype; each sum is
-    rounded once."""
+    """Adds the matmul `left` [M, K] @ `right` [K, N] to `accumulator` [M, N] fp32. Both factors have one 16-bit dtype;
+    each sum is rounded once."""
     if accumulator.is_cuda:
         torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
     else:
@@ -54,8 +55,8 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Also takes `rows` [N] and
-    `accumulator` [V]. Of the rows with one id, all but one must be zero. Then no order of additions changes a bit, and
-    PyTorch need not sort them."""
+    `accumulator` [V]. If several rows have one id, all but one of these rows must be zero. Then no order of additions
+    changes a bit, and PyTorch need not sort the ids."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:
@@ -65,8 +66,8 @@ def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """Returns the smallest row stride, a multiple of 16, with which Triton reads rows of `entries` numbers 16 bytes at
-    a time."""
+    """Returns the number of entries from the start of one row to the next, so that Triton reads rows of `entries`
+    numbers 16 bytes at a time. This is the smallest suitable multiple of 16."""
     return -(-entries // 16) * 16
 
 

@@ -1,14 +1,15 @@
-"""Defines the Triton kernels of updates and of the loss, each in one pass over memory.
+"""Defines Triton kernels for the optimizer update (AdamW, SGD) and for the cross-entropy loss.
 
 The plain PyTorch code of AdamW moves about 140 bytes per parameter, and holds three temporary tensors. Here every
-number is read once and written once, 28 bytes per parameter with a 16-bit working weight.
+number is read once and written once: 28 bytes per parameter with a 16-bit working weight.
 
-The arithmetic is optimizers.py's, line by line, in fp32; square root and division round correctly. A compiler may fuse
-a product and a sum in either version, so the two agree to a few units of the last place. Halves are split and joined
-exactly, in integers.
+The arithmetic is that of optimizers.py, line by line, in fp32; square root and division round correctly. A compiler may
+fuse a product and a sum in either version, so the two agree to a few units in the last place. An fp32 weight is stored
+as two 16-bit halves. The kernels join and split these halves to the same bits as precision.py.
 
-The loss reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867), and once
-more to write the gradient over them: 6 bytes a logit. The plain code moves about 50, in fp32.
+The loss kernel reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867). It
+reads the row once more to overwrite it with the gradient. This moves 6 bytes per logit: two reads and one write. The
+plain code moves about 50, in fp32.
 
 Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
 sm_120.
@@ -29,7 +30,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracte
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs `kernel`, one of those below, on weights `working` [n] and their halves `low` [n], None for fp32 weights.
+    """Runs the Triton `kernel` on weights `working` [n] and their low halves `low` [n]; `low` is None for fp32 weights.
     `others`: the kernel's other tensors and numbers. For AdamW, the numbers are the gradient's scale and then
     optimizers.adamw_numbers. For SGD, they are the gradient's scale, 1 - learning rate x decay, and the learning
     rate."""
@@ -44,11 +45,11 @@ def cross_entropy(
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
     """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V]) with `labels` [C]. f is
-    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times their gradient.
-    For a label of -100, the loss and the gradient are 0.
+    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times the loss's
+    gradient for them. For a label of -100, the loss and the gradient are 0.
 
     `logits` may have any dtype; `bias` is fp32. `labels` and `bias` are contiguous. Rows of logits begin at multiples
-    of 16 numbers (operators.row_stride), and the numbers after a row's V are overwritten.
+    of 16 numbers (operators.row_stride), and the padding after the V logits of a row is overwritten.
     """
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
@@ -100,7 +101,7 @@ def _cross_entropy(
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
     """Loads the logits of a row for the token ids `word`, and adds the bias. If CAPPED, returns tanh(inner * logit),
-    which the caller multiplies by the cap. Returns 0 for ids from `words` on."""
+    which the caller multiplies by the cap. Returns 0 for ids that are at least `words`, the size of the vocabulary."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -182,9 +183,9 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Splits fp32 weights `master` into a 16-bit working half and the rest, as precision.split does. Stores both at the
-    offsets `place` where `there` is True. The working half is stored as an integer with the same bits. fp32 working
-    weights are stored whole."""
+    """Splits fp32 weights `master` into a 16-bit working half and a low half, as precision.split does. Stores both at
+    the offsets `place`, except where the mask `there` is False. The working half is stored as an integer with the same
+    bits. fp32 working weights are stored whole."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
