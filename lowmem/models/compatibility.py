@@ -1,12 +1,12 @@
-"""Compares a decoder's pieces (embedding, blocks, head) with the whole model. Distinguishes errors in the model's code
-from errors in lowmem's.
+"""Compares a split model (embedding, blocks and head, run in turn) with the model's own forward. Also distinguishes
+errors in the model's code from errors in lowmem's.
 
-Only an execution shows whether a model changes its logits, or whether a block attends to later tokens. Training
-compares with the real weights. Planning feeds two rows of 8 tokens to a copy with two narrow blocks and random weights.
-If that copy cannot be made or executed, the plan says that nothing was compared.
+Only an execution shows if a model changes its logits, or if a block attends to later tokens. Training compares with the
+real weights. Planning makes a copy with two narrow blocks and random weights, and feeds it two rows of 8 tokens. If
+that copy cannot be made or executed, the plan says that nothing was compared.
 
-With transformers' 189 default configs of causal language models, 91 agree and 16 differ (version 5.23). Most others
-cannot be split into pieces at any size. A comparison takes about 0.1 s and at most 0.25 GiB.
+Among transformers' 189 default configs of causal language models, 91 agree and 16 differ (version 5.23). Most others
+cannot be split at any size. A comparison takes about 0.1 s and at most 0.25 GiB.
 """
 
 import copy
@@ -61,9 +61,9 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
-    """Compares the decoder's pieces (embedding, blocks, head) with the whole model on a few tokens. Returns a sentence
-    if their logits differ, or if the model is not causal. If `document_mask`, also returns a sentence if the model
-    ignores document masks. Returns None if nothing is wrong. Raises RuntimeError if the logits are not finite."""
+    """Compares embedding, blocks and head, run in turn, with the whole model on a few tokens. Returns a sentence if the
+    logits differ, or if the model is not causal. If `document_mask`, also returns a sentence if the model ignores
+    document masks. Returns None if nothing is wrong. Raises RuntimeError if the logits are not finite."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)
@@ -92,16 +92,16 @@ def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> s
 
 
 def _close(whole: Tensor, pieces: Tensor) -> bool:
-    """Returns True if the logits of the whole model and of its pieces are equal except for rounding. Rounding depends
-    on the shapes of matrix products."""
+    """Returns True if the logits `whole` and `pieces` are equal except for rounding, which depends on the shapes of
+    matmuls."""
     tolerance = 1e-4 if whole.dtype is torch.float32 else 3e-2
     return whole.shape == pieces.shape and bool((whole - pieces).abs().max() <= tolerance * whole.abs().max())
 
 
 def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision: str, residual: str) -> str | None:
-    """Makes a small random copy of the model, and compares its pieces (embedding, blocks, head) with the whole copy.
-    Raises InputError if their logits differ, or if the copy does not run in `precision`. Returns None, or a few words
-    on the reason if nothing could be compared."""
+    """Makes a small random copy of the model, and compares embedding, blocks and head, run in turn, with the whole
+    copy. Raises InputError if the logits differ, or if the copy does not run in `precision`. Returns None after a
+    comparison, or a few words on the reason if nothing could be compared."""
     try:
         small = small_copy(config)
         parameters = sum(parameter.numel() for parameter in build_model(small).parameters())
@@ -132,8 +132,8 @@ def compare_small_copy(config: PretrainedConfig, document_mask: bool, precision:
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns a copy of `config` with fewer blocks, token ids and heads, and a smaller width. The size of a head stays
-    the same."""
+    """Returns a copy of `config` for a small model, with fewer blocks, token ids and heads, and a smaller width. The
+    size of a head stays the same."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     blocks, heads, width = text.num_hidden_layers, getattr(text, "num_attention_heads", None), text.hidden_size
@@ -157,8 +157,8 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
-    """Replaces the value of each field in `names` by `change(value)`, in place. Skips fields that `config` lacks or
-    that are not integers."""
+    """Replaces the value of each field in `names` by `change(value)`, in place. Skips a field if `config` lacks it, or
+    if its value is not an integer."""
     for name in names:
         if isinstance(number := getattr(config, name, None), int):
             setattr(config, name, change(number))
@@ -166,7 +166,7 @@ def _change(config: PretrainedConfig, names: tuple[str, ...], change) -> None:
 
 def _with_random_weights(config: PretrainedConfig) -> nn.Module:
     """Builds the model of `config` with random weights, and leaves torch's random generator as it was. transformers'
-    initial weights would hide errors, because norms scale by 1 and biases are 0."""
+    initial weights would hide errors, because normalization layers scale by 1 and biases are 0."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
         torch.manual_seed(0)
@@ -180,9 +180,9 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
 
 @contextmanager
 def architecture_blamed(model: str, precision: str) -> Iterator[None]:
-    """Turns an error that the code of `model`'s architecture raises inside `with` into InputError. That is code of
-    transformers, code that it calls, or autograd. The message says that `model` cannot be simulated in `precision`.
-    Other errors pass unchanged."""
+    """Turns an error that the architecture's code raises inside `with` into InputError. The code of an architecture is
+    code of transformers, code called from there, or autograd. The message says that `model` cannot be simulated in
+    `precision`. Other errors pass unchanged."""
     try:
         yield
     except LowmemError:

@@ -1,7 +1,8 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-Programs with transformers 4 and 5 must read the same from these files, so rotary embeddings and tokenizer classes are
-spelled for both. A generation config is written as published, because transformers refuses to save many of them.
+Programs with transformers 4 and 5 must read the same settings from these files. So the settings of rotary embeddings
+and the tokenizer's class are written under the names of both versions. A generation config is written as published,
+because transformers refuses to save many published ones.
 
 A training run rehearses this export before its first step. The rehearsal's tokenizer files are kept until the run ends,
 because the tokenizer's original folder may be gone by then.
@@ -39,8 +40,8 @@ _TOKENIZER_FILES = (
 
 
 class Rehearsal(NamedTuple):
-    """Holds parts of an export that are made before training: a generation config (None: to be made from the model's
-    config), and a `folder` with the tokenizer's files."""
+    """Holds parts of an export that are made before training: a generation config, and a `folder` with the tokenizer's
+    files. If the generation config is None, the export makes one from the model's config."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -51,8 +52,9 @@ class Rehearsal(NamedTuple):
 def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
-    """Rehearses an export: writes all its files except weights into `folder`, and removes the folder at the end of the
-    `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype of the exported weights."""
+    """Rehearses an export before training: writes all files except weights into `folder`. Yields a Rehearsal, and
+    removes the folder at the end of the `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype
+    of the exported weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -87,7 +89,7 @@ def write_description(
     """Writes all files of an exported model except weights into `folder`. Returns {file that could not be written:
     error}. `generation_config`: None to make one from the model's config. `dtype`: dtype of the exported weights.
     `readme`: text of README.md. `tokenizer_files`: the folder of a Rehearsal, from which the tokenizer's files are
-    copied; None to make new ones."""
+    copied; None to make new files."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -107,7 +109,8 @@ def write_description(
 
 
 def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """Returns the model's config with `dtype` and special token ids, and without references to Python files."""
+    """Returns a copy of the model's config with `dtype` and the tokenizer's special token ids, without references to
+    Python files."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -141,7 +144,7 @@ def _write_generation(
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """Returns the content of config.json for `config`. Rotary settings have the names of both transformers 4 and 5.
+    """Returns the content of config.json for `config`. RoPE settings have the names of both transformers 4 and 5.
     Leaves out version 4's names if version 5 would read other settings because of them."""
     fields = json.loads(config.to_json_string())
     try:
@@ -153,7 +156,7 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields of `config`, including defaults. Names the type of a rotary embedding only by its newer key,
+    """Returns all fields of `config`, including defaults. Names the type of a rotary embedding only by the newer key,
     `rope_type`, and not by `type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
@@ -164,7 +167,7 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds transformers 4's names to the `fields` of a config of transformers 5. Does the same for configs inside it.
+    """Adds transformers 4's names to the `fields` of a config of transformers 5, and to configs inside these fields.
     Changes `fields` and returns it."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
@@ -198,7 +201,8 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _in_version_4(fields: dict) -> bool:
-    """Returns True if transformers 4 reads the exported config `fields` as transformers 5 does."""
+    """Returns True if transformers 4 reads the same RoPE settings from the exported config `fields` as transformers 5
+    does."""
     rope = fields.get("rope_parameters") or {}
     kinds = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
     full, sliding = (kind.get("rope_theta") if isinstance(kind, dict) else None for kind in kinds)
@@ -210,9 +214,9 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's files into `folder`, so that transformers 4 and 5 read the same from them. They are the
-    published files with some edits, and with the chat template of the training. If the folder `made` exists, copies the
-    files that a rehearsal wrote there instead. Writes nothing if `tokenizer` is None."""
+    """Writes the tokenizer's files into `folder`, so that transformers 4 and 5 read the same tokenizer from them. The
+    files are the published ones with some edits, and with the chat template of the training. If the folder `made`
+    exists, copies the files that a rehearsal wrote there instead. Writes nothing if `tokenizer` is None."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -251,8 +255,8 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns a paragraph for the README on tied weights, which the files have only once. Returns an empty text if no
-    weights are tied."""
+    """Returns a paragraph for the README on tied weights, which the exported files store only once. Returns an empty
+    text if no weights are tied."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:
@@ -271,5 +275,6 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes `text` as UTF-8. Characters that UTF-8 cannot encode, as in file names of another system, are escaped."""
+    """Writes `text` as UTF-8. Escapes characters that UTF-8 cannot encode, such as those in file names of another
+    system."""
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,7 +1,8 @@
-"""Finds the tensors in files of weights, and reads their values.
+"""Finds the tensors in files of weights, and reads the tensors' values.
 
 A file (.safetensors or zipped .bin) has a list of (name, dtype, shape, offset), and raw bytes. The lists are compared
-with the model, then bytes are read by offset. A memory map would count as RAM until it is closed.
+with the model, then bytes are read by offset. The files are not memory-mapped, because a mapping would count as RAM
+until it is closed.
 """
 
 import json
@@ -41,16 +42,16 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Returns the number of stored elements from the tensor's first to its last, including gaps."""
+        """Returns the number of stored elements from the tensor's first to its last, including gaps between them."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {name: entry} for the tensors in a file of weights, in the order of their bytes. Also returns the keys of
-    the dictionaries in the file that enclose the tensors, such as ["model"]. Raises InputError if the file cannot be
-    read."""
+    """Returns {name: entry} for the tensors in a file of weights, in the order of the tensors' bytes. Also returns the
+    keys of the dictionaries in the file that enclose the tensors, such as ["model"]. Raises InputError if the file
+    cannot be read."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -112,9 +113,10 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns the Entry of `tensor` in the file `path`. `members`: the uncompressed members of this zip file, {offset:
-    bytes} (_stored_members). PyTorch computes a tensor's offset as if torch.save had written the file. Raises
-    InputError if that offset is not in `members`, or if the tensor cannot be read piece by piece."""
+    """Returns the Entry of `tensor`, a tensor without data, in the file `path`. `members`: the uncompressed members of
+    this zip file, {offset: bytes} (_stored_members). PyTorch computes a tensor's offset as if torch.save had written
+    the file. Raises InputError if that offset is not in `members`, or if the tensor's values cannot be read in
+    chunks."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:
@@ -136,8 +138,8 @@ def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """Returns the innermost dictionary of tensors in a file's `content`, and the list of keys that lead to it. Raises
-    InputError if there is none, or if there are several."""
+    """Finds the state_dict in a file's `content`. Returns the innermost dictionary of tensors, and the list of keys
+    that lead to it. Raises InputError if there is none, or if there are several."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -159,8 +161,8 @@ def _holds_tensors(content: object) -> bool:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """Yields the elements of the tensor in the file's dtype, in flat pieces [n]. Each piece overwrites the memory of
-    the piece before. Raises InputError if the file ends too early."""
+    """Yields the elements of a stored tensor in the file's dtype, as flat chunks [n]. Each chunk overwrites the memory
+    of the chunk before. Raises InputError if the file ends too early."""
     staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -172,7 +174,8 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields the tensor in fp32: whole, or in flat pieces if it is contiguous with more than RUN_ELEMENTS elements."""
+    """Yields a stored tensor in fp32. A contiguous tensor with more than RUN_ELEMENTS elements comes as several flat
+    chunks; any other comes whole."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
@@ -185,7 +188,7 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 def same_values(one: Entry, other: Entry) -> bool:
     """Returns True if two stored tensors have the same dtype, shape, stride and values. Does not compare the values of
-    a dtype that cannot be read (`dtype` None)."""
+    a dtype that cannot be read (`Entry.dtype` is None)."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

@@ -1,4 +1,4 @@
-"""Writes a trained model in Hugging Face format, piece by piece, in a few MiB of RAM, whatever the model's size."""
+"""Writes a trained model in Hugging Face format, tensor by tensor, in a few MiB of RAM, whatever the model's size."""
 
 import json
 import math
@@ -26,7 +26,7 @@ BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exp
 
 
 class BeyondRange(LowmemError):
-    """Signals a finite weight that the export's dtype cannot hold."""
+    """Signals a finite weight that is too large for the export's dtype."""
 
 
 def export_model(
@@ -34,12 +34,12 @@ def export_model(
     generation_config: GenerationConfig | None = None, tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, shard_bytes: int = 256 * MIB,
 ) -> list[str]:  # fmt: skip
-    """Writes `folder` so that `AutoModelForCausalLM.from_pretrained` loads it with the same logits, bit for bit. An
-    older folder is replaced once the new one is complete and on the disk. Returns sentences on weights that are not
-    finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold a weight, and
-    LowmemError if the folder cannot be written.
+    """Writes a trained model into `folder`. `AutoModelForCausalLM.from_pretrained` then loads a model with the same
+    logits, bit for bit. An older folder is replaced once the new one is complete and on the disk. Returns sentences on
+    weights that are not finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold
+    a weight, and LowmemError if the folder cannot be written.
 
-    `parameters`: (name, tensor) for all of `build_model(config).named_parameters()`; a tensor may come as flat pieces
+    `parameters`: (name, tensor) for all of `build_model(config).named_parameters()`; a tensor may come as flat chunks
     in order, each with the name. A tensor's memory may be reused once the next item is asked for. `order`: order of the
     names in the files; None: the order in the model. `tokenizer_files`: see write_description.
     """
@@ -63,8 +63,9 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new, empty folder for the `with` block to fill. At the end of the block, flushes the new folder to the
-    disk, and then puts it in the place of `folder`. If anything fails, `folder` stays as it was."""
+    """Replaces the folder `folder` by a new one, all or nothing. Yields a new, empty folder for the `with` block to
+    fill. At the end of the block, flushes the new folder to the disk, and then moves it to `folder`. If anything fails,
+    `folder` stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,9 +97,9 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes `parameters`, (name, values), in the order in which they come, each at its place in a file. The places
-    follow from `order` and `shapes`. A file has at most about `shard_bytes` bytes. Returns a list: one warning if a
-    value is not finite, else empty."""
+    """Writes `parameters`, (name, values), into safetensors shards, each at a place that follows from `order` and
+    `shapes`. The parameters may come in any order. A shard has at most about `shard_bytes` bytes. Returns a list: one
+    warning if a value is not finite, else empty."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     named = dict(model.named_parameters())
     # The names that `save_pretrained` would write; some may be older names.

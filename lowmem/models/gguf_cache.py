@@ -28,8 +28,8 @@ def is_gguf(model: str) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises InputError if there is no file `path`, if it does not begin like a GGUF file, or if a package that reads
-    such files is missing."""
+    """Raises InputError if there is no file `path`, if the file does not begin like a GGUF file, or if a package that
+    reads GGUF files is missing."""
     if not path.is_file():
         raise InputError(f"{path} is no file here; check the path")
     if not refuse_pointer(path).startswith(b"GGUF"):
@@ -41,8 +41,8 @@ def check_gguf(path: Path) -> None:
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
     """Returns the folder into which the GGUF file `path` was converted: fp32 weights, tokenizer and chat template.
-    Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. `say`
-    gets sentences for the user. Raises InputError if the file cannot be converted."""
+    Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. Calls
+    `say` with sentences for the user. Raises InputError if the file cannot be converted."""
     from filelock import FileLock
     from huggingface_hub import constants
     from xxhash import xxh3_128

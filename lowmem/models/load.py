@@ -24,9 +24,9 @@ from lowmem.models.weight_files import usual_weight_files, weight_files
 def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A tensor of more
-    than RUN_ELEMENTS elements comes in flat pieces, each with the name. A tensor of a .bin file that is not contiguous
-    comes whole. `source`: a folder or a hub name. `say` gets a sentence on each change of names or values. Raises
+    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A contiguous
+    tensor of more than RUN_ELEMENTS elements comes as several flat chunks, each with the name. Any other tensor comes
+    whole. `source`: a folder or a hub name. Calls `say` with a sentence on each change of names or values. Raises
     InputError at once if names or shapes are not the model's, and during iteration if a value is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
@@ -91,8 +91,8 @@ Turn = tuple[PreTrainedModel, nn.Module]  # the innermost model around a module,
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied name a separate parameter on `meta`. Returns {parameter's name: (its module, its name in that
-    module)}, without the tied names."""
+    """Gives each tied parameter name a separate parameter on `meta`. Returns {parameter's name: (its module, its name
+    in that module)}, without the tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -106,8 +106,9 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields (model, submodule) for `module` and all its submodules, children first. The first of the pair is the
-    innermost PreTrainedModel around the submodule. `model`: the innermost one around `module`."""
+    """Yields (model, submodule) for `module` and all its submodules, children first. Here `model` is the innermost
+    PreTrainedModel around the submodule, whose `_init_weights` initializes it. Argument `model`: the innermost one
+    around `module`."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -124,7 +125,7 @@ def _by_turns(
 ) -> Iterator[tuple[str, Tensor]]:
     """Initializes the modules of `turns` in this order. Yields (name, tensor) of each parameter after the last turn
     that writes it. A parameter has storage from its first turn to its last. `owners`: a result of _untie. `written`:
-    {parameter: range of the indices in `turns` that write it}. `seed`: for the random numbers."""
+    {parameter: range of the indices in `turns` that write it}. `seed`: seed of the random numbers."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:
@@ -144,7 +145,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Builds the whole random model in RAM, and yields (name, tensor) of its parameters. The caller can free each
+    """Builds the whole random model in RAM, and yields (name, tensor) of all parameters. The caller can free each
     tensor before it takes the next."""
     on_its_own = parameters_placed(
         lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)

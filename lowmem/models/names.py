@@ -1,4 +1,4 @@
-"""Finds the model's parameter for each tensor of a checkpoint, by name.
+"""Matches the tensors of a checkpoint with the model's parameters, by name.
 
 Names in the files may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP,
 Lightning or PEFT. A tied weight may be stored under either or both of its names. A value or reward head is not loaded.
@@ -35,7 +35,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 @dataclass
 class _Fit:
     """Holds one way to match the names in the files of weights with the model's parameters. `bare` names are compared
-    with the model's names, and `target` has the matches. The fields below list names without a match, and matches that
+    with the model's names, and `target` has the matches. The other fields list names without a match, and matches that
     cannot be used."""
 
     prefix: str  # removed from the names in the files
@@ -68,9 +68,9 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns the ways to match the names in the files with the model's parameters. The first way removes the prefixes
-    of wrappers, such as torch.compile. If it does not fit, the list has further ways. Each of these also removes a
-    prefix that many names share."""
+    """Returns one or more ways to match the names in the files with the model's parameters. The first way removes the
+    prefixes of wrappers, such as torch.compile. If that way does not fit, the list has further ways. Each of these also
+    removes a prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]
@@ -134,8 +134,8 @@ def _refusal(model: PreTrainedModel, entries: dict[str, Entry], source: str, fit
 
 
 def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list]]) -> str:
-    """Returns advice for the user on weights that do not fit the model. `fit`: how their names match the parameters.
-    `sizes`: {name: (shape in the file, shape in the model)} of weights whose two shapes differ."""
+    """Returns advice for the user on weights that do not fit the model. `fit`: the best match of the weights' names
+    with the parameters. `sizes`: {name: (shape in the file, shape in the model)} of weights whose two shapes differ."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, fit.bare)):

@@ -63,8 +63,8 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 def recognize(model: str, with_weights: bool) -> tuple[str, str | None]:
-    """Returns the model to use, and a remark for the user or None. `model`: a path or a hub name. It is returned
-    unchanged, except that a run folder is replaced by the model that the run has exported. `with_weights`: True if the
+    """Returns the model to use, and a remark for the user or None. `model`: a path or a hub name. The model is returned
+    unchanged, except that a run folder is replaced by the model that this run has exported. `with_weights`: True if the
     model's weights will be read, too. Raises InputError, with advice, for something that is no model, such as an
     adapter."""
     path = Path(model)
@@ -154,8 +154,8 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Returns " of NAME" for a message, with the base model of the adapter in `folder`. Returns an empty text if that
-    model is unknown."""
+    """Returns " of NAME" for a message. NAME is the base model of the adapter in `folder`. Returns an empty text if the
+    base model is unknown."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):
@@ -164,7 +164,8 @@ def _adapted(folder: Path) -> str:
 
 
 def config_fields(path: Path) -> dict:
-    """Returns the content of a config.json. Raises InputError if its model cannot be trained."""
+    """Returns the content of the config.json `path`. Raises InputError if the model of this config cannot be
+    trained."""
     try:
         fields = read_json(path)
     except OSError as error:
@@ -178,7 +179,8 @@ def config_fields(path: Path) -> dict:
 
 
 def check_fields(path: Path, fields: dict) -> None:
-    """Raises InputError if `fields`, read from `path`, are not a model's config, or if the model cannot be trained."""
+    """Raises InputError if `fields`, read from the file `path`, are not a model's config, or if the model cannot be
+    trained."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"

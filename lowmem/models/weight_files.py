@@ -25,8 +25,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder` under the names that transformers looks for. Returns [] if there are
-    none. Raises InputError if a shard is missing."""
+    """Returns the files of weights in `folder` whose names are those that transformers looks for. Returns [] if there
+    are none. Raises InputError if a shard is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = folder / name, folder / f"{name}.index.json"
         if single.is_file():
@@ -50,7 +50,8 @@ def _complete(folder: Path, paths: list[Path]) -> list[Path]:
 
 
 def _unusual_weight_files(folder: Path) -> list[Path]:
-    """Returns numbered files that share a name, such as model-1-of-3.bin, or the only file that may hold weights."""
+    """Returns the shards in `folder`, numbered files such as model-1-of-3.bin, or the only file that may hold
+    weights."""
     candidates = [
         path
         for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".safetensors", path))
