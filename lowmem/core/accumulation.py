@@ -21,7 +21,7 @@ from lowmem.core.recorder import called_again
 
 class Accumulation:
     """Registers hooks on the parameters of `decoder`. Each hook adds a parameter's gradient to that parameter's fp32
-    accumulator in `store`. The gradients of a parameter that several blocks share get there only by `join`."""
+    accumulator in `store`. If several blocks share a parameter, `join` must be called to add its gradients."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:

@@ -2,10 +2,10 @@
 
 Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
 may have more than the planned number of positions (rows x width). Among all such cuts, the one with the shortest
-estimated time is taken. A micro-batch's time is estimated as its number of positions, but at least as `least`, because
-launching kernels and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts would
-take equally long otherwise, the one with fewer micro-batches is taken. The cut depends only on lengths, layout and
-device, so a repeated step gives the same bits.
+estimated time is taken. A micro-batch's estimated time is its number of positions, or the argument `least` if that is
+more: launching kernels and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts
+would take equally long otherwise, the one with fewer micro-batches is taken. The cut depends only on lengths, layout
+and device, so a repeated step gives the same bits.
 """
 
 import math

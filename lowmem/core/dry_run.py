@@ -49,8 +49,8 @@ def _run_block(decoder: Decoder, index: int) -> None:
 
 
 def agrees(output: object, formula: Tensor) -> bool:
-    """Returns True if `output`, the result of a model's code, equals `formula` except for rounding. `formula`: the
-    result of a formula. Returns False if `output` is no tensor, or has another shape."""
+    """Returns True if `output`, computed by a model's code, equals `formula`, computed by a formula, except for
+    rounding. Returns False if `output` is no tensor, or has another shape."""
     alike = isinstance(output, Tensor) and output.shape == formula.shape
     return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 

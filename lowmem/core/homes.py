@@ -123,8 +123,8 @@ def drop_pages(tensor: Tensor) -> None:
 
 
 def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of the first `entries` numbers in a mapping. The mapping lives as long as the tensor and its
-    views."""
+    """Returns a tensor of the first `entries` elements in `mapping`, a memory mapping. The mapping lives as long as the
+    tensor and the tensor's views."""
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     _mappings[memory.data_ptr()] = mapping
     return memory[: entries * dtype.itemsize].view(dtype)

@@ -97,7 +97,7 @@ class Layout:
     def segments(self, blocks: int) -> list[Segment]:
         """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
         that saves more than its input for backward is a segment by itself. Raises ValueError if weights are streamed
-        and `kept` lets a block save its whole graph."""
+        and the field `kept` lets a block save its whole graph."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

@@ -1,8 +1,8 @@
 """Computes the cross-entropy of a linear head without materializing all logits at once.
 
-A naive loss holds several fp32 tensors [N, V] for N tokens and V words: 196 MiB each for 1,024 tokens of GPT-2. Here
-one chunk of tokens at a time goes through the head. The chunk's loss and gradients are computed while its logits exist
-(as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
+A naive loss holds several fp32 tensors [N, V] for N tokens and a vocabulary of V words: 196 MiB each for 1,024 tokens
+of GPT-2. Here one chunk of tokens at a time goes through the head. The chunk's loss and gradients are computed while
+its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
 
     z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
     dh = dz W,       dW += dz^T h,                      db += dz
@@ -157,8 +157,8 @@ def _multiply_back(
 
 
 def _aligned(words: int) -> list[slice]:
-    """Returns slices of a vocabulary of `words`: the largest multiple of 8 words, and the rest if there is one. cuBLAS
-    runs slow kernels for any matrix with a row that is not a multiple of 16 bytes. For GPT-2's 50,257 words, an H200
-    took six times as long as for 50,256."""
+    """Cuts a vocabulary of `words` token ids into slices: the largest multiple of 8, and the rest if there is one.
+    cuBLAS runs slow kernels for any matrix with a row that is not a multiple of 16 bytes. For GPT-2's 50,257 words, an
+    H200 took six times as long as for 50,256."""
     whole = words - words % _ALIGNED_WORDS
     return [part for part in (slice(0, whole), slice(whole, words)) if part.start < part.stop]

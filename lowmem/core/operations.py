@@ -95,8 +95,8 @@ class Operations:
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
         """Runs the final norm and the head of one micro-batch, forward and backward. Returns the loss, summed over
         tokens, and the gradient [B, T, D] of `scale` times the loss for `hidden`. `hidden` [B, T, D] is the last
-        block's output. `labels` belong to its last positions. Adds the gradients of the final norm and the head to
-        their fp32 accumulators."""
+        block's output. `labels` belong to the last positions of `hidden`. Adds the gradients of the final norm and the
+        head to fp32 accumulators."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))

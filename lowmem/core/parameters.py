@@ -78,7 +78,7 @@ class Part:
     `unit`: number of the unit; 0 is the embeddings. `version`: a number that changes when an update or a checkpoint
     changes the weights. `gradient_home` [n] fp32: RAM in which the gradient may wait for its update; None if it never
     does. `gradient_in_ram`: True while the gradient waits there. `elements`: number of elements of all parameters, with
-    padding. If several `ranks` store a model together, n is the size of one rank's share. Then `gradient` has n
+    padding. If the model is sharded over several `ranks`, n is the size of this rank's share. Then `gradient` has n
     elements for each of these ranks, until it is summed over the ranks.
     """
 
@@ -153,7 +153,7 @@ class Part:
 
     @property
     def has_gradient(self) -> bool:
-        """Returns True if there is a gradient, on the device or in RAM."""
+        """Returns True if this part has a gradient, on the device or in RAM."""
         return self.gradient is not None or self.gradient_in_ram
 
     def drop_gradient(self) -> None:

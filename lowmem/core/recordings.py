@@ -6,7 +6,8 @@ after the same operation. So bits and memory are those of the recorded run.
 
 Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. Such functions
 are called by `called_again` (recorder.py). A repeat calls the function itself again, and not the operations that were
-recorded inside it. A segment is never repeated if Python code reads tensors' values in it, or if it has a user's hook.
+recorded inside it. A segment is never repeated if Python code in the segment reads tensors' values, or if a module of
+the segment has a user's hook.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

@@ -92,7 +92,7 @@ class _StreamMode(TorchFunctionMode):
 class ResidualSums(_StreamMode):
     """Replaces calls of `block` inside `with` by fused kernels, as `calls` say (a result of Watch.calls). `hidden`: the
     block's input. If the block makes a call that differs from `calls`, replaces neither this call nor later ones.
-    Raises RuntimeError on exit if no addition has read the output of a dropout."""
+    Raises RuntimeError on exit if a dropout was replaced, but no addition has read the dropout's output."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)

@@ -70,8 +70,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 class RotaryAttention:
     """Replaces the forward of `module`, an attention layer, to apply RoPE with the kernel. Runs the code of `forward`,
-    the layer's own forward. `plain`: the RoPE function that the layer's file calls. It still runs for arguments that
-    the kernel does not take."""
+    the layer's own forward. `plain`: the RoPE function that the layer's file calls. This function still runs for
+    arguments that the kernel does not take."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}

@@ -2,8 +2,8 @@
 
 A segment is a range of blocks that are recomputed together. A segment's boundary is its saved input (docs/step.md). For
 each group of micro-batches that are computed together, a step copies each weight in RAM to the GPU twice: for forward
-and for backward. Updates copy weights, too, together with their optimizer state (window.py). A group's boundaries take
-19 GiB for GPT-2-XL with 64 rows of 1,024 tokens. They are copied while other micro-batches or segments are computed.
+and for backward. Updates copy weights, too, together with optimizer states (window.py). A group's boundaries take 19
+GiB for GPT-2-XL with 64 rows of 1,024 tokens. Boundaries are copied while other micro-batches or segments are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -215,8 +215,8 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM, where the gradients wait for updates. StateWindow (window.py) copies them back,
-    together with optimizer states."""
+    """Copies final (fully accumulated) gradients to RAM, where the gradients wait for updates. StateWindow (window.py)
+    copies them back, together with optimizer states."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)

@@ -1,4 +1,5 @@
-"""Copies tensors between a device and RAM or a disk. All windows (window.py) use this interface.
+"""Copies tensors between a device and RAM or a disk. All windows (sets of buffers on the device; window.py) use this
+interface.
 
 A lane is a queue of work that is done in order: on a GPU, a CUDA stream. An event occurs when a lane has done all the
 work that it had when the event was made. A copy waits for earlier work of its lane, and for the events passed with it.

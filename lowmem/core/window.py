@@ -151,9 +151,9 @@ class StateWindow:
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the optimizer state of `piece` (a range of elements) on the device, for kernels of the lane UPDATES.
-        `piece` must be the next one of the pass. Also queues copies of the following pieces' states. A second call
-        before `give_back` returns the same state."""
+        """Returns the optimizer state of `piece` (a range of elements) on the device, for kernels of the lane (CUDA
+        stream) UPDATES. `piece` must be the next one of the pass that `begin` has begun. Also queues copies of the
+        following pieces' states. A second call before `give_back` returns the same state."""
         self.fetch_ahead()
         if not piece.streamed:
             return piece.state
