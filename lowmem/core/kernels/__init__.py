@@ -1,4 +1,4 @@
-"""Defines fused GPU operators: for optimizer updates, the loss, layers and gradients, each in one pass over memory.
+"""Defines fused GPU operators for optimizer updates, the loss, layers and gradients, with few passes over memory.
 
 operators.py registers them (`torch.ops.lowmem`). triton_kernels.py and layer_kernels.py have the Triton code. When
 training begins, fused.py compiles the kernels and compares them with plain PyTorch code. If a kernel fails, the plain

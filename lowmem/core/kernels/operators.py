@@ -1,5 +1,4 @@
-"""Registers this project's fused GPU operators as `torch.ops.lowmem`: one pass over memory instead of PyTorch's
-several.
+"""Registers this project's fused GPU operators as `torch.ops.lowmem`. They pass over memory once, the loss twice.
 
     adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
     cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
