@@ -81,8 +81,9 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of `module`, a linear layer. The layer's input is a tensor [..., I], or the Inputs object of
-    an activation (activations.py)."""
+    """Replaces the forward of `module`, a linear layer. Its weight's gradient is added to an fp32 accumulator by the
+    matmul itself. The input is a tensor [..., I], or the Inputs of an activation (activations.py). Backward then
+    computes the activation's output again."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)

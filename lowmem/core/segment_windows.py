@@ -129,9 +129,9 @@ class WeightWindow:
         return slot.views[blocks]
 
     def _called(self, index: int) -> None:
-        """Makes sure that the weights of block `index` are on the device; a hook that runs before each forward of this
-        block (Decoder.before_blocks). Does nothing if the block's newest weights are there, as in a training step,
-        which has called `bring`. Otherwise, as in an evaluation, calls `bring` for this block and the next one."""
+        """Runs as a hook before each forward of block `index` (Decoder.before_blocks). Does nothing if the block's
+        newest weights are on the device. In a training step they are, because the step has called `bring`. In an
+        evaluation they are not. Then this function calls `bring` for this block and the next one."""
         here = self._bound is not None and index in self._bound[0]
         if not here or self._bound[1].inside != self._content_of(self._bound[0]):
             self.bring(range(index, index + 1), range(index + 1, index + 2))

@@ -110,10 +110,10 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. `limit_bytes`: memory cap,
-    None for no cap. Raises SimulatedOutOfMemory if the replay does not complete. `expandable_segments`: the allocator's
-    setting; None takes that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on stream
-    0."""
+    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. Returns the peaks of
+    reserved and allocated bytes, and a timeline. `limit_bytes`: memory cap, None for no cap. Raises
+    SimulatedOutOfMemory if the replay does not complete. `expandable_segments`: the allocator's setting; None takes
+    that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free

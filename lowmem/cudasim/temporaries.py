@@ -159,8 +159,8 @@ def _efficient_backward(
 
 
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """Returns the bytes of two temporary masks of bools in _safe_softmax: of weights that are minus infinity, and of
-    rows that have only such weights. Source: transformers/attention.cpp."""
+    """Returns the bytes of two temporary bool masks of _safe_softmax. The first marks attention scores (`weights`) that
+    are minus infinity, the second rows of such scores alone. Source: transformers/attention.cpp."""
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 

@@ -23,7 +23,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Returns how the data sets of --data are read, as `settings` say; if `held_out`, those of --eval-data."""
+        """Creates the options for reading the data sets of --data from `settings`, or of --eval-data if `held_out`."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)

@@ -98,9 +98,8 @@ def running(device: torch.device) -> Kernels:
 
 
 def _try_products(device: torch.device, in_16_bit: Dtypes) -> str | None:
-    """Compares the kernels of updates, of the loss, and of the matmuls for the loss's gradients with plain PyTorch
-    code. Returns a reason not to use these kernels, None if they agree. The next functions do the same for other
-    kernels."""
+    """Compares fused kernels with plain PyTorch code: optimizer updates, the loss, and matmuls that add to a gradient.
+    Returns a reason not to use these kernels, None if they agree. `in_16_bit`: the 16-bit dtypes to try."""
     worst = _largest(
         ulps
         for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
