@@ -80,19 +80,20 @@ class Case:
             kernels = kernels_without(self.levers, expected(card.capability))
             plan = make_plan(Question(settings, config, precision_of(card), card, fused_kernels=kernels))
         said = plan.to_dict()
-        return {"limit_seconds": limit_seconds(config, card), "choice": said["choice"], **said["predicted"]}
+        limit = limit_seconds(config, card, settings.batch)
+        return {"limit_seconds": limit, "choice": said["choice"], **said["predicted"]}
 
 
-def limit_seconds(config, card: Card) -> float:
-    """Returns the time of the FLOP of a forward and backward pass over BATCH x SEQ tokens, at the rate of large matrix
-    products. Counts the products with the blocks' matrices and with the head, and causal attention."""
+def limit_seconds(config, card: Card, batch: int) -> float:
+    """Returns the time of the FLOP of a forward and backward pass over `batch` x SEQ tokens, at the rate of large
+    matrix products. Counts the products with the blocks' matrices and with the head, and causal attention."""
     decoder, precision = make_decoder(config, precision_of(card), "fp32"), WORKING_DTYPES[precision_of(card)]
     matrices = [each for block in decoder.blocks for each in block.parameters() if each.dim() == 2]
     weights = sum(each.numel() for each in (*matrices, decoder.head_weight))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_size
     of_token = 6 * weights + 6 * SEQ * width * config.num_hidden_layers  # two forward, four backward; attention: half
-    return BATCH * SEQ * of_token / card.sustained_flops(precision)
+    return batch * SEQ * of_token / card.sustained_flops(precision)
 
 
 def table(rows: list[dict]) -> str:
