@@ -122,7 +122,7 @@ def clipping_table(rows: list[dict]) -> str:
     found = {row["name"]: row for row in rows}
     pairs = [[found.get(case.name) for case in pair] for pair in CLIPPED]
     lines = [
-        [row["card"], row["batch"], f"{row['step_seconds']:.3g} s", f"{bare['step_seconds']:.3g} s",
+        [row["card"], f"{row['batch']}", f"{row['step_seconds']:.3g} s", f"{bare['step_seconds']:.3g} s",
          f"{bare['step_seconds'] / row['step_seconds']:.2f}", bare["choice"]["fate"]]
         for row, bare in pairs if row is not None and bare is not None
     ]  # fmt: skip
