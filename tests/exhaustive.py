@@ -119,6 +119,7 @@ QUICK_CASES = {
     "planning/test_plan.py::test_what_is_impossible_is_refused_in_one_sentence": 3,
     "published/test_published.py::test_the_committed_seconds_are_the_clocks": 1,
     "published/test_published.py::test_the_committed_peaks_are_the_simulations": 1,
+    "published/test_published.py::test_a_point_for_judging_that_is_far_off_is_bound_by_the_host": 2,
     "planning/test_search.py::test_the_choice_is_nearly_the_best_of_an_exhaustive_run": 1,
     "planning/test_search.py::test_with_states_on_a_disk_too_the_choice_is_nearly_the_best": 0,
     "planning/test_search.py::test_a_cap_of_the_gpu_that_was_named_is_planned_and_a_larger_one_gives_no_less": 1,

@@ -63,6 +63,12 @@ class Layout:
         disk."""
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
+    @property
+    def passes(self) -> int:
+        """Returns how often a step runs each group of micro-batches through the blocks: forward and backward, both
+        twice if gradients are dropped."""
+        return 4 if self.fate is Fate.DROPPED else 2
+
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
         """Cuts a step's micro-batches into consecutive groups, and returns a slice for each group. The micro-batches of
         a group run through each segment (consecutive blocks) together. `positions[i]`: number of positions of

@@ -202,9 +202,9 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes normalization layers of `model` write their output in `dtype`, if that saves a cast. This is done for a
-    layer if only layers of the same block read its output, and all of these cast it to `dtype`. `blocks`: the model's
-    blocks. `run()` runs the model once, with parameters on the meta device."""
+    """Makes a normalization layer of `model` write its output in `dtype` if each layer that reads the output casts it
+    to `dtype`. These layers must be in the same block. `blocks`: the model's blocks. `run()` runs the model once, with
+    parameters on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}

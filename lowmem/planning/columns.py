@@ -174,8 +174,7 @@ class Columns:
         if base.weights_on_gpu is None:
             return disk + moved / target.copies
         groups = self.simulations.base.batch // (column.group * column.micro_batch)
-        passes = 4 if base.fate is Fate.DROPPED else 2
-        return disk + passes * groups * moved / target.copies
+        return disk + base.passes * groups * moved / target.copies
 
     def expected_kept(self, column: Column, units_on_gpu: int, known: int, limit_bytes: int | None) -> int:
         """Returns the largest `kept` (how much blocks save for backward) with which a step is expected to fit into

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 import torch
 
 from lowmem import device as devices
-from lowmem.core.layout import Fate, Layout
+from lowmem.core.layout import Layout
 from lowmem.core.step import EVALUATION, HALFWAY, STEP, UPDATES, TrainingStep
 from lowmem.errors import CapExceeded
 from lowmem.limits import ram_available_bytes, ram_now_bytes
@@ -229,11 +229,9 @@ def with_pageable_copies(plan: Plan) -> Plan:
     computation plus the time of the copies, at PAGEABLE_SHARE of the bus's speed, without overlap. Weights in RAM are
     copied for each forward and each backward pass of each group of micro-batches, too."""
     layout, held = plan.layout, plan.ram["train"]
-    passes = (4 if layout.fate is Fate.DROPPED else 2) * math.ceil(
-        plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group)
-    )
+    groups = math.ceil(plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group))
     copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))
-    copied += (passes + 2) * held.get("streamed_weights", 0)
+    copied += (layout.passes * groups + 2) * held.get("streamed_weights", 0)
     copying = copied / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds
     return replace(plan, step_seconds=computing + copying, waiting_seconds=copying)
