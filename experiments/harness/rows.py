@@ -6,13 +6,16 @@ its last row is `ok` and was made by the same sources on the same device: a dige
 commit's name says nothing about a working tree that was changed since.
 """
 
+import ast
 import hashlib
+import io
 import json
 import math
 import os
 import platform
 import shlex
 import subprocess
+import tokenize
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -151,13 +154,29 @@ def plan_sources(*own: str) -> str:
 
 
 def digest(*patterns: str) -> str:
-    """Hashes the repository's files that match, except those that only show rows."""
+    """Hashes the repository's files that match, except those that only show rows; of Python the code alone."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.name in ("table.py", "tables.py", "predicted.py", "__init__.py"):
             continue
-        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + (code_of(text) if path.suffix == ".py" else text) + b"\0")
     return found.hexdigest()[:12]
+
+
+def code_of(source: bytes) -> bytes:
+    """Returns Python source without docstrings, comments and blank lines: no row depends on them."""
+    lines = source.decode().splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source.decode()).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
 
 
 def made_by(program: str, arguments: list[str]) -> dict:

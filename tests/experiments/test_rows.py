@@ -153,6 +153,31 @@ def test_unified_memory_schedules_what_its_row_says():
 # --- rows that are stale
 
 
+@pytest.mark.parametrize(
+    "changed, is_older",
+    [
+        ('"""Other words\nin two lines."""\n\n\ndef f(x):\n    return x  # is it\n', False),
+        ('def f(x):\n    """Returns x."""\n    # As it is.\n    return x\n', False),
+        ('def f(x):\n    return x + "# 1"\n', True),
+        ('def f(x):\n    return x\n\n\nclass A:\n    """Nothing."""\n', True),
+    ],
+)
+def test_words_about_code_make_no_row_older(tmp_path, monkeypatch, changed, is_older):
+    monkeypatch.setattr(row_file, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text('"""Words."""\n\n\ndef f(x):\n    return x\n')
+    before = row_file.digest("*.py")
+    (tmp_path / "a.py").write_text(changed)
+    assert (row_file.digest("*.py") != before) == is_older
+
+
+def test_other_files_than_code_count_byte_for_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_file, "ROOT", tmp_path)
+    (tmp_path / "a.csv").write_text("1, 2\n")
+    before = row_file.digest("*.csv")
+    (tmp_path / "a.csv").write_text("1, 2\n\n")
+    assert row_file.digest("*.csv") != before
+
+
 def test_what_is_stale_and_cheap_is_made_again(tmp_path, monkeypatch, capsys):
     """By the digest in each row; what takes longer than --minutes is named, and left."""
     monkeypatch.setattr(row_file, "ROOT", tmp_path)
