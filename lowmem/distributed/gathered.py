@@ -1,8 +1,6 @@
 """All-gathers the sharded weights of a block before the block runs, by PyTorch's FSDP2.
 
-FSDP2 gets one flat parameter per unit, for example all matrices of a block. Each rank stores an equal shard of this
-parameter. So a unit takes one all-gather, however many matrices it has. The model's parameters are views of the
-gathered tensor. FSDP2 frees that tensor's memory and fills it again; the views stay valid.
+FSDP2 gets one flat parameter per unit (the matrices of a block, for example), so a unit takes one all-gather.
 """
 
 import torch
@@ -16,9 +14,6 @@ from lowmem.core.shares import Gatherer
 
 
 class _Flat(nn.Module):
-    """Holds all matrices of one unit, such as a block, as one flat parameter. The parameter is sharded equally over the
-    ranks of `mesh`."""
-
     def __init__(self, part: Part, mesh: DeviceMesh):
         super().__init__()
         size = part.working.numel() * mesh.size()
@@ -29,8 +24,8 @@ class _Flat(nn.Module):
 
 
 class FsdpGatherer(Gatherer):
-    """All-gathers the weights of `part`, all matrices of one block or other unit, which are sharded over the ranks of
-    `mesh`. `parameters`: {name: the model's parameter}. Each parameter becomes a view of the gathered weights."""
+    """All-gathers the weights of `part`, all matrices of one block or other unit. `parameters`: {name: the model's
+    parameter}, each of which becomes a view of the gathered weights."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, parameters: dict[str, Tensor]):
         super().__init__(part)
@@ -41,6 +36,7 @@ class FsdpGatherer(Gatherer):
 
     def _arrive(self, coming: UnshardHandle) -> None:
         coming.wait()
+        # Once is enough: FSDP2 frees the gathered tensor's memory and fills it again, so the views stay valid.
         for name, parameter in () if self._bound else self._parameters.items():
             parameter.data = self._part.view(self._module.flat.data, name)
         self._bound = True

@@ -12,7 +12,7 @@ _TIMEOUT = timedelta(hours=2)  # rank 0 plans, tokenizes or exports while the ot
 
 
 def launched_rank() -> int:
-    """Returns this process's rank (RANK, which torchrun sets); 0 without torchrun."""
+    """Returns this process's rank; 0 without torchrun."""
     return _variable("RANK", 0)
 
 
@@ -22,17 +22,16 @@ def first_rank_here() -> int:
 
 
 def local_ranks() -> int:
-    """Returns the number of processes that torchrun has started on this machine; 1 without torchrun."""
+    """Returns the number of torchrun's processes on this machine; 1 without torchrun."""
     return _variable("LOCAL_WORLD_SIZE", 1)
 
 
 @contextmanager
 def joined(device: str) -> Iterator:
-    """Connects this process to the others that torchrun has started. Yields a Ranks (core/ranks.py), which communicates
-    with them; without torchrun, it stands for one process. With several processes, each has a separate GPU, unless
-    `device` is "cpu" or there is no GPU. Raises InputError for environment variables that torchrun would not set, and
-    if there are fewer GPUs than processes. Raises LowmemError if the processes cannot connect to one another. Must be
-    called before CUDA starts."""
+    """Yields a Ranks, which connects this process to torchrun's others; without torchrun, one process. Each process has
+    its own GPU, unless `device` is "cpu" or there is none. Must be called before CUDA starts. Raises InputError for
+    environment variables that torchrun would not set, and for fewer GPUs than processes. Raises LowmemError if the
+    processes cannot connect."""
     from lowmem.core.ranks import Ranks
 
     if os.environ.get("WORLD_SIZE", "") in ("", "1"):
@@ -65,7 +64,6 @@ def joined(device: str) -> Iterator:
 
 
 def _check_variables() -> None:
-    """Raises InputError unless the environment variables have values that torchrun sets for a process."""
     given = {name: os.environ.get(name) for name in (*_NUMBERS, "MASTER_ADDR")}
     for name, value in given.items():
         if value is None or (name in _NUMBERS and not value.isdecimal()):

@@ -19,9 +19,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SeveralRanks(Shares):
-    """Represents this process among those that train one model together (torch.distributed's default process group).
-    `device_type`: "cuda" or "cpu", the device of this process. `local_rank`: this process's number on its machine.
-    `on_machine`: number of processes on this machine. If both numbers are None, all processes are on one machine."""
+    """Represents one of several processes that train one model together. `device_type`: "cuda" or "cpu". `local_rank`:
+    this process's number on its machine. `on_machine`: number of processes on this machine. If both are None, all
+    processes are on one machine."""
 
     def __init__(self, device_type: str, local_rank: int | None = None, on_machine: int | None = None):
         self._device_type = device_type
@@ -116,8 +116,7 @@ class SeveralRanks(Shares):
         return outcome[0]
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` - 1 of a flat tensor that is sharded over the ranks. `shares`: this rank's
-        shard. Must be called inside `on_first`, in which the other ranks send rank 0 the elements of their shards."""
+        # The other ranks are in `on_first`, and send their elements in `_answer`.
         number = next(number for number, each in enumerate(self._stored()) if each is shares)
         self._ask(number, start, stop)
         whole = torch.empty(stop - start, dtype=shares.dtype)
@@ -130,7 +129,7 @@ class SeveralRanks(Shares):
         return whole
 
     def _answer(self) -> None:
-        """Sends rank 0 the elements of this rank's shards that it requests. Returns when rank 0 requests no more."""
+        """Sends rank 0 the elements of this rank's shards that it requests, until it requests no more."""
         while (request := self._ask(_END, 0, 0))[0] != _END:
             shares = self._stored()[request[0]]
             first, last = self._overlap(self.rank, shares, *request[1:])
@@ -139,14 +138,13 @@ class SeveralRanks(Shares):
                 dist.send(shares[first - own : last - own].cpu().view(torch.uint8), 0)
 
     def _stored(self) -> list[Tensor]:
-        """Returns this rank's shards of all matrices' weights and optimizer states. The order is the same on all
-        ranks."""
+        """Returns this rank's shards of all matrices' weights and optimizer states, in the same order on all ranks."""
         parts = (part for part in self._store.parts if part.is_matrices)
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 
     def _ask(self, *request: int) -> list[int]:
-        """Broadcasts `request` from rank 0, and returns it on each rank: the index of a tensor in `_stored`, the first
-        element, and the last element + 1. On other ranks, the argument only gives the length."""
+        """Broadcasts rank 0's `request`, and returns it: index in `_stored`, first element, last element + 1. On other
+        ranks, the argument only gives the length."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

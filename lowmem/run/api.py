@@ -1,6 +1,5 @@
-"""Defines the Python interface, `import lowmem` (docs/python.md): plans, whole training runs, and single steps for your
-own training loop. Planning, loading, updates, checkpoints and exports are the same as in `lowmem train`. Your own loop
-lacks learning-rate schedules, pictures, the report, signals, and recovery when GPU memory runs out."""
+"""Defines the Python interface, `import lowmem`: plans, whole runs, and a model for your own training loop
+(docs/python.md). Your own loop lacks schedules, pictures, the report, signals, and recovery if GPU memory runs out."""
 
 import json
 import threading
@@ -49,11 +48,10 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names. That card need
-    not be in this machine. If `settings.gpu` is None, plans for this machine's GPU or CPU. `gpus`: number of GPUs in
-    each of `machines` machines; each GPU has one process of torchrun. The plan's bytes and seconds are those of one
-    GPU. Loads no weights. Raises PlanError if training does not fit under the memory caps; the message names the
-    smallest caps that fit. Raises InputError for a model that cannot be trained block by block."""
+    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names; None stands for
+    this machine. `gpus`: number of GPUs in each of `machines` machines; the plan is that of one GPU. Raises PlanError,
+    which names the smallest caps that fit, if training does not fit under the memory caps. Raises InputError for a
+    model that cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -63,9 +61,8 @@ def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
 @warnings_end_nothing()
 def train(settings: Settings) -> dict:
     """Does a whole training run, as `lowmem train` does, and returns the content of its report.json. In the main
-    thread, SIGINT, SIGTERM or SIGHUP makes the run finish its step, save a checkpoint, and raise Stopped. A second
-    signal drops the current step, a third ends the process (signals.py). Raises LowmemError for errors that a user can
-    cause. Errors of the system (OSError, OutOfMemoryError) are raised as they are."""
+    thread, SIGINT, SIGTERM or SIGHUP makes the run save a checkpoint and raise Stopped. Raises LowmemError for errors
+    that a user can cause, and errors of the system (OSError, OutOfMemoryError) as they are."""
     _check_kind(settings)
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
@@ -81,13 +78,11 @@ def train(settings: Settings) -> dict:
 
 @warnings_end_nothing()
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
-    """Plans training on this machine under the caps of GPU memory and RAM, and returns the model with its weights. Load
-    one model per process, because the GPU cap is set for the whole process. The RAM cap limits only the plan: RAM is
-    not measured. A batch may have at most `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint,
-    or a folder of checkpoints from `LoadedModel.save` or `lowmem train`. Loads the newest undamaged one, and sets the
-    model's `done` to the checkpoint's step. If `resume` is None, loads the initial weights. Does the same, with a
-    UserWarning, if there is no checkpoint in `resume`. Also warns if fused kernels or page-locked memory are missing,
-    which makes steps slower. Raises the same errors as `train`."""
+    """Returns a model with its weights, planned for this machine. Load one model per process, because the GPU cap is
+    set for the whole process. The RAM cap limits only the plan. A batch may have at most `settings.batch` sequences of
+    `settings.seq` tokens. `resume`: a checkpoint, or a folder of checkpoints; the newest undamaged one is loaded. None
+    loads the initial weights; so does a path without a checkpoint, with a UserWarning. Also warns of missing fused
+    kernels or page-locked memory. Raises the same errors as `train`."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -123,13 +118,12 @@ def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
 
 
 def _checkpoints_of(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, newest first. `folder`: a run folder, or a folder of checkpoints. In a run
-    folder, first removes the unfinished files of a save that was killed, unless another training run has locked the
-    folder."""
+    """Returns the checkpoints in a run folder or a folder of checkpoints, newest first."""
     if folder.name == "checkpoints":
         folder = folder.parent
     if found := checkpoints_in(folder):
         return found
+    # Removes the rest of a killed save, unless another run has locked the folder.
     with suppress(InputError), lock_run(folder):
         sweep(folder / "checkpoints")
     return checkpoints_in(folder / "checkpoints")
@@ -137,11 +131,10 @@ def _checkpoints_of(folder: Path) -> list[Path]:
 
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
-    """Writes weights, config and tokenizer into `folder`, and replaces an older export there. The weights have the
-    dtype `model.settings.export_dtype`. `AutoModelForCausalLM.from_pretrained` (for an encoder-decoder
-    `AutoModelForSeq2SeqLM`) loads the folder. Raises InputError if the folder has files and is not an export by lowmem,
-    or if it belongs to a run of `lowmem train`. Raises LowmemError if a weight is too large for that dtype. Warns
-    (UserWarning) of weights that are NaN or infinite, and of files that could not be written."""
+    """Writes weights, config and tokenizer into `folder`, for transformers' `from_pretrained`. Replaces an older
+    export. Raises InputError if `folder` has other files or belongs to `lowmem train`, and LowmemError if a weight is
+    too large for `model.settings.export_dtype`. Warns of weights that are not finite, and of files that could not be
+    written."""
     folder = Path(folder).expanduser()
     if any(path.name in FOLDERS and is_run(path.parent) for path in (folder.absolute(), folder.resolve())):
         raise InputError(f"{folder} is in the folder of a run of the scripts, which writes there: give another one")

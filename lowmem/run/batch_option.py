@@ -1,11 +1,5 @@
-"""Computes the batch size of an optimizer step from the options with which other trainers set it.
-
-    Hugging Face   per_device_train_batch_size x gradient_accumulation_steps (default 1) x processes (one here)
-    axolotl        micro_batch_size x gradient_accumulation_steps
-    litgpt         global_batch_size, cut into micro-batches of micro_batch_size
-
-Here --batch is the whole batch, and the planner chooses how many sequences run at once.
-"""
+"""Computes the batch size of an optimizer step from other trainers' options, such as Hugging Face's
+per_device_train_batch_size x gradient_accumulation_steps. Here --batch is the whole batch."""
 
 from collections.abc import Callable
 
@@ -17,10 +11,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
-    """Replaces other trainers' options for the batch (PER_DEVICE, AT_ONCE, ACCUMULATION) by `batch` and `micro_batch`.
-    Returns all options, {option: value}. `chosen`: the options that the user gave, {option: value}. `spelled`: {option:
-    its name as the user typed it}. `say` gets a sentence if the batch was computed. Raises InputError if the given
-    options do not determine the batch, or contradict each other."""
+    """Returns the options `chosen`, {option: value}, with `batch` and `micro_batch` in place of PER_DEVICE, AT_ONCE and
+    ACCUMULATION. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed. Raises
+    InputError if these options do not determine the batch, or contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}
     per_device, at_once, count = (chosen.pop(name, None) for name in (PER_DEVICE, AT_ONCE, ACCUMULATION))

@@ -1,15 +1,12 @@
-"""Saves and loads the state of training, so that nothing is lost and a resumed training run goes on bit for bit.
+"""Saves and loads checkpoints, from which a training run goes on bit for bit.
 
     checkpoints/step-00000123/
       block-0-matrices.safetensors   a block's matrices as flat tensors: `working`, `m`, ...; vectors have other files
-      state.json                     step, updates, loss scale, settings that must stay the same, ... (saver.py)
+      state.json                     step, updates, loss scale, settings that must stay the same, ...
       metrics.jsonl                  a row per step until then, without times and memory
       manifest.json                  size and hash of each file; written last
 
-No random state or data position is saved. Dropout masks depend on (seed, step, micro-batch, layer), batches on (seed,
-step), and the learning rate on the number of updates. A checkpoint gets its final name when every byte is on the disk:
-
-    write .tmp-step-00000123/, fsync every file, then the folder  ->  rename  ->  fsync the parent  ->  remove old ones
+No random state or data position is saved: dropout masks, batches and learning rates depend on the seed and counters.
 """
 
 import errno
@@ -43,8 +40,8 @@ _ADVICE |= {errno.EFBIG: "Raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args` has two texts. The first is a sentence with the step and the
-    system's error, and says if there are earlier checkpoints. The second begins a sentence with advice to the user."""
+    """Says that a checkpoint could not be written. `args`: a sentence with the reason, and the beginning of a sentence
+    of advice."""
 
     def __str__(self) -> str:
         reason, advice = self.args
@@ -55,16 +52,11 @@ def save_checkpoint(
     folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None,
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
-    """Saves a checkpoint as folder/checkpoints/step-..., and returns that path. The checkpoint has the weights and
-    optimizer states in `store`, and `state` as JSON ("step": number of steps done). `metrics()` returns the content of
-    the checkpoint's metrics.jsonl. If `metrics` is None, the checkpoint has no such file.
-
-    Call TrainingStep.flush before, which does pending optimizer updates; otherwise raises RuntimeError. All ranks must
-    call this; rank 0 writes. Keeps the newest `keep_last` checkpoints and the checkpoint of step `best`, if given, and
-    removes older ones. Also removes checkpoints of later steps, which exist if training was resumed from an earlier
-    step. Raises NotSaved, with earlier checkpoints intact, if the disk or a quota is full or the folder cannot be
-    written.
-    """
+    """Saves `store` (weights and optimizer states) and `state` as folder/checkpoints/step-..., and returns that path.
+    All ranks must call this. `metrics()` returns the text of metrics.jsonl; None means no such file. Keeps the newest
+    `keep_last` checkpoints and that of step `best`; removes older ones and those of later steps. Raises RuntimeError if
+    updates are pending: call TrainingStep.flush before. Raises NotSaved, with earlier checkpoints intact, if the files
+    cannot be written."""
     if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
@@ -92,6 +84,7 @@ def _save(
         flush_path(temporary)
         if final.exists():  # a rename cannot replace a folder; after a kill in between, `sweep` restores the old one
             os.rename(final, root / (ASIDE + final.name))
+        # A checkpoint gets its final name when every byte is on the disk.
         os.rename(temporary, final)
         flush_path(root)
         flush_path(folder)
@@ -104,6 +97,7 @@ def _save(
         raise NotSaved(reason + "; earlier checkpoints are still there" * bool(there), advice) from error
     with suppress(OSError):  # the new checkpoint is safe; the next save tries again to remove old ones
         older = [path for path in there if step_of(path) < state["step"]]
+        # Later steps exist if training was resumed from an earlier one.
         newer = [path for path in there if step_of(path) > state["step"]]
         for path in [*newer, *(path for path in older[keep_last - 1 :] if step_of(path) != best)]:
             os.rename(path, root / (TEMPORARY + path.name))  # half removed, it must not look like a checkpoint
@@ -120,9 +114,8 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
-    """Returns {name: (tensor, entries)} for `part`: its weights ("working") and its optimizer states. A part is all
-    matrices, or all vectors, of a block or another unit, as flat tensors. `tensor`: the shard that this rank stores.
-    `entries`: the number of entries in the shards of all ranks together."""
+    """Returns {name: (this rank's shard, entries in all ranks' shards)}: weights ("working") and optimizer states of
+    `part` (all matrices, or all vectors, of a unit such as a block)."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -133,10 +126,9 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the header of the .safetensors file for `part`, all matrices or all vectors of a block. These are the
-    file's bytes before the tensors. The header's metadata have the place of each parameter in the flat tensors,
-    {parameter: [start, *shape]}."""
+    """Returns the bytes before the tensors in the .safetensors file of `part`."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
+    # In part.places: the place of each parameter in the flat tensors, {parameter: [start, *shape]}.
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
 
 
@@ -151,8 +143,8 @@ def _file_content(part: Part) -> Iterator[bytes | memoryview]:
 
 
 def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
-    """Returns the path and the content of state.json of the newest checkpoint whose state.json is not damaged. Returns
-    None if there is no such checkpoint. `checkpoints`: paths, newest first."""
+    """Returns path and state.json of the newest checkpoint whose state.json is undamaged, or None. `checkpoints`:
+    newest first."""
     for checkpoint in checkpoints:
         with suppress(Damaged):  # load_newest reports it
             return checkpoint, _read_state(Manifest(checkpoint))
@@ -162,11 +154,10 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the newest undamaged checkpoint into `store`, the weights and optimizer states. Returns its path and the
-    content of its state.json, or None if `checkpoints` is empty. `checkpoints`: paths, newest first. `identity`: the
-    settings, data and model of this training run, which the checkpoint must have, too (identity.py). `say` gets a
-    sentence about each damaged checkpoint. If all are damaged and `required` is True, raises Damaged. If all are
-    damaged and `required` is False, renames the checkpoints, fills `store` with zeros, and returns None."""
+    """Loads the newest undamaged checkpoint into `store`, and returns its path and state.json; None without
+    checkpoints. `checkpoints`: newest first. `identity`: settings, data and model of this run, which the checkpoint
+    must have, too. `say` gets a sentence about each damaged one. If all are damaged: raises Damaged if `required`, else
+    renames them, fills `store` with zeros, and returns None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -184,15 +175,10 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Loads the weights and optimizer states of a checkpoint into `store`, and reads each file once. Returns the
-    content of state.json, with the text of metrics.jsonl (or None) under "metrics". Each rank reads all files and keeps
-    the shards that it stores.
-
-    Raises InputError, before `store` is changed, if a training run with this `identity` (settings, data and model)
-    cannot go on from the checkpoint. Also raises InputError for a missing file or tensor, and for a file or tensor of
-    another model, optimizer or precision. Raises Damaged if bytes have changed since they were written; `store` may
-    then be partly overwritten.
-    """
+    """Loads a checkpoint into `store`, and returns the content of state.json, with the text of metrics.jsonl (or None)
+    under "metrics". Before `store` is changed, raises InputError for another run's or model's checkpoint, and for
+    missing files. Raises Damaged if bytes have changed since they were written; `store` may then be partly
+    overwritten."""
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)
@@ -222,7 +208,7 @@ def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Reads the whole checkpoint. Raises Damaged if a byte has changed since it was written."""
+    """Reads the whole checkpoint, and raises Damaged if a byte has changed since it was written."""
     manifest = Manifest(checkpoint)
     for name in manifest.entries:
         manifest.verify(name)
@@ -240,8 +226,6 @@ def _read_state(manifest: Manifest) -> dict:
 
 
 def _compare_headers(manifest: Manifest, name: str, part: Part) -> None:
-    """Raises InputError, which names the difference, unless the file `name` of the checkpoint has the header that is
-    expected for `part`. Raises Damaged if the file is damaged. `manifest`: the manifest of the checkpoint."""
     path, header = manifest.folder / name, _header(part)
     try:
         with open(path, "rb") as file:

@@ -1,8 +1,6 @@
 """Turns a command line into Settings, or refuses it with one sentence.
 
-Values come from three layers: the script's own Settings (changed by ``--demo``), the file of ``--config``, the typed
-options. A later layer overrides an earlier one. Nothing is written, and only the ``--config`` file is read. Options
-cannot be abbreviated. ``lowmem plan`` has the same options and three more: --json, --gpus and --machines.
+Typed options override the file of --config, which overrides the script's own Settings. Options cannot be abbreviated.
 """
 
 import argparse
@@ -41,7 +39,7 @@ _REPLACED = {  # {option: options of lower layers that it replaces, because they
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses options like ArgumentParser, but raises InputError instead of printing the usage and exiting."""
+    """Parses options like ArgumentParser, but raises InputError instead of exiting."""
 
     def error(self, message: str):
         message = message.removeprefix("argument ").replace(": expected one argument", " needs a value")
@@ -49,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class Help(argparse.HelpFormatter):
-    """Formats help as wide as the terminal, up to a readable width. Does not split names such as python-stdlib."""
+    """Formats help as wide as the terminal, without splitting names at hyphens."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns, 110) - 2)
@@ -62,9 +60,8 @@ class Help(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). Stores no flag that is
-    switched off. If an option is repeated, the later value replaces the earlier one. For a field that takes several
-    values (SEVERAL), the later value is added. Raises InputError if two names of one option have different values."""
+    """Stores each typed option as namespace.typed[field of Settings] = (name as typed, value). Raises InputError if two
+    names of one option have different values."""
 
     def __call__(self, parser, namespace, typed, spelling=None):
         field, parse = NAMES[_dashed(spelling)]
@@ -84,19 +81,17 @@ class _Record(argparse.Action):
 
 
 def parse_arguments(argv: list[str], defaults: Settings) -> Settings:
-    """Returns a program's settings: its `defaults`, overridden by the file that --config names, and then by the command
-    line `argv` (without the program's name). Raises InputError for unknown options and bad values. ``--help`` exits
-    with 0."""
+    """Returns `defaults`, overridden by the file of --config, and then by the command line `argv` (without the
+    program's name). Raises InputError for unknown options and bad values. ``--help`` exits with 0."""
     prog = Path(sys.argv[0]).name
     usage = "lowmem train [options]" if prog == "lowmem" else f"python {prog} [options]"
     return _settings(_chosen(_build_parser(defaults, TRAIN | {"usage": usage}), argv)[0], defaults)
 
 
 def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argparse.Namespace]:
-    """Returns the Settings for the command line `argv` of `lowmem plan`, and a namespace. The namespace has the options
-    `json`, `gpus` and `machines`, which only this command has, and `write` (True if --out was given). `program`:
-    ArgumentParser's arguments, such as the description. Raises InputError if there is neither --model nor --demo. With
-    --gpu, the default cap of GPU memory is all of the card's memory."""
+    """Returns the Settings for the command line `argv` of `lowmem plan`, and a namespace with `json`, `gpus`,
+    `machines` and `write` (True if --out was given). `program`: ArgumentParser's arguments, such as the description.
+    Raises InputError if there is neither --model nor --demo."""
     defaults = Settings(init="random", plan_only=True)
     parser = _build_parser(defaults, program)
     parser.add_argument("--json", action="store_true", help="print only the content of plan.json")
@@ -106,14 +101,15 @@ def parse_plan(argv: list[str], program: dict[str, str]) -> tuple[Settings, argp
     if "model" not in chosen and not chosen.get("demo"):
         raise InputError("--model is needed: a name on the Hugging Face hub, a folder or a config.json.")
     options.write = "out" in chosen
+    # For a named card, the default cap is all of its memory.
     if chosen.get("gpu") is not None:
         chosen = {"gpu_limit_bytes": None} | chosen
     return _settings(chosen | {"plan_only": True}, defaults), options
 
 
 def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, object], argparse.Namespace]:
-    """Returns {field of Settings: value} for the options in the command line `argv` and in the file that its --config
-    names. Also returns a namespace with the options that are no fields of Settings."""
+    """Returns {field of Settings: value} for the options in `argv` and in its --config file, and a namespace with all
+    other options."""
     for word in argv:
         if word.startswith("-") and word.endswith("=--"):  # argparse of Python 3.11 makes an empty list of this value
             raise InputError(f"{word[:-3]} needs a value.")
@@ -140,8 +136,6 @@ def _settings(chosen: dict[str, object], defaults: Settings) -> Settings:
 
 
 def _over(lower: dict[str, object], upper: dict[str, object]) -> dict[str, object]:
-    """Merges two dicts of options, {field: value}. A value in `upper` replaces the one in `lower`. An option with a
-    value in `upper` also removes options of `lower` that set the same thing (_REPLACED): `steps` removes `epochs`."""
     replaced = {name for field, value in upper.items() if value is not None for name in _REPLACED.get(field, ())}
     return {field: value for field, value in lower.items() if field not in replaced} | upper
 
@@ -164,9 +158,8 @@ def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.Argum
 
 
 def _read_config(path: str) -> dict[str, tuple[str, object]]:
-    """Reads a settings file into {field of Settings: (key, value)}: YAML if its name ends in .yaml or .yml, else JSON.
-    Keys are names of fields or options, and sizes may be text. Unquoted values of YAML, except null, stay text. Raises
-    one InputError for all keys and values that cannot be used."""
+    """Returns {field of Settings: (key, value)} of a YAML (.yaml, .yml) or JSON file. Raises one InputError for all its
+    problems."""
     yaml = path.lower().endswith((".yaml", ".yml"))
     try:
         content = (parse_yaml if yaml else parse_json)(read_text(Path(path)), path)
@@ -193,16 +186,13 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
 
 
 def _listed(of: str, problems: list[str]) -> str:
-    """Returns a text about `problems`: a single one unchanged, several as a list with a heading. `of`: the name of the
-    whole in the heading, such as "the options" in "2 of the options cannot be used"."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join((f"{len(problems)} of {of} cannot be used:", *problems))
 
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
-    """Returns the field of Settings that `key` in a settings file names, and `value` as Settings stores it. The value
-    is NOTHING for a flag that is switched off. Raises InputError for an unknown key or a bad value."""
+    """Returns the field of Settings that `key` names, and the parsed value: NOTHING for a flag switched off."""
     if _dashed(key) == "config":
         raise InputError(f"{key}: a settings file cannot name another one.")
     if _dashed(key) not in NAMES:
@@ -226,7 +216,6 @@ def _read_item(key: str, value: object) -> tuple[str, object]:
 
 
 def _explain_unknown(name: str) -> str:
-    """Returns one sentence about an unknown option, with an alternative to it or the nearest name."""
     if _dashed(name) in REFUSED:
         return f"{name} is not an option here: {REFUSED[_dashed(name)]}."
     near = get_close_matches(_dashed(name), [*NAMES, "config", *REFUSED], n=1, cutoff=0.62)
@@ -244,8 +233,7 @@ def _dashed(spelling: str) -> str:
 
 
 def _keywords(name: str) -> dict[str, object]:
-    """Returns the keyword arguments of add_argument for the option `name`. An option that is on or off needs no value:
-    `--name` alone means "on"."""
+    # An option that is on or off needs no value: `--name` alone means "on".
     alone = {"nargs": "?", "const": "on"} if name in FLAGS or NAMES[name][1] is switch else {}
     return {"action": _Record, "dest": "typed", "default": argparse.SUPPRESS, **alone}
 

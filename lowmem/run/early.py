@@ -1,9 +1,5 @@
-"""Refuses bad settings before PyTorch and transformers are imported, which takes seconds.
-
-The checks are about paths, folders of models, names of cards and the machine. Each check calls the module that uses the
-path, table or folder later, so the refusal is the same. No network is used. Nothing is written except a converted GGUF
-file.
-"""
+"""Refuses bad settings before PyTorch and transformers are imported, which takes seconds. Uses no network, and writes
+nothing except a converted GGUF file."""
 
 import errno
 import os
@@ -28,9 +24,8 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings of a training run before slow imports. Returns the settings, with the run's output folder in
-    `out`, and with the model that will be read in `model` (`with_recognized_model`). `say` gets a sentence about each
-    change. Raises InputError if training with these settings cannot work."""
+    """Returns the settings of a run, with its output folder in `out` and the model that will be read in `model`. `say`
+    gets a sentence about each change. Raises InputError if training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -60,9 +55,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Checks the settings on which a plan (predicted memory and time) depends: the machine, the card and the model.
-    Returns the settings, with the model that will be read in `model` (`with_recognized_model`). `say` gets a sentence
-    about this change. Raises InputError if the machine, the card or the model cannot be used."""
+    """Returns the settings, with the model that will be read in `model` (`with_recognized_model`). Raises InputError if
+    the machine, the card or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -75,10 +69,9 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` replaced by the model that will be read. For a run folder, this is the model that
-    the run has exported. For a GGUF file, this is a folder with the converted model, which is made if it does not
-    exist. With `plan_only`, a GGUF file is not replaced. `say` gets a sentence about the change. Raises InputError if
-    there is no such model, or if it cannot be trained."""
+    """Returns `settings` with the model that will be read in `model`: the export of a run folder, or the folder of a
+    converted GGUF file. With `plan_only`, a GGUF file is not converted. `say` gets a sentence about the change. Raises
+    InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if remark is not None:
@@ -89,9 +82,8 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """Raises InputError if training cannot write into the folder of --out or of --states-folder. Does nothing if the
-    settings ask only for a plan, because the folders may be on another machine."""
-    if settings.plan_only:
+    """Raises InputError if training cannot write into the folder of --out or of --states-folder."""
+    if settings.plan_only:  # the folders may be on another machine
         return
     if (reason := why_not_writable(Path(settings.out))) is not None:
         raise not_writable(settings.out, reason)
@@ -109,8 +101,7 @@ def _paths_refused_in_a_sentence() -> Iterator[None]:
 
 @contextmanager
 def packages_needed() -> Iterator[None]:
-    """Turns an ImportError in the `with` block into an InputError that names the missing or broken package. An error
-    about lowmem's own modules is raised unchanged."""
+    """Turns an ImportError of another package in the `with` block into an InputError that names the package."""
     try:
         yield
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""Ends a training run: export, report, pictures, summary. If one of these parts fails, prints a sentence and does the
-other parts. At the end, raises an error that says where the weights are."""
+"""Ends a training run: export, report, pictures, summary. If one of these parts fails, does the others."""
 
 import importlib.util
 import json
@@ -33,18 +32,15 @@ from lowmem.units import counted
 
 
 class Ending:
-    """Exports the model and writes report, pictures and summary after the last step. `failed`: sentences on
-    failures."""
-
     def __init__(self, session: Session):
-        self.failed: list[str] = []
+        self.failed: list[str] = []  # sentences on failures
         self._exported = False  # True as soon as the weights are in model/
         self._all_ranks_here = session.ranks.count > 1  # True in code that all ranks execute, if there are several
         self._session = session
 
     def was_finished(self) -> bool:
-        """Returns True if this training run is finished already: its steps and export were done with the same settings.
-        In this case, also logs how to train longer."""
+        """Returns True if the steps and the export were done already, with the same settings. If so, logs how to train
+        longer."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
@@ -65,15 +61,14 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Runs the `with` block as one part of the end of training, called `name`. Catches an error in the block, logs
-        it, and adds it to `failed`, so that later parts are still done. Does not catch CapExceeded, Stopped and the
-        exceptions in NO_ERRORS, such as KeyboardInterrupt. If all ranks execute the block, catches only errors that all
-        ranks raise together. After an error of a single rank, the other ranks would wait for it."""
+        """Runs the `with` block as the part `name` of the end, and notes an error in it instead of raising it. Raises
+        CapExceeded, Stopped and the exceptions in NO_ERRORS, such as KeyboardInterrupt."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
             raise
         except BaseException as error:
+            # After an error of a single rank, the others would wait for this one.
             if self._all_ranks_here and not hasattr(error, "said_by"):
                 raise
             expected = isinstance(error, LowmemError)
@@ -81,8 +76,8 @@ class Ending:
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
     def finish(self, done: int) -> None:
-        """Writes model/, report.json, report.html and the pictures into the folder of the training run, and logs a
-        summary. `done`: number of steps done. Raises LowmemError if a part of the end failed."""
+        """Exports the model after `done` steps, writes report and pictures, and logs a summary. Raises LowmemError,
+        which says where the weights are, if a part of the end failed."""
         session = self._session
         session.log.end_bar()
         exported = self._take_best(done)
@@ -117,10 +112,8 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported. Without --keep-best, this is `done`, the last step. With
-        --keep-best, loads the checkpoint with the lowest held-out loss, and returns its step. Returns `done` if that
-        checkpoint is damaged or missing. If loading it fails halfway, loads the checkpoint of `done` instead, and
-        returns None if that fails, too: the weights are then incomplete."""
+        """Returns the step whose weights are exported: the best one with --keep-best, whose checkpoint is loaded, else
+        `done`. Returns None if the weights are incomplete, because loading has failed halfway."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done
@@ -188,8 +181,6 @@ class Ending:
         return {"summary": summary(report, session.log.rows, asdict(session.settings))} | report
 
     def _draw(self, plan: dict) -> list[Path]:
-        """Draws loss.png and memory.png, and returns the paths of those that could be drawn. `plan`: content of
-        plan.json. A missing matplotlib does not count as a failure."""
         session, folder = self._session, self._session.folder
         peaks, phases = session.budget.peaks(), session.budget.ram_phases
         loss, memory = folder / "loss.png", folder / "memory.png"
@@ -197,6 +188,7 @@ class Ending:
             loss: draw(loss, draw_loss, session.log.rows, loss, session.eval_first),
             memory: draw(memory, draw_memory, plan, peaks, memory, session.model.plan.timeline, phases),
         }
+        # A missing matplotlib is no failure.
         say = self._note if importlib.util.find_spec("matplotlib") else session.log.say
         for problem in filter(None, problems.values()):
             say(problem)
@@ -216,12 +208,10 @@ class Ending:
         log.say(f"trained{trained}" if self.failed else f"done{trained}; see {folder}/report.html and {folder}/model")
 
     def _note(self, sentence: str, details: str = "") -> None:
-        """Logs a sentence about a failure, and adds it to `failed`. `details`: further lines that only log.txt gets."""
         self.failed.append(sentence)
         self._session.log.say(f"warning: {sentence}", f"warning: {sentence}\n{details}".rstrip())
 
     def _check(self) -> None:
-        """Raises LowmemError if a part of the end failed. The message says where the weights of the last step are."""
         if not self.failed:
             return
         folder, rows = self._session.folder, self._session.log.rows

@@ -1,9 +1,4 @@
-"""Keeps environment variables that other packages read from ending training with a traceback.
-
-PYTHONWARNINGS=error turns any warning into an error; it is overridden. A value that a package cannot read
-(TQDM_NCOLS=wide) makes the package's import fail; an InputError then names the variable. plots.py handles MPLBACKEND,
-and lowmem/device.py handles CUDA's variables.
-"""
+"""Keeps environment variables that other packages read from ending training with a traceback."""
 
 import getpass
 import logging
@@ -27,9 +22,8 @@ _FALSE_ALARMS = {  # {logger: the beginning of a message that is not true here}
 
 @contextmanager
 def warnings_end_nothing() -> Iterator[None]:
-    """Makes sure that no warning in the `with` block is raised as an error. If a filter turns warnings into errors,
-    Python's default filters apply in the block instead. Also drops misleading log messages (_FALSE_ALARMS), even after
-    the block."""
+    """Keeps warnings in the `with` block from being raised as errors, as PYTHONWARNINGS=error asks. Also drops
+    misleading log messages (_FALSE_ALARMS), even after the block."""
     for name in _FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)  # adding it again changes nothing
     with warnings.catch_warnings():
@@ -46,9 +40,9 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def variables_blamed() -> Iterator[None]:
-    """Turns an error that a package raises while it is imported in the `with` block into an InputError. The message
-    names the environment variables whose values the error quotes. ImportErrors, InputErrors and errors of lowmem itself
-    are raised unchanged. Raises InputError for PYTHONOPTIMIZE=2. Sets USER if the system has no name for the user."""
+    """Turns an error that a package raises on import in the `with` block into an InputError. The message names the
+    environment variables whose values the error quotes. ImportErrors, InputErrors and errors of lowmem itself are
+    raised unchanged. Raises InputError for PYTHONOPTIMIZE=2."""
     try:  # in a container, a user may have a number and no name; PyTorch before 2.13 asks for the name on import
         getpass.getuser()
     except (KeyError, OSError):
@@ -76,9 +70,9 @@ def variables_blamed() -> Iterator[None]:
 
 
 def limit_waiting_of_threads() -> None:
-    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. Does nothing if the
-    user has set that variable or OMP_WAIT_POLICY. Also does nothing if PyTorch is already imported: OpenMP reads the
-    variable only once. The values come from `python -m experiments.bench.threads`."""
+    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy, unless the user has
+    set it or OMP_WAIT_POLICY."""
+    # OpenMP reads the variable only once, when PyTorch is imported.
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return
     samples = []
@@ -86,13 +80,13 @@ def limit_waiting_of_threads() -> None:
         samples.append(_other_running_threads())
         time.sleep(0.004)
     # On a busy machine a waiting thread must sleep at once: it holds the processor that the other thread needs.
+    # The values are from `python -m experiments.bench.threads`.
     os.environ["GOMP_SPINCOUNT"] = "0" if sum(samples) / len(samples) > 0.5 else "10000"
 
 
 def _other_running_threads() -> int:
-    """Returns the number of other threads on the machine that run or could run now; 0 if the system does not say it."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("procs_running")) - 1
-    except (OSError, StopIteration):
+    except (OSError, StopIteration):  # the system does not say it
         return 0

@@ -23,9 +23,8 @@ SAMPLE_TOKENS = 64
 
 
 def evaluated(session: Session) -> dict:
-    """Evaluates the model on the held-out texts. Returns values for a row of metrics.jsonl: `eval_loss`, in nats per
-    token, and with several texts also `eval_losses`, {name of the text: loss}. Returns an empty dict if nothing is held
-    out."""
+    """Returns the held-out losses for a row of metrics.jsonl: `eval_loss`, in nats per token, and with several texts
+    also `eval_losses`, {name of the text: loss}. Returns {} if nothing is held out."""
     limit = session.settings.eval_batches
     with session.budget.phase("evaluate"):
         sums = {text.parts[0].name: summed_loss(session.step, text, limit) for text in session.data.evaluations}
@@ -39,24 +38,24 @@ def evaluated(session: Session) -> dict:
 
 
 def due(session: Session, done: int) -> bool:
-    """Returns True if the run of `session` must evaluate the held-out loss after step `done`, counted from 1."""
+    """Returns True if the held-out loss must be evaluated after step `done`, counted from 1."""
     every = session.settings.eval_every or session.steps
     return bool(session.data.evaluations) and (done == session.steps or done % every == 0)
 
 
 def is_missing(session: Session) -> bool:
-    """Returns True if the held-out loss must be evaluated before training begins or goes on. A new training run needs
-    this evaluation. A resumed run needs it if a signal or an error prevented the evaluation after its newest step."""
+    """Returns True if the held-out loss must be evaluated before training begins or goes on."""
     done = session.model.done
     if done == 0 or not session.resumed:
         return not session.resumed
+    # In a resumed run, a signal or an error may have prevented the evaluation after its newest step.
     rows = session.log.rows
     return bool(rows) and rows[-1]["step"] == done and "eval_loss" not in rows[-1] and due(session, done)
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
-    """Evaluates the held-out losses after step `done`, and returns the result of `evaluated`. Returns an empty dict if
-    a second signal, counted by `stop`, interrupts the evaluation. The last evaluation cannot be interrupted."""
+    """Returns the result of `evaluated` after step `done`, or {} if a second signal interrupts the evaluation. The last
+    evaluation cannot be interrupted."""
     if done == session.steps:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -69,14 +68,14 @@ def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
 
 
 def out_of_patience(session: Session) -> bool:
-    """Returns True if training should end because the held-out loss has not fallen for --patience evaluations."""
+    """Returns True if the held-out loss has not fallen for --patience evaluations."""
     patience = session.settings.patience
     return patience is not None and best_evaluation(session.log.rows, session.eval_first).since >= patience
 
 
 def best_kept(session: Session, done: int) -> Best:
-    """Returns the evaluation with the lowest held-out loss among steps whose weights still exist: `done`, the last
-    step, and the steps with a checkpoint. If none of these was evaluated, returns step 0 with the loss NaN."""
+    """Returns the evaluation with the lowest held-out loss among step `done` and steps whose checkpoints exist; step 0
+    with NaN if none was evaluated."""
 
     def find() -> Best:
         kept = {done, *(step for step in session.saved if os.path.exists(checkpoint_of(session.folder, step)))}
@@ -86,8 +85,8 @@ def best_kept(session: Session, done: int) -> Best:
 
 
 def take_samples(session: Session, done: int, last: bool = False) -> None:
-    """Logs the model's continuation of each --sample-prompt after `done` steps. `last`: True if training has ended;
-    then the log also shows the first sample of each prompt again."""
+    """Logs the model's continuation of each --sample-prompt after `done` steps. `last`: True to show the first sample
+    of each prompt again."""
     prompts = each(session.settings.sample_prompt)
     if not prompts:
         return
@@ -109,11 +108,10 @@ def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
     alone: bool = True,
 ) -> str:  # fmt: skip
-    """Returns "sample: " and a text, or "no sample: " and the reason. The text is the model's continuation of `prompt`,
-    at most SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True if the model is to answer `prompt`
-    as a question. `temperature`: 0 takes the likeliest token; otherwise tokens are drawn from `seed`. torch's random
-    generators keep their states. `alone`: False if other ranks wait for this one. Then a RuntimeError, such as
-    torch.OutOfMemoryError, is raised instead of returned as the reason."""
+    """Returns "sample: " and a text, or "no sample: " and the reason. The text continues `prompt` by at most
+    SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask `prompt` as a question.
+    `temperature`: 0 for the likeliest tokens. torch's random generators keep their states. `alone`: False to raise a
+    RuntimeError, because other ranks wait."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:
@@ -161,7 +159,6 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the sum of the losses (in nats) of all tokens with a label, and the number of these tokens. Evaluates the
-    first `limit` of `batches`, or all batches if there are fewer."""
+    """Returns the summed loss in nats, and the number, of all tokens with a label in the first `limit` batches."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

@@ -1,9 +1,7 @@
-"""Computes the numbers that describe a training run, such as losses, memory, report.json and a ten-line summary.
+"""Computes the numbers that describe a training run, from the files in its output folder.
 
-All are computed from the files in the run's output folder. `rows` are the rows of metrics.jsonl, one per step. `plan`,
-`settings` and `report` are the content of plan.json, settings.json and report.json. `eval_first` is the held-out loss
-before the first step, or None. `exported_step` is the step whose weights are in model/; None stands for the last step.
-Imports no packages, so that `python -m lowmem report` starts at once.
+`rows` are the rows of metrics.jsonl. `plan`, `settings` and `report` are the content of plan.json, settings.json and
+report.json. Imports no packages, so that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -19,36 +17,33 @@ MEDIAN_OVER = 25  # steps in the median of a smoothed loss; only runs of four ti
 
 @dataclass(frozen=True)
 class Best:
-    """Holds the evaluation with the lowest held-out loss. `step`: the step after which it was made, 0 for before
-    training. `loss`: in nats per token. `since`: the number of later evaluations."""
+    """Holds the evaluation with the lowest held-out loss."""
 
-    step: int
-    loss: float
-    since: int
+    step: int  # 0 for before training
+    loss: float  # in nats per token
+    since: int  # number of later evaluations
 
     def __str__(self) -> str:
         return f"{self.loss:.4f} after step {self.step}"
 
 
 def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, float]]:
-    """Returns a list of (step, held-out loss), one for each evaluation. `rows`: rows of metrics.jsonl. `eval_first`:
-    the held-out loss at step 0; None if there was no such evaluation."""
+    """Returns [(step, held-out loss)] from rows of metrics.jsonl. `eval_first`: the loss at step 0, or None."""
     before = [] if eval_first is None else [(0, eval_first)]
     return before + [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the evaluation with the lowest held-out loss, the earliest if several are equal. Without any evaluation,
-    returns step 0 with the loss NaN. `rows`: rows of metrics.jsonl. `eval_first`: held-out loss at step 0, or None."""
+    """Returns the earliest evaluation with the lowest held-out loss; step 0 with NaN without any. `eval_first`: the
+    loss at step 0, or None."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
-    """Returns the training and held-out losses for the key `loss` in report.json, by name, None for unknown ones.
-    `rows`: rows of metrics.jsonl. `exported_step`: the step whose weights are exported, None for the last. `diverged`
-    is True if the exported weights' held-out loss is NaN or higher than `eval_first`, the loss before training."""
+    """Returns the content of "loss" in report.json, None for unknown losses. `exported_step`: None for the last.
+    `diverged`: True if the exported weights' held-out loss is NaN or above `eval_first`, the loss before training."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -70,11 +65,10 @@ def build_report(
     plan: dict, rows: list[dict], peaks: dict, device: str, versions: dict[str, str], sequences_per_step: int,
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
-    """Returns the content of report.json, without the summary. The report's seconds per step are the median over all
-    steps except the first, which warms up. `rows`: rows of metrics.jsonl. `peaks`: {name: peak of memory in bytes, or
-    None}. `sequences_per_step`: --batch."""
+    """Returns the content of report.json, without the summary. `peaks`: {name: peak of memory in bytes, or None}.
+    `sequences_per_step`: --batch. `eval_first`, `exported_step`: as in `losses`."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
-    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None
+    seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None  # the first step warms up
     # An earlier process of this run may have had the higher peak.
     highest = {name: max(size or 0, *(row.get(name) or 0 for row in rows), 0) or None for name, size in peaks.items()}
     speed = sequences_per_step / seconds if seconds else None
@@ -89,15 +83,14 @@ def build_report(
 
 
 def is_report_of(report: dict, rows: list[dict]) -> bool:
-    """Returns True if `report` (report.json) was made from `rows` (metrics.jsonl), and not by an earlier run."""
+    """Returns True if `report` (report.json) was made from `rows` (metrics.jsonl), not by an earlier run."""
     loss = report.get("loss")
     last = loss.get("last") if isinstance(loss, dict) else None
     return bool(rows) and (report.get("steps"), last) == (len(rows), rows[-1]["loss"])
 
 
 def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
-    """Returns a summary of a training run for people: ten lines, {name: text}. `report`: content of report.json.
-    `rows`: rows of metrics.jsonl."""
+    """Returns a summary of a training run for people: ten lines, {name: text}."""
     plan, choice = report["plan"], report["plan"].get("choice", {})
     tokens, timed = sum(row["tokens"] for row in rows), [row for row in rows if row["step_ms"] is not None]
     seconds = sum(row["step_ms"] for row in timed) / 1000
@@ -125,8 +118,7 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole training run. If `settings` (settings.json) have no `steps`, estimates
-    the number from the epochs and the newest of `rows` (metrics.jsonl). Returns 0 if there are no rows either."""
+    """Returns the number of steps of the whole run, estimated if `settings` have only epochs; 0 if unknown."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -134,8 +126,8 @@ def total_steps(settings: dict, rows: list[dict]) -> int:
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:
-    """Returns {step: median loss of the MEDIAN_OVER steps around it}. Skips losses that are not finite. Returns {} for
-    a run with fewer than 4 * MEDIAN_OVER finite losses. `rows`: rows of metrics.jsonl, one per step."""
+    """Returns {step: median loss of the MEDIAN_OVER steps around it}, without losses that are not finite; {} for a
+    short run."""
     finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     if len(finite) < 4 * MEDIAN_OVER:
         return {}
@@ -144,15 +136,14 @@ def smoothed(rows: list[dict]) -> dict[int, float]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Returns {path: its last part}, as labels. If two last parts are equal, returns {path: path} for all."""
+    """Returns {path: its last part}, as labels. If two last parts are equal, returns {path: path}."""
     short = {path: Path(path).name or Path(path).resolve().name or path for path in paths}  # "." has no name
     return short if len(set(short.values())) == len(short) else {path: path for path in short}
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns a list with one tuple for each kind of memory: ("GPU" or "RAM", {part of the memory: predicted bytes},
-    measured peak in bytes or None, cap in bytes or None). Without a GPU, the list has only the tuple for RAM. `plan`:
-    content of plan.json. `measured`: {name in report.json: peak in bytes}; None before training."""
+    """Returns (kind, {part of the memory: predicted bytes}, measured peak or None, cap or None), in bytes, for "GPU",
+    if used, and "RAM". `measured`: {name in report.json: bytes}, None before training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -1,4 +1,4 @@
-"""Manages the output folder of a training run: its lock, the room on its disk, and its checkpoints (checkpoint.py)."""
+"""Manages the output folder of a training run: its lock, the room on its disk, and its checkpoints."""
 
 import itertools
 import os
@@ -22,9 +22,8 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Creates the run folder `folder`, and keeps other training runs out of it. The lock ends with the `with` block or
-    the process. If the block writes nothing, removes the folders that were created. Raises InputError if another
-    training run has locked the folder, or if it cannot be written."""
+    """Creates the run folder `folder`, and locks it during the `with` block. If the block writes nothing, removes the
+    folders that were created. Raises InputError if another run has locked the folder, or if it cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -48,10 +47,8 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_folder: str | None = None) -> None:
-    """Raises PlanError if a disk has too little room. Checkpoints and the exported model need room on the disk of the
-    run folder `folder`. If `disk` has "states", optimizer states need room on the disk of `states_folder`. `disk`:
-    {name: bytes that training writes} (Plan.disk). `saves`: number of checkpoints that will be written, None if
-    unknown. Checkpoints and models of an earlier run count as free room, because they are replaced."""
+    """Raises PlanError if a disk has too little room for checkpoints, model or optimizer states. `disk`: {name: bytes
+    that training writes} (Plan.disk). `saves`: number of checkpoints that will be written, None if unknown."""
     each = disk["one_being_written"]
     checkpoints = min(disk["checkpoints"] // each + 1, 2 if saves is None else max(saves, 1))
     places = {"checkpoints": checkpoints * each, "model": disk["export"] + disk["beside_exported_weights"]}
@@ -66,6 +63,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
         half_made = place.parent.glob(f".{place.name}.*")  # by an export that was killed
         written = itertools.chain(place.rglob("*"), *(path.rglob("*") for path in half_made))
         free.setdefault(device, shutil.disk_usage(there).free)
+        # Files of an earlier run count as free room, because they are replaced.
         free[device] += sum(path.stat().st_size for path in written if path.is_file())
         needed[device] = needed.get(device, MARGIN_BYTES) + size_bytes
         said[device] = folder, files, f"another --out{fewer}"
@@ -88,7 +86,7 @@ def check_disk(folder: Path, disk: dict[str, int], saves: int | None, states_fol
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """Returns the path of the checkpoint of `step`, whether it exists or not."""
+    """Returns the path of the checkpoint of `step`, which need not exist."""
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
@@ -103,9 +101,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes the unfinished files that a killed save has left in `root`, the folder of checkpoints. A save that
-    replaces a checkpoint first renames the old one. If the new checkpoint is not complete, gives the old one its name
-    back."""
+    """Removes what a killed save has left in `root`, the folder of checkpoints. Restores a checkpoint that the save has
+    moved aside."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
@@ -114,18 +111,17 @@ def sweep(root: Path) -> None:
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints to resume from, the preferred one first. An empty list means that training starts at step
-    0. `resume`: "never"; "auto", for those in the run's output folder `folder`; or the path of a checkpoint or of
-    another run's folder. For a path, first come checkpoints in `folder` that a run with the same `resume` has saved,
-    then the checkpoints at the path. Raises InputError if the path is a folder without a checkpoint. Also raises it if
-    there is no such folder, and `folder` has no such checkpoints. `say` gets a sentence about checkpoints in `folder`
-    that are not used. The caller must hold lock_run(folder)."""
+    """Returns the checkpoints to resume from, the preferred one first; [] to start at step 0. `resume`: "never";
+    "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run's folder. The caller
+    must hold lock_run(folder). `say` gets a sentence about unused checkpoints in `folder`. Raises InputError if the
+    path has no checkpoint."""
     root = folder / "checkpoints"
     sweep(root)
     if resume == "auto":
         return checkpoints_in(root)
     found = []
     if resume != "never":
+        # Checkpoints that this command has saved come first, and suffice if the folder `resume` is gone.
         place = str(Path(resume).resolve())
         found = [path for path in checkpoints_in(root) if read_run_json(path / "state.json").get("resume") == place]
         if not found or Path(resume).is_dir():

@@ -1,9 +1,5 @@
 """Defines the identity of a training run: everything that its weights depend on, bit for bit. A checkpoint can only be
-resumed with the same identity.
-
-The identity is saved in `state.json`. It has the settings marked `RUN`, and values that the plan chose: steps, device,
-precision, micro-batch, fused kernels. It also has the hash of the data, and the fields of the model's config.
-"""
+resumed with the same identity, which is saved in its state.json."""
 
 import json
 from collections.abc import Iterator
@@ -27,14 +23,14 @@ _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     """Returns the settings and config fields that must be the same if training is resumed, {name: value}. Leaves out
-    values that are known only after the data are read and the plan is made (run_identity)."""
+    values that are known only with data and plan (`run_identity`)."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
     return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) -> dict:
-    """Returns everything that must be the same if training is resumed, {name: value}: settings, config, data, and
-    choices of the run's `plan`, such as precision. `data_fingerprint`: hash of the data (Data.fingerprint)."""
+    """Returns everything that must be the same if training is resumed, {name: value}. `data_fingerprint`: hash of the
+    data."""
     return marked(plan.settings, RUN) | {
         "steps": plan.steps,
         "device": plan.device,
@@ -47,25 +43,22 @@ def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) ->
 
 
 def config_identity(config: PretrainedConfig) -> dict:
-    """Returns {name: value} of all fields of the config that change the model's computation, including those with
-    default values."""
+    """Returns {name: value} of all fields of the config that change the model's computation."""
     fields = as_given(json.loads(config.to_json_string(use_diff=False)))
     return {name: value for name, value in fields.items() if name not in _NOT_COMPUTED}
 
 
 def kernels_of(identity: dict) -> Kernels:
-    """Returns the fused kernels that a checkpoint's run used. `identity`: from the checkpoint's state.json. Older
-    checkpoints say True if all kernels ran, False if none."""
+    """Returns the fused kernels that a checkpoint's run used. `identity`: from the checkpoint's state.json."""
     said = identity.get("fused_kernels", False)
-    if isinstance(said, bool):
+    if isinstance(said, bool):  # in older checkpoints: True if all kernels ran, else False
         return used_in(identity["precision"]) if said else Kernels.NONE
     return Kernels.named(said)
 
 
 def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
     """Raises InputError, which names every difference, if training cannot be resumed from `checkpoint`. `state`:
-    content of the checkpoint's state.json. `identity`: {name: value} of this run that must be the same there, from
-    run_identity or known_identity; only its keys are compared."""
+    content of its state.json. `identity`: of this run; only its keys are compared."""
     saved = state.get("identity", {})
     if "fused_kernels" in saved:
         saved = saved | {"fused_kernels": kernels_of(saved).names}

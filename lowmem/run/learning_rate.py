@@ -1,9 +1,7 @@
 """Computes the learning rate of each optimizer step, also if training is extended to more steps.
 
-Training may be extended beyond its last step if its schedule was constant, or is constant from then on. A constant rate
-stays, or falls to 0 from the step at which training resumes (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395).
-After a cosine or linear schedule for fewer steps, the rate would have to rise again. So extending such a run is
-refused, and the message names alternatives.
+Only a run whose old or new schedule is constant may be extended (warm-up, stable, decay: Hu et al. 2024,
+arXiv:2404.06395). Otherwise the rate would have to rise again.
 """
 
 import math
@@ -17,9 +15,8 @@ COURSE = ("steps", "schedule", "lr")  # settings that an extended run may change
 
 @dataclass(frozen=True)
 class Course:
-    """Represents the learning-rate schedule of a training run. The rate rises linearly to `peak` during
-    `warmup_updates`, and stays there until `decay_from`. Then it falls to 0 at `updates` (`schedule` "cosine" or
-    "linear"), or stays ("constant"). The last three fields count optimizer updates from the start."""
+    """Represents a learning-rate schedule: linear warm-up to `peak`, constant until `decay_from`, then a fall to 0 at
+    `updates`, unless `schedule` is "constant". The last three fields count optimizer updates."""
 
     peak: float
     schedule: str
@@ -28,8 +25,7 @@ class Course:
     decay_from: int
 
     def rate(self, update: int) -> float:
-        """Returns the learning rate of update number `update`, counted from 0. The rate of the first and of the last
-        update is never 0."""
+        """Returns the learning rate of update number `update`, counted from 0. The first and the last are not 0."""
         if update < self.warmup_updates:
             return self.peak * (update + 1) / self.warmup_updates
         progress = min(max(update - self.decay_from, 0) / max(self.updates - self.decay_from, 1), 1.0)
@@ -39,8 +35,8 @@ class Course:
 
 
 def course_of(identity: dict, saved: dict | None = None) -> Course:
-    """Returns the learning-rate schedule of a training run. `identity`: {name: value} of the run's settings
-    (identity.py). `saved`: content of state.json of the checkpoint that training resumes from, None for a new start."""
+    """Returns the learning-rate schedule of a run. `identity`: {name: value} of its settings (identity.py). `saved`:
+    state.json of the checkpoint to resume from, None for a new start."""
     warmup = warmup_updates(identity["warmup_steps"], identity["steps"])
     decay_from = warmup
     if saved is not None:
@@ -54,11 +50,9 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Checks whether a training run may be extended to more steps. `saved`, `wanted`: {name: value} of the run's old
-    and new settings (identity.py); `wanted` may have more steps, or no "steps" yet. If the run may be extended, returns
-    the values of `saved` that may change: {name: value} of steps, schedule and lr (COURSE). Returns {} if `wanted` has
-    no more steps than `saved`, or if `saved` lacks one of these values. Raises InputError if `wanted` has more steps
-    and neither schedule is constant."""
+    """Returns the steps, schedule and lr of `saved` settings if their run may be extended to the settings `wanted`,
+    which may lack "steps". Returns {} if `wanted` has no more steps. Raises InputError if `wanted` has more steps and
+    neither schedule is constant."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}
@@ -72,8 +66,7 @@ def longer(saved: dict, wanted: dict) -> dict:
 
 
 def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
-    """Tells the user how the learning rate goes on in a run that was extended to more steps. `course`: the extended
-    run's learning-rate schedule. `saved`: content of state.json of the checkpoint that the run goes on from."""
+    """Tells the user how the learning rate goes on in an extended run. `saved`: state.json of its checkpoint."""
     before = course_of(saved["identity"], saved)
     falls = {"constant": "stays there", "linear": "falls to 0 in a line", "cosine": "falls to 0 in a cosine"}
     say(
@@ -84,5 +77,5 @@ def say_longer(course: Course, saved: dict, say: Callable[[str], None]) -> None:
 
 
 def warmup_updates(warmup: float, updates: int) -> int:
-    """Returns the number of warm-up updates. `warmup`: this number or, if below 1, a share of all `updates`."""
+    """Returns the number of warm-up updates. `warmup`: a number or, if below 1, a share of all `updates`."""
     return math.ceil(warmup * updates) if warmup < 1 else int(warmup)

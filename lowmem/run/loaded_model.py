@@ -1,4 +1,4 @@
-"""Defines the model that a training loop trains. Your own loop can evaluate and save it, too (docs/python.md)."""
+"""Defines the model that a training loop trains, evaluates and saves (docs/python.md)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,11 +25,10 @@ _OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Holds a model that is ready to train, on the device. `step(...)` trains every parameter; some optimizer updates
-    stay pending until the next step or `step.flush()`. `decoder`: the model split into embedding, blocks and head,
-    whose parameters are views of flat tensors (`step.store`). `tokenizer`: the model's tokenizer, or a byte-level one
-    if a random model has none. `done`: number of steps in the checkpoint that the model was loaded from, 0 without
-    one."""
+    """Holds a model that is ready to train. `step(...)` trains every parameter; some optimizer updates stay pending
+    until the next step or `step.flush()`. `decoder`: embedding, blocks and head, whose parameters are views of flat
+    tensors (`step.store`). `tokenizer`: a byte-level one if a random model has none. `done`: number of steps in the
+    loaded checkpoint, or 0."""
 
     settings: Settings
     config: PretrainedConfig
@@ -41,8 +40,8 @@ class LoadedModel:
     __reduce__ = Store.__reduce__  # refuses a copy before the decoder's copy takes memory
 
     def evaluate(self, batches: Iterable[Batch | Mapping]) -> float:
-        """Returns the mean loss in nats over all tokens of `batches` that have a label. A batch is a Batch, or a dict
-        as transformers' models take it (Batch.from_hf). Raises InputError if no token has a label."""
+        """Returns the mean loss in nats over all tokens with a label. A batch is a Batch, or a dict as transformers'
+        models take it. Raises InputError if no token has a label."""
         if isinstance(batches, Batch | Mapping):
             raise InputError("evaluate takes several batches: give a list, [batch]")
         sums = [self.step.evaluate(batch) for batch in batches]
@@ -53,14 +52,9 @@ class LoadedModel:
 
     def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
         """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
-        `lowmem.load(settings, resume=folder)` goes on from there with the same bits, if the loop gives the same batches
-        and learning rates.
-
-        Keeps the last `keep_last` checkpoints. A kill at any moment leaves a valid checkpoint. Raises InputError if
-        `done` is negative or `keep_last` below 1, or if `folder` is the output folder of `lowmem train`. Also raises
-        InputError if `folder` has checkpoints of later steps from another loop. Raises LowmemError if the disk is full;
-        earlier checkpoints are then intact.
-        """
+        `lowmem.load(settings, resume=folder)` goes on with the same bits. Keeps the last `keep_last` checkpoints. A
+        kill at any moment leaves a valid one. Raises InputError if `folder` belongs to `lowmem train`, or has later
+        checkpoints of another loop. Raises LowmemError, with earlier checkpoints intact, if the disk is full."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
@@ -77,8 +71,7 @@ class LoadedModel:
         return save_checkpoint(folder, self.step.store, state, keep_last=keep_last)
 
     def state(self, done: int) -> dict:
-        """Returns the counters of training for a checkpoint's state.json: steps, optimizer updates and loss scale. With
-        several machines, also returns the number of ranks over which a model is sharded. `done`: number of steps."""
+        """Returns the counters of training for state.json: steps, optimizer updates, loss scale."""
         counters = {"step": done, "updates": self.step.updates, "loss_scale": self.step.loss_scale.state()}
         ranks = self.step.store.ranks  # with several machines, the bits depend on the number that share a model
         return counters | ({"sharing": ranks.sharing} if ranks.machines > 1 else {})
@@ -86,9 +79,7 @@ class LoadedModel:
     def read(
         self, checkpoints: list[Path], identity: dict, say: Callable[[str], None], required: bool
     ) -> tuple[Path, dict] | None:
-        """Loads weights and optimizer states from the newest undamaged one of `checkpoints`. Also sets the counters of
-        training (optimizer updates, loss scale) from that checkpoint. Has the arguments and the result of
-        `load_newest`."""
+        """Loads weights, optimizer states and counters of training as `load_newest` does."""
         loaded = load_newest(checkpoints, self.step.store, identity, say, required)
         if loaded is not None:
             _, state = loaded
@@ -97,8 +88,7 @@ class LoadedModel:
         return loaded
 
     def identity(self) -> dict:
-        """Returns {name: value} of everything that must be equal in a checkpoint and in the run that resumes it, such
-        as the model (identity.py). Leaves out the settings that a loop of your own chooses, such as data, batch and
-        learning rate."""
+        """Returns {name: value} of all that must be equal in a checkpoint and in the run that resumes it. Leaves out
+        what your own loop chooses, such as data and learning rate."""
         identity = run_identity(self.config, self.plan, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

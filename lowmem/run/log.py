@@ -1,8 +1,5 @@
-"""Writes the output of a training run: a progress bar, one JSON row per step, and if asked for, TensorBoard and wandb.
-
-metrics.jsonl is the record (metrics.py). A step's row is written when the step is done, so a killed run keeps every
-finished row. If the disk is full, training goes on, and a line that could not be written is written with the next one.
-"""
+"""Writes the output of a training run: progress bar, log.txt, metrics.jsonl, and if asked for, TensorBoard and wandb. A
+step's row is written when the step is done, so a killed run keeps every finished row."""
 
 import statistics
 import sys
@@ -35,8 +32,8 @@ def _when(step: int) -> str:
 
 
 class RunLog:
-    """Writes the progress bar, log.txt, metrics.jsonl and samples.jsonl of one training run into `folder`. Call `start`
-    when the steps begin, and `close` at the end, even after an error. `rows`, `samples`: all rows of metrics.jsonl and
+    """Writes the progress bar, log.txt, metrics.jsonl and samples.jsonl of a run into `folder`. Call `start` when the
+    steps begin, and `close` at the end, even after an error. `rows`, `samples`: all rows of metrics.jsonl and
     samples.jsonl, also from before a resume."""
 
     def __init__(self, folder: Path, settings: Settings):
@@ -48,8 +45,7 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Restores `rows` and `samples` up to the checkpoint that training resumes from. `state`: content of the
-        checkpoint's state.json and metrics.jsonl, from load_checkpoint."""
+        """Restores `rows` and `samples` up to the checkpoint whose content is `state`, from load_checkpoint."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -60,9 +56,8 @@ class RunLog:
             self.say(f"times and memory of {counted(unknown, 'earlier steps')} are not in {self._folder}/metrics.jsonl")
 
     def start(self, first_step: int, last_step: int, plan: dict, held_out: dict | None = None) -> None:
-        """Opens the files, the progress bar and the trackers (TensorBoard, wandb). `first_step`: number of steps done,
-        0 in a new run. `last_step`: number of all steps. `plan`: content of plan.json. `held_out`: held-out losses
-        after `first_step`, as in a row of metrics.jsonl; None if not evaluated."""
+        """Opens files, progress bar and trackers. `first_step`: number of steps done. `plan`: content of plan.json.
+        `held_out`: held-out losses after `first_step`, as in a row of metrics.jsonl, or None."""
         metrics, samples = self._folder / "metrics.jsonl", self._folder / "samples.jsonl"
         replace_file(metrics, as_lines(self.rows))
         replace_file(samples, as_lines(self.samples)) if self.samples else samples.unlink(missing_ok=True)
@@ -83,8 +78,8 @@ class RunLog:
             self.say(f"{_when(first_step)}: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
-        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for log.txt;
-        None for the same sentence."""
+        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
+        log.txt."""
         with output():
             tqdm.write(for_terminal(sentence, sys.stderr), file=sys.stderr)
         if self._text is None:
@@ -93,8 +88,7 @@ class RunLog:
             self._text.write(f"{at_length or sentence}\n")
 
     def step(self, row: dict) -> None:
-        """Records a training step in metrics.jsonl, log.txt, the progress bar and the trackers (TensorBoard, wandb).
-        `row`: from step_row (metrics.py), with held-out losses if there are any."""
+        """Records a training step. `row`: from step_row (metrics.py), with held-out losses if there are any."""
         self.rows.append(row)
         if (problem := self._file.write(as_line(row))) is not None:
             self.say(f"{problem}; training goes on, and writes the missing rows when there is room")
@@ -118,8 +112,8 @@ class RunLog:
             self._trackers.show("together", self.rows, self._planned)
 
     def sample(self, step: int, text: str, last: bool, prompt: str = "") -> None:
-        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. If `last`, also shows the
-        first sample of this prompt again."""
+        """Shows and records `text`, the model's continuation of `prompt` after `step` steps. If `last`, also shows this
+        prompt's first sample again."""
         row = {"step": step, "prompt": prompt, "text": text}
         others = [kept for kept in self.samples if kept["step"] != step or kept.get("prompt", "") != prompt]
         first = [kept for kept in others if last and kept["step"] == 0 and kept.get("prompt", "") == prompt]
@@ -138,17 +132,15 @@ class RunLog:
         self._trackers.show("sample", self.samples)
 
     def end_bar(self) -> None:
-        """Ends the progress bar, which stays on the terminal as it is. Later sentences are printed below it."""
         if self._bar is not None:
             with output():
                 self._bar.close()
 
     def pictures(self, paths: list[Path]) -> None:
-        """Shows the files `paths`, pictures of the training run, in the trackers (TensorBoard, wandb)."""
+        """Shows the picture files `paths` in TensorBoard and wandb."""
         self._trackers.show("pictures", paths, self.rows[-1]["step"] if self.rows else self._last_step)
 
     def close(self) -> None:
-        """Closes the progress bar, the trackers and the files. Does nothing before `start`, or a second time."""
         if self._file is None or self._file.closed:
             return
         self.end_bar()
@@ -159,13 +151,12 @@ class RunLog:
             self._text.close()
 
     def _short_summary(self, row: dict) -> str:
-        """Returns the text of the progress bar, which fits into 80 columns."""
         share = f"{row['step']}/{self._last_step} {row['step'] / self._last_step:.0%}"
         speed = f"{_number(row['tokens_per_second'])} tok/s {self._left(row)}"
+        # fits into 80 columns
         return f"{share} loss {row['loss']:.2f} {_rate_and_norm(row, ' ')} {speed}"
 
     def _summary(self, row: dict) -> str:
-        """Returns the line of a step in log.txt and in output that is piped."""
         parts = [f"step {row['step']}/{self._last_step}", f"loss {row['loss']:.4f}", _rate_and_norm(row, "  ")]
         parts.append(_speed(row["tokens_per_second"], row["computed_tokens_per_second"]))
         for name, key in (("GPU", "gpu_reserved_peak_bytes"), ("RAM", "ram_peak_bytes")):
@@ -181,16 +172,15 @@ class RunLog:
 
 
 def _round_interval(steps: int) -> int:
-    """Returns the number of steps between two lines of the log. This is the smallest of 1, 2, 5, 10, 20, 50, ... with
-    which `steps` steps make at most _MOST_LINES lines."""
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... steps between two lines of the log that makes at most
+    _MOST_LINES lines."""
     intervals = (first * 10**power for power in count() for first in (1, 2, 5))
     return next(every for every in intervals if steps <= _MOST_LINES * every)
 
 
 def _rate_and_norm(row: dict, between: str) -> str:
-    """Formats learning rate and gradient norm, in three digits, separated by `between`: `lr 9.87e-4 norm 0.512`."""
     mantissa, exponent = f"{row['learning_rate']:.2e}".split("e")
-    return f"lr {float(mantissa):g}e{int(exponent)}{between}norm {row['grad_norm']:.3g}"
+    return f"lr {float(mantissa):g}e{int(exponent)}{between}norm {row['grad_norm']:.3g}"  # lr 9.87e-4 norm 0.512
 
 
 def _number(value: float) -> str:
@@ -205,15 +195,12 @@ def _held_out(row: dict) -> str:
 
 
 def _speed(trained: float, computed: float) -> str:
-    """Formats a speed for a line of the log. `trained`: tokens with a label per second. `computed`: all tokens per
-    second, including prompts and padding; it is in the text only if more than 1% of these tokens have no label."""
     of_computed = f" trained of {_number(computed)}" if computed - trained > 0.01 * computed else ""
     return f"{_number(trained)}{of_computed} tokens/s"
 
 
 def _flat(name: str, content: dict) -> dict:
-    """Flattens nested dicts. The keys are joined by slashes and begin with `name`: for "plan", {"choice": {"group": 1}}
-    becomes {"plan/choice/group": 1}."""
+    """Flattens nested dicts: for "plan", {"choice": {"group": 1}} becomes {"plan/choice/group": 1}."""
     flat = {}
     for key, value in content.items():
         flat |= _flat(f"{name}/{key}", value) if isinstance(value, dict) else {f"{name}/{key}": value}
@@ -229,7 +216,7 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Appends the lines. Returns the error's text if this is the first failure since a success, else None."""
+        """Returns the error's text if this is the first failure since a success, else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:
@@ -239,8 +226,7 @@ class _Lines:
         return None
 
     def close(self) -> None:
-        """Tries once more to write the lines that could not be written, and closes the file."""
-        self.write("")
+        self.write("")  # tries once more
         self.closed = True
         with suppress(OSError):
             self._file.close()

@@ -1,8 +1,7 @@
 """Runs a training program, from the command line to the exit code (errors.py).
 
-PyTorch and transformers take seconds to import, so they are imported only if there is something to do. A misspelt
-option, --help and a path that leads nowhere (early.py) are answered at once. Every error that a user or a machine can
-cause ends with one sentence on stderr; a traceback means a mistake in this code.
+Bad options and paths are refused before PyTorch and transformers are imported, which takes seconds. Every error that a
+user or a machine can cause ends with one sentence on stderr.
 """
 
 import sys
@@ -22,18 +21,14 @@ SECONDS_TO_TELL = 5
 
 
 def main(defaults: Settings, arguments: list[str] | None = None, ends_process: bool | None = None) -> int:
-    """Trains, or only plans, and returns the exit code. `defaults`: the program's own settings. `arguments`: options
-    that override `defaults`, None for the process's command line. Until training begins, Ctrl-C ends the process at
-    once. From then on, Ctrl-C is a request to save and stop (signals.py).
-
-    `ends_process`: True if the process exits after this call. Signals that arrive before that exit then do not change
-    the exit code. False restores the earlier signal handlers on return. None means True if `arguments` is None, else
-    False.
-    """
+    """Trains, or only plans, and returns the exit code. `arguments`: options that override `defaults`, None for the
+    process's command line. `ends_process`: True if the process exits after this call; later signals then do not change
+    the exit code. False restores the earlier signal handlers. None means True if `arguments` is None."""
     escape_what_stdout_lacks()
     settings = defaults
     try:
         with warnings_end_nothing():
+            # Until training begins, Ctrl-C ends the process at once. Then it is a request to save and stop.
             with interrupt_ends_at_once(), packages_needed():
                 settings = parse_arguments(sys.argv[1:] if arguments is None else arguments, defaults)
                 settings = check_run(settings, say if launched_rank() == 0 else lambda _: None)
@@ -61,8 +56,7 @@ def main(defaults: Settings, arguments: list[str] | None = None, ends_process: b
 
 
 def _in_a_sentence(error: Exception, settings: Settings) -> LowmemError | None:
-    """Returns the error to be shown to the user, with a message of one sentence: `error` itself, or a LowmemError for a
-    failure of the machine. Returns None if `error` is a mistake in this code."""
+    """Returns the error to show to the user, in one sentence; None if `error` is a mistake in this code."""
     if isinstance(error, LowmemError):
         return error
     if "torch" not in sys.modules:

@@ -1,9 +1,5 @@
 """Reads and writes metrics.jsonl, which has one row (a JSON object) per training step, and its copy in each checkpoint.
-
-Each checkpoint has the rows up to the checkpoint's step. The rows in the run folder may come from another run, or lack
-lines after a power cut. A resumed run continues the checkpoint's rows. NaN and infinity are null in a file, and NaN
-when read back.
-"""
+NaN and infinity are null in a file, and NaN when read back."""
 
 import json
 import math
@@ -26,9 +22,8 @@ _NULL_IS_NAN = ("loss", "grad_norm", "eval_first", "eval_loss")
 def step_row(
     step: int, epoch: float, batch: "Batch", learning_rate: float, seconds: float, result: "StepResult", peaks: dict
 ) -> dict:
-    """Returns one row of metrics.jsonl, without held-out losses. `tokens` and `tokens_per_second` count the tokens with
-    a label. `computed_tokens_per_second` counts all tokens that go through the model, including prompts and padding.
-    `peaks`: {name in metrics.jsonl: peak of memory in bytes, or None} (Budget.peaks)."""
+    """Returns a row of metrics.jsonl, without held-out losses. `tokens` counts the tokens with a label;
+    `computed_tokens_per_second` also counts prompts and padding. `peaks`: {name: peak of memory in bytes, or None}."""
     tokens = batch.trained_tokens
     return {
         "step": step,
@@ -45,8 +40,7 @@ def step_row(
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Returns the rows of a metrics.jsonl or samples.jsonl; [] if there is no such file. A killed process may leave a
-    line that is not a row. Leaves out that line and all later ones."""
+    """Returns the rows of a metrics.jsonl or samples.jsonl, up to the first damaged line; [] without a file."""
     return _rows_in(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 
@@ -54,26 +48,25 @@ def _rows_in(text: str) -> list[dict]:
     rows = []
     for line in text.splitlines():
         row = json_object(line)
-        if "step" not in row:
+        if "step" not in row:  # a killed process may leave such a line
             break
         rows.append({key: math.nan if row[key] is None and key in _NULL_IS_NAN else row[key] for key in row})
     return rows
 
 
 def computed(rows: list[dict]) -> str:
-    """Returns the content of a checkpoint's metrics.jsonl. Leaves out times, speeds and memory, so that the same
-    command writes the same checkpoint, bit for bit. `rows`: rows of metrics.jsonl."""
+    """Returns the text of a checkpoint's metrics.jsonl: `rows` without times, speeds and memory."""
+    # The same command must write the same checkpoint, bit for bit.
     return as_lines({key: row[key] for key in row if key not in _MEASURED} for row in rows)
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
-    """Returns the rows of metrics.jsonl, one per step, up to the checkpoint that training resumes from. Also returns
-    True if the files in the run's output folder `folder` were written by the run of the checkpoint. A checkpoint's rows
-    have no times, speeds and memory. These values come from the rows in `folder`; for a step that is not in `folder`,
-    they are None. For an older checkpoint without rows, returns the rows in `folder`, and True. `state`: from
-    load_checkpoint."""
+    """Returns the rows of metrics.jsonl up to the checkpoint that training resumes from, and True if the files in the
+    run folder `folder` are of the same run. Times, speeds and memory come from `folder`, and are None if unknown.
+    `state`: from load_checkpoint."""
+    # The folder's rows may come from another run, or lack lines after a power cut.
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
-    if state["metrics"] is None:
+    if state["metrics"] is None:  # an older checkpoint
         return there, True
     saved, known = _rows_in(state["metrics"]), {_step_made(row): row for row in there}
     rows = [row | {key: known.get(_step_made(row), {}).get(key) for key in _MEASURED} for row in saved]
@@ -81,19 +74,17 @@ def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
 
 
 def _step_made(row: dict) -> tuple[str, ...]:
-    """Returns step, loss, learning rate and gradient norm of `row`, as texts. Two rows come from the same run if these
-    are equal. Held-out losses are not compared: an evaluation that a stop prevented is added to the row later."""
+    # Equal only in rows of the same run. No held-out loss: an evaluation that a stop prevented is added later.
     return tuple(repr(row.get(key)) for key in ("step", "loss", "learning_rate", "grad_norm"))
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replaces the file `path` by `content`, as replace_file does. Numbers that are not finite become null."""
+    """Replaces the file `path` by `content`. Numbers that are not finite become null."""
     replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def finite(content: object, shown: Callable[[float], float] = float) -> object:
-    """Returns a copy of `content`, which may be nested dicts and lists. In the copy, NaN and infinity are None, and any
-    other float x is `shown(x)`."""
+    """Returns a copy of nested dicts and lists with None for NaN and infinity, and `shown(x)` for other floats x."""
     if isinstance(content, dict):
         return {key: finite(value, shown) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -112,7 +103,7 @@ def as_lines(rows: Iterable[dict]) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces the content of the file `path` by `text`. After a kill, the file has the old content or the new one."""
+    """Replaces the content of a file. After a kill, the file has the old content or the new one."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

@@ -1,8 +1,5 @@
-"""Names the output folder of a training run after the model and the data, if --out is not given.
-
-The folder is the first of runs/NAME, runs/NAME-2, ... that has no run, or a run that these settings can go on with. So
-the same command resumes its own run, and another command starts a new one.
-"""
+"""Names the output folder of a run, if --out is not given. The folder is the first of runs/NAME, runs/NAME-2, ...
+without a run, or with a run that these settings can go on with."""
 
 import glob
 import itertools
@@ -28,9 +25,8 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the path of the run's output folder in the field `out`. Keeps `out` if it is given.
-    Otherwise chooses a folder in runs/, which is named after the model and the data. `say` gets a sentence if folders
-    of that name hold other runs."""
+    """Returns `settings` with the path of the output folder in `out`, which is named after model and data if not given.
+    `say` gets a sentence if folders of that name hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"
@@ -48,8 +44,7 @@ def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def _differences(file: Path, settings: Settings) -> Iterator[str]:
-    """Yields each difference between `settings` and the run whose settings are in `file`. Yields nothing if that run
-    can go on with `settings`, or if there is no such file."""
+    """Yields each difference that keeps `settings` from going on with the run whose settings.json is `file`."""
     if not file.exists():
         return
     if not (saved := read_run_json(file)):
@@ -82,8 +77,6 @@ def _length(values: dict) -> tuple[str, float]:
 
 
 def _is_longer(saved: dict, wanted: dict) -> bool:
-    """Returns True if the settings `wanted` ask for more steps or epochs than the settings `saved`, and may extend the
-    saved run. The learning-rate schedule decides which runs may be extended (learning_rate.py)."""
     (unit, before), (other, now) = _length(saved), _length(wanted)
     try:
         return unit == other and bool(longer(saved | {"steps": before}, wanted | {"steps": now}))
@@ -112,5 +105,4 @@ def _text_name(spec: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Returns at most _MOST_CHARACTERS of `name`, with "-" for all except letters, digits, "_", "." and "-"."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:_MOST_CHARACTERS] or "unnamed"

@@ -1,12 +1,7 @@
-"""Lists the names of all options, and the functions that parse their values. Every field of Settings is an option. The
-field's type decides how its value is parsed.
+"""Lists the names of all options, and the functions that parse their values. Every field of Settings is an option.
 
-Names of other trainers (nanoGPT, litgpt, torchtune, Hugging Face, TRL, axolotl, LLaMA-Factory) are hidden aliases if
-they mean the same. Names that mean something else here, such as ``--batch_size``, are refused with the reason: training
-on another batch than intended costs more than an error. If several names together define the batch, batch_option.py
-computes it. For other unknown names, the message suggests the nearest name.
-
-Names have dashes here; the command line also takes them with underscores (cli.py).
+Other trainers' names are hidden aliases if they mean the same. Names that mean something else here are refused with the
+reason: training on another batch than intended costs more than an error.
 """
 
 import re
@@ -63,7 +58,8 @@ def optional(word: str, parse: Parse) -> Parse:
 
 
 def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
-    """Parses `typed` as one of `names`. `synonyms`: {another word: one of `names`}. Raises ValueError otherwise."""
+    """Returns the one of `names` that is typed. `synonyms`: {another word: one of `names`}. Raises ValueError for
+    others."""
     name = synonyms.get(typed.lower().replace("-", "_"), typed.lower())
     if name not in names:
         raise ValueError(f"{typed!r} is not one of {', '.join(names)}")
@@ -71,8 +67,7 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Parses the text of a flag that stands for another option's value: ``--bf16`` for ``--precision bf16``. Returns
-    `value` ("bf16") if `typed` switches the flag on, and NOTHING, as if not given, if it switches the flag off."""
+    """Returns `value` if `typed` switches a flag such as ``--bf16`` on, else NOTHING, as if not given."""
     return value if switch(typed) else NOTHING
 
 
@@ -143,8 +138,7 @@ SYNONYMS = {  # {field: {other word, in lower case with underscores: value}}
 
 
 def _typed(item: Field) -> tuple[str, Parse]:
-    """Returns a tuple for the option of `item`, a field of Settings. Its first entry is the placeholder or the choices
-    that --help shows (`SIZE`, `on|off`). The second is the function that parses the typed text."""
+    """Returns the placeholder or choices that --help shows for a field of Settings, and its parser."""
     kind, _ = kind_of(item.type)
     synonyms = SYNONYMS.get(item.name, {})
     if item.name.endswith("_bytes"):

@@ -1,9 +1,5 @@
-"""Makes report.html: one page about a training run, or about several, which a browser shows without a network.
-
-The page is page.html with one placeholder, which is replaced by the runs' data as JSON. Everything is read from files
-of the run folders, so a run may be finished, stopped or still going on. A string of a run cannot end the script element
-that holds the JSON, because every `<` is escaped; the page's script only ever writes text, never HTML.
-"""
+"""Makes report.html: one page about training runs, finished or not, which a browser shows without a network. The page
+is page.html with the runs' data as JSON in place of one placeholder."""
 
 import json
 import math
@@ -35,8 +31,8 @@ _PLACEHOLDER = "null /* the data of the runs */"
 
 
 def write_page(folders: Sequence[Path], path: Path, say: Callable[[str], None] = print) -> None:
-    """Writes the HTML page `path` about the training runs whose output folders are `folders`. Leaves out folders
-    without a run that can be shown; `say` gets a sentence about each. Raises InputError if none is left."""
+    """Writes the HTML page `path` about the runs whose output folders are `folders`. Leaves out folders without a run
+    that can be shown; `say` gets a sentence about each. Raises InputError if none is left."""
     names, runs = short_names(map(str, folders)), []
     for folder in folders:
         try:
@@ -53,18 +49,17 @@ def write_page(folders: Sequence[Path], path: Path, say: Callable[[str], None] =
 
 
 def make_page(runs: list[dict]) -> str:
-    """Returns the HTML of report.html: the template page.html with the data of all `runs` inserted as JSON. `runs`: a
-    result of `run_data` for each training run. Floats have six significant digits. NaN and infinity become null."""
+    """Returns the HTML of report.html. `runs`: a result of `run_data` for each run."""
     content = finite({"runs": runs, "median_over": MEDIAN_OVER}, lambda number: float(f"{number:.6g}"))
     data = json.dumps(content, allow_nan=False)
     template = files("lowmem.run").joinpath("page.html").read_text(encoding="utf-8")
+    # Without `<`, no string of a run can end the script element; the page's script writes only text, never HTML.
     return template.replace(_PLACEHOLDER, data.replace("<", r"\u003c"))
 
 
 def run_data(folder: Path, name: str) -> dict:
-    """Returns everything that the page shows about the training run whose output folder is `folder`, as {name in
-    page.html: value}. `name`: the run's name on the page. Raises InputError if the files in `folder` are not those of a
-    run of this version."""
+    """Returns everything that the page shows about the run in `folder`, {name in page.html: value}. Raises InputError
+    if the files in `folder` are not those of a run of this version."""
     try:
         plan, settings = read_run_json(folder / "plan.json"), read_run_json(folder / "settings.json")
         rows, report = read_metrics(folder / "metrics.jsonl"), read_run_json(folder / "report.json")
@@ -94,7 +89,6 @@ def run_data(folder: Path, name: str) -> dict:
 
 
 def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
-    """Returns the content that report.json would have if the training run ended now."""
     depends_on = plan.get("depends_on", {})
     eval_first = rows[0].get("eval_first") if rows else None
     device = depends_on.get("card") or plan.get("choice", {}).get("device", "unknown")
@@ -103,7 +97,6 @@ def _report_so_far(plan: dict, rows: list[dict], settings: dict) -> dict:
 
 
 def _remarks(report: dict) -> list[str]:
-    """Returns sentences on failures, divergence and lack of memory in the training run; [] if there were none."""
     remarks = [f"At the end of the run: {failure}." for failure in report.get("failed", [])]
     if report["loss"]["diverged"]:
         remarks.insert(0, "This run made the model worse: its held-out loss is higher than before training.")
@@ -114,8 +107,6 @@ def _remarks(report: dict) -> list[str]:
 
 
 def _columns(rows: list[dict]) -> dict[str, list]:
-    """Returns {name of a curve: its values, one for each step that is shown}. Shows at most MOST_POINTS steps, for
-    example every third one. Smoothed losses are computed from all steps. `rows`: rows of metrics.jsonl."""
     kept = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
     columns = {name: [row[name] for row in kept] for name in ("step", "loss", "learning_rate", "grad_norm")}
     columns["tokens_per_second"] = [row["tokens_per_second"] for row in kept]
@@ -128,9 +119,6 @@ def _columns(rows: list[dict]) -> dict[str, list]:
 
 
 def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
-    """Returns {name of a curve: [step, held-out loss] of each evaluation}. One curve is the loss on all held-out texts
-    together. If there are several texts, each also has a curve. `rows`: rows of metrics.jsonl. `eval_first`: held-out
-    loss before the first step, or None."""
     found: dict[str, list] = {"held-out": evaluations(rows, eval_first)}
     names = short_names(name for row in rows for name in row.get("eval_losses", {}))
     for row in rows:
@@ -140,15 +128,12 @@ def _held_out(rows: list[dict], eval_first: float | None) -> dict[str, list]:
 
 
 def _phases(plan: dict, report: dict) -> list[list]:
-    """Returns a list [phase, planned bytes of RAM, measured bytes of RAM] for each phase of the training run, in order.
-    Unknown bytes are None. `plan`, `report`: content of plan.json and report.json."""
     planned = plan.get("ram_phases", {})
     measured = {phase: sizes["measured"] for phase, sizes in report.get("ram_phases", {}).items()}
     return [[phase, planned.get(phase), measured.get(phase)] for phase in {**planned, **measured}]
 
 
 def _samples(rows: list[dict]) -> list[dict]:
-    """Returns {"prompt": prompt, "texts": list of [step, text]} for each prompt. `rows`: rows of samples.jsonl."""
     prompts: dict[str, list] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         prompts.setdefault(row.get("prompt", ""), []).append([row["step"], continuation(row)])
@@ -156,7 +141,7 @@ def _samples(rows: list[dict]) -> list[dict]:
 
 
 def _settings(settings: dict) -> list[list]:
-    """Returns [option, value as text, True if it is not the default] for each of the `settings` in settings.json."""
     defaults = json.loads(json.dumps({name: getattr(Settings, name) for name in FIELD_NAMES}))
     known = [name for name in FIELD_NAMES if name in settings]
+    # option, value as text, True if it is not the default
     return [[option_name(name), in_words(name, settings[name]), settings[name] != defaults[name]] for name in known]

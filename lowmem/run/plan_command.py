@@ -1,5 +1,4 @@
-"""Runs `python -m lowmem.plan` and --plan-only: predicts the memory and time that training a model takes. Needs neither
-a GPU nor the model's weights."""
+"""Runs `python -m lowmem.plan` and --plan-only: predicts the memory and time that training a model takes."""
 
 import json
 import sys
@@ -24,8 +23,7 @@ _PROGRAM = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command `python -m lowmem.plan`, which prints a plan and trains nothing. `arguments`: None for the
-    process's command line. Returns the exit code."""
+    """Prints a plan, and returns the exit code. `arguments`: None for the process's command line."""
     escape_what_stdout_lacks()
     try:
         with warnings_end_nothing(), interrupt_ends_at_once(), packages_needed():
@@ -39,10 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpus: int = 1, machines: int = 1) -> None:
-    """Prints the plan (predicted memory and time), as JSON if `as_json`, else as text. The plan is for one of
-    torchrun's processes; each of `machines` machines has `gpus` processes. If `write`, also writes plan.json and
-    memory.png into the run's output folder, unless a training run has begun there. Raises PlanError if training does
-    not fit under the memory caps; with `as_json`, first prints the refusal as JSON."""
+    """Prints the plan (predicted memory and time) for one of torchrun's processes, `gpus` on each of `machines`
+    machines. If `write`, also writes plan.json and memory.png into the output folder, unless it holds a run. Raises
+    PlanError if training does not fit; with `as_json`, first prints the refusal as JSON."""
     with variables_blamed():  # imports that take seconds
         from transformers import logging
 

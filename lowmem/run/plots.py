@@ -1,7 +1,6 @@
 """Draws pictures of a training run: its loss, and its memory next to the prediction. Imports matplotlib when drawing.
 
-The figures are made without pyplot, so no window system is asked for and no figure stays open. Neither MPLBACKEND nor a
-matplotlibrc changes a picture. A picture that cannot be drawn does not end training (`draw`).
+Without pyplot, no window system is needed, and neither MPLBACKEND nor a matplotlibrc changes a picture.
 """
 
 import math
@@ -21,8 +20,8 @@ _MARKED_UP_TO = 20  # rows; fewer are also drawn as dots, because a single row m
 
 
 def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None:
-    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence that says why the picture could
-    not be drawn."""
+    """Calls `picture(*given)`, which draws the file `path`. Returns None, or a sentence on why it could not be
+    drawn."""
     try:
         _import_matplotlib()
         from matplotlib import style
@@ -38,10 +37,9 @@ def draw(path: Path, picture: Callable[..., None], *given: object) -> str | None
 
 
 def _import_matplotlib() -> None:
-    """Imports matplotlib without the variable MPLBACKEND. Notebooks set this variable for the programs that they start,
-    and the import fails if matplotlib does not know the backend."""
     if "matplotlib" in sys.modules:
         return
+    # Notebooks set MPLBACKEND for programs that they start. The import fails if matplotlib does not know the backend.
     backend = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib
@@ -54,8 +52,8 @@ def _import_matplotlib() -> None:
 
 
 def draw_loss(rows: list[dict], path: Path, eval_first: float | None = None) -> None:
-    """Draws training loss per step and held-out losses, as a PNG. `rows`: rows of metrics.jsonl. `eval_first`: held-out
-    loss before the first step, None if unknown. A loss that is not finite breaks the line and is marked on the axis."""
+    """Draws training and held-out losses, as a PNG. `rows`: rows of metrics.jsonl. `eval_first`: held-out loss before
+    the first step, or None. A loss that is not finite is marked on the axis."""
     figure, axes = _figure(8, 4.5)
     smooth = smoothed(rows)
     broken = [row["step"] for row in rows if not math.isfinite(row["loss"])]
@@ -89,10 +87,9 @@ def draw_memory(
     plan: dict, measured: dict | None, path: Path, timeline: Sequence[tuple[float, int, int]] = (),
     ram_phases: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """Draws three panels into the PNG file `path`. First, GPU memory over one step, if there is a `timeline` of
-    (seconds, allocated bytes, reserved bytes). Second, the peaks of GPU memory and RAM with their caps: predicted,
-    stacked by name, and measured. Third, RAM by phase of the training run. `plan`: content of plan.json. `measured`:
-    {name: measured peak in bytes} (Budget.peaks), None before training. `ram_phases`: {phase: measured bytes}."""
+    """Draws GPU memory over a step (if there is a `timeline`), peaks of memory, and RAM by phase, as a PNG. `plan`:
+    content of plan.json. `measured`: {name: peak in bytes}, None before training. `timeline`: (seconds, allocated
+    bytes, reserved bytes). `ram_phases`: {phase: measured bytes}."""
     kinds, limits = memory_kinds(plan, measured), plan["limits"]
     heights = (*([2.6] if timeline else []), 1.8 + 1.3 * len(kinds), 2.0)
     figure, *panels = _figure(9, sum(heights), rows=heights)
@@ -108,8 +105,6 @@ def draw_memory(
 
 
 def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | None]]) -> None:
-    """Draws the predicted and the measured peak of each kind of memory as bars, with the cap as a line. `kinds`: tuples
-    ("GPU" or "RAM", {name: predicted bytes}, measured peak, cap)."""
     names = list(dict.fromkeys(name for _, parts, _, _ in kinds for name, size in parts.items() if size))
     colours = dict(zip(names, _colours(len(names)), strict=True))
     annotate = partial(axes.annotate, textcoords="offset points")
@@ -144,7 +139,6 @@ def _draw_peaks(axes, kinds: list[tuple[str, dict[str, int], int | None, int | N
 
 
 def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_bytes: int | None) -> None:
-    """Draws the RAM peak in each phase of the training run, in order. `predicted`, `measured`: {phase: bytes}."""
     names = list(dict.fromkeys([*predicted, *measured]))
     side = 0.2 if measured else 0.0
     for phases, label, colour, place in ((predicted, "predicted", "C0", -side), (measured, "measured", "0.35", side)):
@@ -163,9 +157,6 @@ def _draw_phases(axes, predicted: dict[str, int], measured: dict[str, int], cap_
 def _draw_timeline(
     axes, timeline: Sequence[tuple[float, int, int]], measured_bytes: int | None, cap_bytes: int | None
 ) -> None:
-    """Draws allocated and reserved GPU memory over one step. `timeline`: (seconds, allocated bytes, reserved bytes);
-    each value holds until the next one. `measured_bytes`: measured peak of reserved memory. A peak or a cap of None is
-    not drawn."""
     seconds = [second for second, _, _ in timeline]
     for place, label, colour in ((2, "reserved (predicted)", "C1"), (1, "allocated (predicted)", "C0")):
         values = [point[place] / GIB for point in timeline]
@@ -181,8 +172,6 @@ def _draw_timeline(
 
 
 def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
-    """Returns a figure of `width` x `height` inches, and the axes of its panels, one below the other. `rows`: relative
-    heights of the panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -193,12 +182,10 @@ def _figure(width: float, height: float, rows: tuple[float, ...] = (1,)):
 
 
 def _colours(count: int) -> list:
-    """Returns `count` different colours: 18 that are easy to distinguish, then a rainbow. Contains no grey, which marks
-    measured values."""
     import matplotlib
 
-    pairs = matplotlib.colormaps["tab20"].colors  # ten hues, each strong and pale; the eighth is grey
-    hues = pairs[:14] + pairs[16:]
+    pairs = matplotlib.colormaps["tab20"].colors  # ten hues, each strong and pale
+    hues = pairs[:14] + pairs[16:]  # without grey, which marks measured values
     if count <= len(hues):
         return list((hues[::2] + hues[1::2])[:count])
     return [matplotlib.colormaps["turbo"](index / count) for index in range(count)]

@@ -1,9 +1,7 @@
 """Turns settings into a model that is ready to train: the first half of a training run, and all of `lowmem.load`.
 
-ask         settings                                 ->  Question, the planner's input, with the model's config
-plan_here   Question and this machine's free memory  ->  Plan: layout of the step, predicted memory and time
-build       Plan                                     ->  LoadedModel: model, its flat weights, training step
-prepare     all of these, run folder, data           ->  Session, the state of the training loop
+`ask` makes the planner's input, `plan_here` the plan, `build` the model, and `prepare` all of these with folder and
+data.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,16 +63,15 @@ Weights = Iterator[tuple[str, Tensor]]  # name and fp32 CPU tensor of each param
 
 @dataclass
 class Session:
-    """Holds everything that the training loop needs. `model.done`: number of steps that were done before the loop
-    began. `identity`: all that must be the same if the run is resumed (identity.py)."""
+    """Holds everything that the training loop needs."""
 
-    model: LoadedModel
+    model: LoadedModel  # model.done: steps before the loop began
     data: Data
     rehearsal: Rehearsal
     log: RunLog
     budget: Budget
     recovery: Recovery
-    identity: dict
+    identity: dict  # all that must be the same if the run is resumed (identity.py)
     course: Course
     eval_first: float | None = None  # held-out loss before the first step
     skipped: int = 0  # steps in a row without an update
@@ -96,8 +93,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Returns the number of optimizer steps of the whole training run."""
-        return self.identity["steps"]
+        return self.identity["steps"]  # of the whole run
 
     @property
     def folder(self) -> Path:
@@ -105,7 +101,7 @@ class Session:
 
 
 def ask(settings: Settings) -> Question:
-    """Returns the planner's input: precision, GPU, the model's config, and `settings` adapted to this config."""
+    """Returns the planner's input: precision, card, the model's config, and `settings` adapted to this config."""
     precision, card = precision_and_card(settings)
     config = load_config(settings.model, settings.init)
     return Question(settings_for(settings, config), config, precision, card)
@@ -114,10 +110,9 @@ def ask(settings: Settings) -> Question:
 def plan_here(
     question: Question, device: torch.device, ranks: Ranks, aside: Callable, say: Say, saved: tuple[Path, dict] | None
 ) -> Plan:
-    """Returns the plan (layout of the step, predicted memory and time) for this machine with the RAM that is free now.
-    Rank 0 makes it for all ranks. `aside` executes a function in another process (process.py). `say` gets a sentence on
-    a GPU or fused kernels that cannot be used. `saved`: the checkpoint that training goes on from, and its state.json;
-    None for a new start."""
+    """Returns the plan for this machine and its free RAM; rank 0 makes it for all ranks. `aside` executes a function in
+    another process. `say` gets a sentence on a GPU or fused kernels that cannot be used. `saved`: the checkpoint to
+    resume and its state.json, or None."""
     fused_kernels = Kernels.NONE
     if device.type == "cuda":
         devices.take_workspaces(device)
@@ -145,8 +140,7 @@ def plan_here(
 
 
 def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -> Kernels:
-    """Returns the fused kernels that a run in `precision` may use: those that run on the GPUs of all ranks. `say` gets
-    a sentence on kernels that do not."""
+    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets a sentence on others."""
 
     def without(kernels: Kernels, reason: str) -> None:
         which = "" if kernels == wanted else f" of {' and '.join(kernels.names)}"
@@ -171,8 +165,8 @@ def in_words(plan: Plan, table: bool) -> str:
 
 
 def make_step(settings: Settings, decoder: Decoder, device: torch.device, plan: Plan, ranks: Ranks) -> TrainingStep:
-    """Returns a TrainingStep with the layout of `plan`. Allocates the step's store: flat tensors for weights and
-    optimizer states. Makes the decoder's parameters views of these weights, which have no values yet."""
+    """Returns a TrainingStep with the layout of `plan`. The decoder's parameters become views of its flat weights,
+    which have no values yet."""
     optimizer = get_optimizer(settings.optimizer)
     disk_tensor = DiskStates(Path(settings.states_folder)).tensor if plan.layout.states_on_disk else None
     dtype = WORKING_DTYPES[plan.precision]
@@ -189,9 +183,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, budget: Budget, ranks: Ranks,
     say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Applies the memory caps in `budget`. Returns the model with the layout of `plan`, and an iterator over its
-    initial weights. The model has no values until `write_weights` gets the iterator. If `weights` is False, returns
-    None instead of it. Raises InputError, before anything is allocated, if the weights' files do not fit the model."""
+    """Applies the memory caps in `budget`. Returns the model, which has no values until `write_weights`, and an
+    iterator over its initial weights, or None if not `weights`. Raises InputError, before anything is allocated, if the
+    weights' files do not fit the model."""
     settings, config = question.settings, question.config
     ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     devices.make_deterministic(budget.device)
@@ -202,8 +196,8 @@ def build(
 
 
 def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decoder, say: Say) -> Weights:
-    """Returns an iterator over the initial weights of a training run, pretrained or random. `say` gets remarks on a
-    model's files. Raises InputError if the files do not fit the model."""
+    """Returns an iterator over pretrained or random weights. `say` gets remarks on a model's files. Raises InputError
+    if the files do not fit the model."""
     if settings.init == "pretrained":
         return read_weights(decoder.model, settings.model, say)
     return random_weights(config, settings.seed)
@@ -223,8 +217,8 @@ def write_weights(model: LoadedModel, weights: Weights) -> None:
 
 @contextmanager
 def prepare(settings: Settings) -> Iterator[Session]:
-    """Yields the Session of a training run that is ready for its next step. Locks the run's output folder until the end
-    of the `with` block. If training is refused (InputError, PlanError), leaves nothing in the folder."""
+    """Yields the Session of a run that is ready for its next step. Locks the run folder during the `with` block. If
+    training is refused (InputError, PlanError), leaves nothing in the folder."""
     devices.set_environment()
     devices.release_freed_memory()  # garbage and the earlier peak of a notebook's process are not this run's
     reset_ram_peak()
@@ -298,7 +292,7 @@ def _say_where_states_are(plan: Plan, ranks: Ranks, log: RunLog) -> None:
 
 
 def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log: RunLog) -> None:
-    """Prints the plan, and then sentences on the data and the export. log.txt always gets the plan's table."""
+    # log.txt always gets the plan's table.
     log.say(in_words(plan, plan.settings.verbose), in_words(plan, table=True))
     for line in [*data.description.splitlines(), *computed_share(data.train, plan), *rehearsal.remarks]:
         log.say(line)
@@ -309,9 +303,8 @@ def _say_before_the_first_step(plan: Plan, data: Data, rehearsal: Rehearsal, log
 
 
 def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], resuming: bool) -> None:
-    """Loads the newest undamaged one of `checkpoints` into the session's model. If there is none, writes the initial
-    `weights`, and reads them first if `weights` is None. `resuming`: True if the state.json of a checkpoint could be
-    read. The plan has then not been printed yet, and is printed here if no checkpoint can be loaded."""
+    """Loads the newest undamaged checkpoint into the session's model. Without one, writes the initial `weights`; None
+    if not read yet. `resuming`: True if the plan has not been printed, because a checkpoint was found."""
     model, settings, log, identity = session.model, session.settings, session.log, session.identity
     loaded = model.read(checkpoints, identity, log.say, required=settings.resume != "auto")
     if loaded is None:
@@ -339,6 +332,6 @@ def _fill(session: Session, weights: Weights | None, checkpoints: list[Path], re
 
 
 def _is_own(path: Path, session: Session) -> bool:
-    """Returns True if `path`, a checkpoint in the run folder, is the loaded one or an older one of the same run."""
+    """Returns True if `path` is the loaded checkpoint, or an older one of the same run."""
     older = step_of(path) < session.model.done and read_run_json(path / "state.json").get("resume") == session.origin
     return older or path.resolve() == session.resumed.resolve()

@@ -1,7 +1,5 @@
-"""Prints the first examples of the data as the model gets them (--preview N): their tokens, and which are trained on.
-
-Reads the model's config and tokenizer, and none of its weights. Writes nothing.
-"""
+"""Prints the first examples of the data as the model gets them (--preview N), and which tokens are trained on. Reads no
+weights, and writes nothing."""
 
 import itertools
 import textwrap
@@ -24,8 +22,7 @@ _LABELS = {True: "trained", False: "not trained"}
 
 
 def show_preview(settings: Settings) -> None:
-    """Prints the first `settings.preview` examples of each --data, and marks the tokens that are trained on. Keeps the
-    order of the data; no example is held out."""
+    """Prints the first `settings.preview` examples of each --data, in the data's order. No example is held out."""
     config = load_config(settings.model, settings.init)
     settings = replace(settings_for(settings, config), eval_data=None, eval_fraction=0)
     tokenizer = load_tokenizer(settings.model, settings.init, config.vocab_size)
@@ -43,8 +40,7 @@ def show_preview(settings: Settings) -> None:
 
 
 def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields lines about one example: its place in the data (`where`), its size, and its text. The text is split into
-    runs of tokens that are trained on and runs of tokens that are not. `trained`: bool [tokens]."""
+    """Yields lines about one example, split into trained and other tokens. `trained`: bool [tokens]."""
     yield f"{where}: {len(tokens):,} tokens, {int(trained.sum()):,} of them trained on"
     start = 0
     for is_trained, run in itertools.groupby(trained.tolist()):
@@ -58,7 +54,6 @@ def _example(where: str, tokens: np.ndarray, trained: np.ndarray, tokenizer: Pre
 
 
 def _beside(label: str, text: str) -> Iterator[str]:
-    """Yields the lines of `text`, wrapped at 80 columns, to the right of `label`. Escapes unprintable characters."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     margin = " " * (len(label) - 2) + "| "
     for line in shown.split("\n"):

@@ -1,13 +1,6 @@
-"""Continues training if the machine has less memory than was planned (docs/training.md).
-
-**GPU memory may run out**: another process took it, it is fragmented, or the plan was wrong. Then the failed work is
-repeated (core/step.py). Before the first repetition, the allocator's cache is freed. Before each further one, the step
-gets a layout that takes less memory. For example, fewer optimizer states are on the GPU, or more blocks are recomputed.
-If memory ran out in pending updates or an evaluation, only optimizer states are moved off the GPU. An evaluation also
-gets smaller micro-batches.
-
-**Page-locked memory may be refused**. Then states are copied from pageable memory, slower and without overlap.
-"""
+"""Continues training if memory runs out. The failed work is repeated, first with an empty cache, then with smaller
+layouts (docs/training.md). If page-locked memory is refused, states are copied from pageable memory, slower and without
+overlap."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +34,16 @@ class OutOfRoom(CapExceeded):
 
 
 class Recovery:
-    """Makes room when a TrainingStep runs out of GPU memory. `number`: number of the current optimizer step, from 1.
-    `measures`: all changes so far, for checkpoints and the report."""
+    """Makes room when a TrainingStep runs out of GPU memory. `number`: the current optimizer step, from 1. `measures`:
+    all changes so far, for checkpoints and the report."""
 
     def __init__(
         self, step: TrainingStep, smaller_layouts: Sequence[Layout], say: Callable[[str], None],
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
-        """Registers this object as the out-of-memory handler of `step`, unless several ranks train together.
-        `smaller_layouts`: layouts of the step that take less memory, in the order to try. `ram_refuses(moving, moved)`
-        returns the reason why optimizer states cannot move from the GPU to RAM, or None if they can. `moving`: bytes of
-        the states that would move now. `moved`: these and the bytes of all that moved before; the plan has none of them
-        in RAM."""
+        """Registers this object as the out-of-memory handler of `step`, unless several ranks train. `smaller_layouts`:
+        layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: why `moving` bytes of
+        optimizer states cannot move to RAM, or None. `moved`: bytes that would then have moved in all."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -67,9 +58,8 @@ class Recovery:
             step.make_room = self
 
     def __call__(self, where: str, reason: str) -> None:
-        """Frees GPU memory after an OutOfMemoryError with the message `reason`: empties the allocator's cache, or
-        changes the step's layout. `where`: the work that failed, STEP, HALFWAY, UPDATES or EVALUATION (core/step.py).
-        Raises OutOfRoom if nothing is left to change."""
+        """Frees GPU memory after an OutOfMemoryError with the message `reason`. `where`: the work that failed, STEP,
+        HALFWAY, UPDATES or EVALUATION (core/step.py). Raises OutOfRoom if nothing is left to change."""
         said = f"step {self.number}: out of memory{_WHERE.get(where, '')} ({reason})"
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -101,10 +91,7 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Changes the layout of the step to the one that the training run had when it was saved. `measures`: the run's
-        earlier changes; the last one has that layout. If the plan has changed since, for example because of other caps,
-        keeps the new plan's layout. The micro-batches then become as small as in the last change: only equal ones give
-        equal bits."""
+        """Changes the step's layout to that of the run when it was saved. `measures`: the run's earlier changes."""
         self.measures += measures
         if not measures:
             return
@@ -113,6 +100,7 @@ class Recovery:
             layout = Layout(**last["layout"])
             del self._smaller[: sum(measure["measure"] == LAYOUT for measure in measures)]
         else:
+            # The plan has changed since, for example with other caps. Only equal micro-batches give equal bits.
             layout = self._planned
             if last["micro_batch"] < layout.micro_batch:
                 layout = with_micro_batch(layout, last["micro_batch"])
@@ -127,8 +115,7 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of a change, layout that takes less memory) for each change to try, in this order. `where`: the
-        work that ran out of memory, STEP, HALFWAY, UPDATES or EVALUATION."""
+        """Yields (name of a change, layout that takes less memory), in the order to try."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -136,6 +123,7 @@ class Recovery:
             layout = replace(layout, states_on_gpu=units, kept=kept, evaluation_rows=now.evaluation_rows)
             if layout != now:
                 yield LAYOUT, layout
+        # In pending updates and evaluations, only optimizer states can move.
         for layout in self._smaller if where in (UPDATES, EVALUATION) else ():
             now, units = self._step.layout, self._fewest_states(layout)
             if units < now.states_on_gpu:
@@ -148,9 +136,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns the number of units (mostly blocks) whose optimizer states stay on the GPU if the step changes to
-        `layout`. This is the number in `layout`, or more if RAM has no room for the others' states, but never more than
-        now."""
+        """Returns the number of units (mostly blocks) whose optimizer states stay on the GPU with `layout`: more than
+        in `layout` if RAM has no room for the others."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -181,10 +168,8 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group of
-    micro-batches passes a segment (blocks that are recomputed together) before the next segment runs. A group of
-    several micro-batches, or one that must be the whole batch, keeps its number of sequences. Any other group has one
-    micro-batch before and after."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group of several
+    micro-batches, or of the whole batch, keeps its number of sequences."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -195,8 +180,8 @@ def _smaller_divisor(number: int) -> int:
 
 
 def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> Recovery:
-    """Returns the Recovery that lets `step` go on if the GPU runs out of memory. The step changes to the smaller
-    layouts of `plan`. Optimizer states move to RAM as far as --ram-limit and the free RAM allow."""
+    """Returns the Recovery of `step`, with the smaller layouts of `plan`. Optimizer states move to RAM as far as
+    --ram-limit and the free RAM allow."""
 
     def ram_refuses(moving: int, moved: int) -> str | None:
         limit, free = plan.settings.ram_limit_bytes, ram_available_bytes()[0]
@@ -210,7 +195,7 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
     """Page-locks the numbers in RAM that are copied to and from the GPU, and returns the model. If the system refuses,
-    `say` gets a sentence. The returned model then has a plan with slower steps, because copies are slower."""
+    the model gets a plan with slower steps, and `say` a sentence."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room
@@ -225,12 +210,11 @@ def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the step time for states, weights and gradients in pageable memory. That is the time of the
-    computation plus the time of the copies, at PAGEABLE_SHARE of the bus's speed, without overlap. Weights in RAM are
-    copied for each forward and each backward pass of each group of micro-batches, too."""
+    """Returns `plan` with the step time for copies from pageable memory, without overlap."""
     layout, held = plan.layout, plan.ram["train"]
     groups = math.ceil(plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group))
     copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))
+    # Weights in RAM are copied for each pass of each group of micro-batches, too.
     copied += (layout.passes * groups + 2) * held.get("streamed_weights", 0)
     copying = copied / (plan.card.bus_bytes_per_second * PAGEABLE_SHARE)
     computing = plan.step_seconds - plan.waiting_seconds

@@ -1,5 +1,4 @@
-"""Describes a run for the log and report.json: the device, package versions, and things that a user might not
-expect."""
+"""Describes a run for the log and report.json: device, package versions, and things that a user might not expect."""
 
 import platform
 from importlib import metadata
@@ -16,8 +15,8 @@ from lowmem.units import counted
 
 
 def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torch.device) -> list[str]:
-    """Returns sentences for the log on the device, and on things that a user might not expect: random weights, a
-    byte-level tokenizer, and fields of the config that training changes. `init`: the value of --init."""
+    """Returns sentences for the log on the device, random weights, a byte-level tokenizer, and fields of the config
+    that training changes. `init`: the value of --init."""
     said = [f"training on {device_name(device)}"]
     if init == "random":
         said.append("weights are random (--init random), not pretrained")
@@ -27,14 +26,12 @@ def opening_remarks(init: str, config: PretrainedConfig, tokenizer, device: torc
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of the card or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the CPU ({platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'threads')})"
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, the platform and the installed packages that a result depends on."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("torch", "transformers", "safetensors", "bitsandbytes"):
         try:
@@ -45,8 +42,8 @@ def versions() -> dict[str, str]:
 
 
 def computed_share(train: Batches, plan: Plan) -> list[str]:
-    """Returns one sentence for the log: the share of a batch's positions (rows x sequence length) that are not
-    computed, and the share of padding in the others. Returns an empty list if every row is computed at full length."""
+    """Returns one sentence: the share of a batch's positions that are not computed, and the share of padding in the
+    others. Returns [] if all rows have full length."""
     lengths = train.typical_lengths()
     if lengths is None:
         return []

@@ -1,4 +1,4 @@
-"""Runs `python -m lowmem report`: makes a page about one training run, or about several with their curves overlaid."""
+"""Runs `python -m lowmem report`: makes a page about training runs, with their curves overlaid."""
 
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from lowmem.terminal import output, say
 
 
 def main(arguments: list[str]) -> int:
-    """Writes an HTML page about training runs, and prints its path. `arguments`: the words after `report` on the
-    command line. Returns the exit code."""
+    """Writes the page, prints its path, and returns the exit code. `arguments`: the words after `report`."""
     parser = CommandParser(
         prog="python -m lowmem report", usage="%(prog)s RUN [RUN ...] [--out FILE]", allow_abbrev=False,
         formatter_class=Help, description="Makes one HTML page about training runs, with curves, memory, samples and "

@@ -16,14 +16,12 @@ from lowmem.units import interval_seconds
 
 
 class Saver:
-    """Saves checkpoints of a training run. `due(done)` returns True if --save-every asks for a checkpoint after `done`
-    steps."""
-
     def __init__(self, session: Session, stop: StopRequest):
         self._session, self._stop = session, stop
         self._saved_at = time.monotonic()
 
     def due(self, done: int) -> bool:
+        """Returns True if --save-every asks for a checkpoint after `done` steps."""
         every = self._session.settings.save_every
         seconds = interval_seconds(every)
         if seconds is None:
@@ -32,8 +30,8 @@ class Saver:
 
     def save(self, done: int, ended: bool = False, must: bool = True) -> None:
         """Saves a checkpoint after `done` steps, unless that step is saved already. Then raises Stopped if a signal has
-        come, unless training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is True or if
-        Stopped would follow. Otherwise logs a warning about it."""
+        come, unless training has `ended`. If the checkpoint cannot be written, raises NotSaved if `must` is True or a
+        signal has come. Otherwise logs a warning."""
         self._stop.now(f"the save of step {done}", "changes nothing")
         self._session.step.flush()
         try:
@@ -54,11 +52,11 @@ class Saver:
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
         """Saves a checkpoint after `done` steps if GPU memory runs out or a memory cap is exceeded in the `with` block.
-        Does not save if only some of the weights are updated, or with several ranks. Raises the block's error in any
-        case."""
+        Raises the block's error in any case."""
         try:
             yield
         except CapExceeded:
+            # Half-updated weights cannot be saved, and a rank cannot save without the others.
             if not self._session.step.halfway and self._session.ranks.count == 1:
                 with suppress(NotSaved, Stopped, CapExceeded):
                     self.save(done)

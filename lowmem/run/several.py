@@ -1,8 +1,5 @@
-"""Contains the parts of a training run that differ if several ranks (torchrun's processes) train together.
-
-Rank 0 plans, tokenizes, saves, exports, and writes and prints everything. The plan is made for one rank: for its shard
-of the model, and its share of the batch, of the RAM cap and of free RAM (planning/simulated_ranks.py).
-"""
+"""Contains the parts of a training run that differ if several ranks (torchrun's processes) train together. Rank 0
+plans, tokenizes, saves, exports, and writes and prints everything."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +17,7 @@ from lowmem.run.metrics import recorded
 
 
 class QuietLog:
-    """Replaces RunLog, the log and progress bar, on all ranks except rank 0. Keeps rows of metrics.jsonl in `rows`."""
+    """Replaces RunLog on all ranks except rank 0. Keeps rows of metrics.jsonl in `rows`, and writes nothing."""
 
     def __init__(self, folder: Path):
         self.rows: list[dict] = []
@@ -39,11 +36,11 @@ class QuietLog:
 
 
 def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batch: int | None = None) -> Question:
-    """Returns `question`, the planner's input, changed for one rank: with its share of the batch and of the RAM cap.
-    `mesh`: how the ranks share the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the
-    checkpoint's micro-batch size, used if the settings give none; None for a new run. Raises InputError for settings
-    that several ranks do not support."""
+    """Returns the planner's input for one rank, with its share of the batch and of the RAM cap. `mesh`: how ranks share
+    the model. `on_this_machine`: number of ranks that share the RAM cap. `micro_batch`: the checkpoint's micro-batch
+    size, used if the settings give none. Raises InputError for settings that several ranks do not support."""
     settings, limit = question.settings, question.settings.ram_limit_bytes
+    # A resumed run has the same bits only with the same size, and a new plan might choose another.
     micro_batch = settings.micro_batch or micro_batch
     if mesh.count == 1:
         if micro_batch is not None and settings.batch % micro_batch:
@@ -66,9 +63,8 @@ def of_one_rank(question: Question, mesh: Mesh, on_this_machine: int, micro_batc
 
 
 def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
-    """Returns the plan (predicted memory and time) for one of torchrun's processes, if each of `machines` machines has
-    `gpus` of them. Raises InputError if `gpus` or `machines` is not a positive whole number, and PlanError if training
-    does not fit under the memory caps."""
+    """Returns the plan for one of torchrun's processes, `gpus` on each of `machines` machines. Raises InputError for a
+    bad number, and PlanError if training does not fit under the memory caps."""
     for option, number in {"--gpus": gpus, "--machines": machines}.items():
         if not isinstance(number, int) or number < 1:
             raise InputError(f"{option} {number!r}: give a whole number, at least 1")
@@ -76,30 +72,23 @@ def plan_for(question: Question, gpus: int, machines: int = 1) -> Plan:
 
 
 def meshes(count: int, machines: int, alike: bool = True, sharing: int | None = None) -> list[Mesh]:
-    """Returns the ways (meshes) in which `count` ranks may shard a model, in the order to try. First, each machine has
-    the whole model, sharded over its ranks. This needs several ranks on each machine, and machines that are `alike`:
-    with the same number of ranks. Second, the model is sharded over all machines, which sends more over the network.
-    `sharing`: number of ranks that shared a model before the run was resumed, on which the bits depend; None for a new
-    run. If a mesh has this number, returns only that mesh."""
+    """Returns the ways (meshes) in which `count` ranks may shard a model, in the order to try: inside each machine,
+    then over all. `alike`: True if all machines have equally many ranks. `sharing`: number of ranks that shared a model
+    before a resume, or None; only the mesh with this number is returned, if there is one."""
     possible = [Mesh(count, machines=machines)]
+    # Sharding over all machines sends more over the network, so it comes second.
     if machines > 1 and alike and count > machines:  # with one rank each, both send as much
         possible.insert(0, Mesh(count // machines, machines, machines))
+    # The bits depend on the number of ranks that share a model.
     return [mesh for mesh in possible if mesh.sharing == sharing] or possible
 
 
 def plan_of_ranks(
     question: Question, possible: list[Mesh], on_this_machine: int, make: Callable, micro_batch: int | None = None
 ) -> Plan:
-    """Returns one rank's plan for the first of the `possible` meshes (ways to shard a model) that fits under the memory
-    caps. In the plan's `settings`, the batch and the RAM limit are totals over all ranks. `on_this_machine`: number of
-    ranks on this machine. `make`: function that makes a Plan from a Question, the planner's input. `micro_batch`:
-    micro-batch size of the checkpoint to resume, None for a new run. A resumed run gives the same bits only with the
-    same size, and a new plan might choose another.
-
-    Raises PlanError if no mesh fits. The message names the GPU memory of one rank, and the RAM of all ranks on a
-    machine. If no option would help, raises the error of the first mesh at once. An example: only the machine's free
-    RAM is too small.
-    """
+    """Returns one rank's plan for the first of the `possible` meshes (ways to shard a model) that fits. The plan's
+    `settings` have the batch and the RAM limit of all ranks. `make`: makes a Plan from a Question. Other arguments: as
+    in `of_one_rank`. Raises PlanError, which names one rank's GPU memory and a machine's RAM, if no mesh fits."""
     for mesh in possible:
         mesh = replace(mesh, network=question.settings.network_rate_bytes)
         try:
@@ -118,8 +107,8 @@ def plan_of_ranks(
 
 
 def shared_data(load: Callable[[], Data], ranks: Ranks) -> Data:
-    """Returns the data that `load` loads. With several ranks, rank 0 loads the data first and stores the tokens in the
-    run folder. Then all ranks load the tokens from there."""
+    """Returns the data that `load` loads. With several ranks, rank 0 stores the tokens in the run folder, and all ranks
+    load them from there."""
 
     def load_and_keep() -> None:
         data = load()

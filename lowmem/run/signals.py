@@ -1,10 +1,7 @@
 """Handles SIGTERM, SIGINT and SIGHUP as requests to stop with everything saved (docs/training.md).
 
-A signal may arrive in the middle of an update, a save or an evaluation. So it is only counted and answered, and the
-training loop reads the count when its state is complete. A thread counts and answers at once. Python's own handlers
-would wait for the main thread, which may itself wait seconds for a GPU or a disk. A hang-up (SIGHUP: the terminal went
-away) counts only as the first signal, because a shell and the system may both send it. A signal that is ignored when
-training begins, as under nohup, stays ignored.
+A signal may arrive in the middle of an update or a save. So it is only counted, and the training loop reads the count
+when its state is complete. A signal that is ignored when training begins, as under nohup, stays ignored.
 """
 
 import atexit
@@ -36,8 +33,8 @@ def _ignore_at_the_end() -> None:
 
 @contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Makes SIGINT end the process silently inside the `with` block, as SIGTERM does (a shell reports 130). Python's
-    KeyboardInterrupt would print a traceback or be caught by some `except`."""
+    """Makes SIGINT end the process silently inside the `with` block, as SIGTERM does."""
+    # Python's KeyboardInterrupt would print a traceback, or be caught by some `except`.
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -49,13 +46,9 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
-    the process. Before the first call of `now`, already the second signal ends it. Works only in the main thread
-    (ValueError elsewhere).
-
-    `ends_process`: True if the process ends after the block. Signals are then counted until its end, so that they do
-    not change the exit code. `requests`: the number of signals. `name`: the first signal's name, such as "SIGINT", or
-    None.
-    """
+    the process; before the first call of `now`, the second one does. Works only in the main thread. `ends_process`:
+    True if the process ends after the block; later signals then do not change the exit code. `name`: the first signal's
+    name, or None."""
 
     def __init__(self, ends_process: bool = False):
         self.requests = 0
@@ -71,7 +64,7 @@ class StopRequest:
         return (self.requests if self._agreed is None else self._agreed) > 0
 
     def agree(self, ranks: "Ranks") -> None:
-        """Synchronizes `requested`: True on all ranks if any rank has had a signal. Must be called on all ranks."""
+        """Makes `requested` True on all ranks if any rank has had a signal. All ranks must call this."""
         if ranks.count > 1:
             self._agreed = ranks.most(self.requests)
 
@@ -81,9 +74,8 @@ class StopRequest:
         return self.requests > 1
 
     def now(self, finishing: str, second: str) -> None:
-        """Sets the texts that are printed when a signal comes. `finishing`: the work that is finished first, such as
-        "step 12, about 35 s, then saving". `second`: the effect of a second signal, such as "drops this step". Call it
-        before each piece of work, from the first step on."""
+        """Sets the texts that a signal prints: the work that is finished first, such as "step 12, then saving", and the
+        effect of a second signal, such as "drops this step". Call this before each piece of work."""
         self._nothing_yet = False
         self._finishing, self._second = finishing, second
 
@@ -94,6 +86,7 @@ class StopRequest:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        # Python's own handlers would wait for the main thread, which may wait seconds for a GPU or a disk.
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -117,6 +110,7 @@ class StopRequest:
                 self._note(signal.Signals(received[0]))
 
     def _note(self, number: signal.Signals) -> None:
+        # When the terminal goes away, a shell and the system may both send SIGHUP.
         if number == _HANG_UP and self.requests:
             return
         self.name = self.name or number.name
@@ -132,10 +126,10 @@ class StopRequest:
 
 
 def _say(sentence: str) -> None:
-    """Writes a sentence directly to stderr, not through Python's buffers, which the main thread may be using. A
-    progress bar stays on its own line. With several ranks, only rank 0 writes."""
     if launched_rank() > 0:
         return
+    # A progress bar stays on its own line.
     start = "\n" if sys.stderr is not None and os.isatty(2) else ""
     with output():
+        # not through Python's buffers, which the main thread may be using
         os.write(2, f"{start}{for_terminal(sentence, sys.stderr)}\n".encode())

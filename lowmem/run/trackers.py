@@ -1,17 +1,5 @@
-"""Shows a training run in TensorBoard and wandb (trackers). The record itself is metrics.jsonl.
-
-A tracker never ends training. If one fails (not logged in, unreachable, its process killed or frozen), a message says
-so once, and training goes on without it. Every call runs in a thread with a limit of 30 s. wandb 0.31 itself waits for
-its service process without a limit, also when Python exits. A service process that does not end is killed.
-
-TensorBoard's events are in <out>/tensorboard. A resumed run removes the events after the step that it starts from. In
-wandb, charts with several values (_TOGETHER) are drawn only after evaluations and after the last step: wandb's layouts
-(wandb-workspaces) need wandb's server.
-
-The wandb package never asks for a key. It takes about 20 MiB of RAM in the training process. It also starts another
-process, which the RAM cap does not count. A resumed run continues the same wandb run, whose id is in
-<out>/wandb-run-id. Rows of steps that are computed again appear again, under their `train/global_step`.
-"""
+"""Shows a training run in TensorBoard and wandb (trackers). A tracker never ends training: if one fails, a message says
+so once, and training goes on without it."""
 
 import math
 import os
@@ -30,7 +18,7 @@ from lowmem.errors import InputError, first_line
 from lowmem.settings import Settings
 from lowmem.units import GIB
 
-_LIMIT_SECONDS = 30  # for one call
+_LIMIT_SECONDS = 30  # for one call: wandb 0.31 waits for its service process without a limit
 _WANDB_OWN_LIMIT_SECONDS = 20  # wandb's own limit, so that it usually ends first and says why
 _WANDB_TEARDOWN_SECONDS = 10
 _WANDB_MODES = "online", "offline", "disabled", "shared", "run", "dryrun"
@@ -44,12 +32,9 @@ _POINTS_TOGETHER = 500  # per line in such a chart, because wandb gets the whole
 
 
 class Trackers:
-    """Passes values to the trackers of a training run (TensorBoard, wandb). Drops a tracker that fails. Raises
-    InputError if TensorBoard is asked for and not installed, and for a WANDB_MODE that wandb does not have.
-
-    The methods `start`, `row`, `together`, `sample`, `pictures` and `finish` of a tracker may raise anything. A
-    tracker's `leave` frees its threads and processes, and has its own time limit.
-    """
+    """Passes values to TensorBoard and wandb, and drops a tracker that fails. Raises InputError if TensorBoard is asked
+    for and not installed, and for an unknown WANDB_MODE. A tracker's `leave` must have its own time limit; other
+    methods may raise anything."""
 
     def __init__(self, folder: Path, settings: Settings, say: Callable[[str], None]):
         self._say = say
@@ -61,9 +46,8 @@ class Trackers:
             self._active.append(_Wandb(folder, settings.run_name, mode))
 
     def start(self, first_step: int, constants: dict) -> None:
-        """Starts the trackers when `first_step` steps are done. TensorBoard then removes the values of later steps,
-        which an interrupted run has left. wandb keeps such values, and gets them again when the steps are made again.
-        `constants`: settings and plan of the run, {name: value}."""
+        """Starts the trackers when `first_step` steps are done. `constants`: settings and plan of the run, {name:
+        value}."""
         self._each("could not start", lambda tracker: tracker.start(first_step, constants))
         for tracker in self._active:
             self._say(f"{tracker.name}: {tracker.where}")
@@ -92,10 +76,9 @@ class Trackers:
 
 
 def wandb_mode(settings: Settings) -> str:
-    """Returns the mode of wandb. This is the value of --wandb, if given. Otherwise it is "disabled" if --report-to is
-    given without wandb. It is also "disabled" if WANDB_DISABLED is set and --report-to does not name wandb. Otherwise
-    it is the value of WANDB_MODE. Without WANDB_MODE, it is "online" if --report-to names wandb, else "disabled".
-    Raises InputError for a WANDB_MODE that wandb does not have."""
+    """Returns the mode of wandb: the value of --wandb or of WANDB_MODE, else "online" if --report-to names wandb, else
+    "disabled". Ignores WANDB_MODE if --report-to leaves wandb out, or if WANDB_DISABLED is set and --report-to does not
+    name wandb. Raises InputError for an unknown WANDB_MODE."""
     named = settings.reports_to("wandb")
     if settings.wandb is not None:
         return settings.wandb
@@ -109,7 +92,8 @@ def wandb_mode(settings: Settings) -> str:
 
 
 def charts(row: dict, tokens: int) -> dict[str, float]:
-    """Returns the values of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}. `tokens`: seen so far."""
+    """Returns the values of a metrics.jsonl `row` for TensorBoard and wandb, {name: value}. `tokens`: trained so
+    far."""
     values = {f"train/{name}": row[name] for name in ("epoch", "loss", "grad_norm", "learning_rate")}
     values["train/num_input_tokens_seen"] = tokens
     values |= {f"perf/{name}": row[name] for name in ("tokens_per_second", "computed_tokens_per_second", "step_ms")}
@@ -125,9 +109,8 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Returns the charts that have several lines each: {title: {name of a line: [(step, value)]}}. Leaves out unknown
-    values, those that are not finite, and most steps of a long run, but no evaluation. `rows`: rows of metrics.jsonl.
-    `constants`: {name: value}, the same at each step."""
+    """Returns the charts that have several lines each: {title: {name of a line: [(step, value)]}}. Leaves out values
+    that are not finite, and most steps of a long run. `constants`: the same values at each step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -159,8 +142,8 @@ def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
 
 
 def _ignore_tensorboard(hook: Callable, problem: threading.ExceptHookArgs) -> None:
-    """Calls `hook` with `problem`, an uncaught error of a thread, unless the thread is TensorBoard's. The next call of
-    TensorBoard's writer raises that error again. `hook`: the former threading.excepthook."""
+    """Calls `hook`, the former threading.excepthook, unless the thread is TensorBoard's."""
+    # TensorBoard's writer raises the thread's error again in its next call.
     if not type(problem.thread).__module__.startswith("tensorboard"):
         hook(problem)
 
@@ -182,7 +165,8 @@ class _TensorBoard:
             threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
-        # The evaluation before the first step is kept for a resumed run, and purged for a new one.
+        # Removes what an interrupted run has left of later steps. The evaluation before the first step is kept for a
+        # resumed run, and purged for a new one.
         self._writer = self._open(purge_step=first_step + 1 if first_step else 0)
         layout = {
             section: {title: ["Multiline", patterns] for title, patterns in titles.items()}
@@ -196,7 +180,7 @@ class _TensorBoard:
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
-        """Does nothing: TensorBoard's custom-scalars layout makes these charts from the values that `row` writes."""
+        """Does nothing: TensorBoard's layout makes these charts from the values that `row` writes."""
 
     def sample(self, samples: list[dict]) -> None:  # rows of samples.jsonl, the new one last
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown
@@ -217,14 +201,14 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Logs to Weights & Biases. The WANDB_* environment variables apply unless an option of lowmem sets the same
-    value."""
+    """Logs to Weights & Biases. WANDB_* variables apply unless an option of lowmem sets the same value."""
 
     name, afterwards = "wandb", None
 
     def __init__(self, folder: Path, run_name: str | None, mode: str):
         self._folder, self._run_name, self._mode = folder, run_name, mode
         with suppress(Exception):  # `start` will report it
+            # wandb takes 20 MiB of RAM here, and starts a process that the RAM cap does not count.
             import wandb  # noqa: F401 - the plan, which is made next, counts the RAM that the process holds
 
     def start(self, first_step: int, constants: dict) -> None:
@@ -264,9 +248,11 @@ class _Wandb:
         self._run.define_metric("*", step_metric="train/global_step")
 
     def row(self, values: dict[str, float], step: int) -> None:
+        # After a resume, steps that are computed again appear again under their train/global_step.
         self._run.log({"train/global_step": step} | values)
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
+        # wandb's layouts (wandb-workspaces) need its server, so the whole chart is drawn and sent.
         drawn = {}
         for title, lines in lines_together(rows, constants).items():
             columns = [list(zip(*points, strict=True)) for points in lines.values()]
@@ -287,7 +273,7 @@ class _Wandb:
         self._run.finish()
 
     def leave(self) -> None:
-        """Ends wandb's service process within a time limit. Otherwise Python would end it on exit, without a limit."""
+        """Ends wandb's service process within a time limit. On exit, Python would wait for it without one."""
         teardown = getattr(sys.modules.get("wandb"), "teardown", None)
         with suppress(Exception):  # its failure has been reported already
             try:
@@ -298,8 +284,8 @@ class _Wandb:
 
 
 def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
-    """Runs `action` in a thread, waits at most `limit_seconds`, and raises any error of `action`. Raises TimeoutError
-    if time runs out; the thread keeps running."""
+    """Runs `action` in a thread, and raises its error. Raises TimeoutError after `limit_seconds`; the thread keeps
+    running."""
     outcome: Future = Future()
 
     def work() -> None:
@@ -317,9 +303,9 @@ def _in_time(action: Callable[[], object], limit_seconds: float) -> None:
 
 
 def _kill_wandbs_process() -> None:
-    """Kills wandb's service process, which would keep training's output open: `train ... | tee` would not end."""
     import psutil
 
+    # The process would keep training's output open: `train ... | tee` would not end.
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             if child.name().startswith("wandb"):

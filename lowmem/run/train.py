@@ -25,8 +25,8 @@ SKIPPED_IN_A_ROW = 10  # a run ends after so many steps without a finite gradien
 
 
 def run(settings: Settings, stop: StopRequest) -> None:
-    """Plans and trains. With `settings.plan_only`, only prints the plan (predicted memory and time). With
-    `settings.preview`, only prints examples of the data. `stop` counts the signals that ask to stop."""
+    """Plans and trains. With `settings.plan_only` or `settings.preview`, only prints the plan (predicted memory and
+    time) or examples of the data. `stop` counts the signals that ask to stop."""
     if settings.trains_nothing and launched_rank() > 0:
         return
     if settings.preview is not None:
@@ -40,8 +40,7 @@ def run(settings: Settings, stop: StopRequest) -> None:
 
 
 def train(session: Session, stop: StopRequest) -> None:
-    """Does the remaining steps of a training run, and then the export and the report. `session`: state of the run.
-    `stop`: counts the signals that ask to stop."""
+    """Does the remaining steps of a run, then the export and the report. `stop` counts signals that ask to stop."""
     step, log, steps, settings = session.step, session.log, session.steps, session.settings
     saver, ending = Saver(session, stop), Ending(session)
     if session.ranks.on_first(ending.was_finished):
@@ -100,8 +99,6 @@ def train(session: Session, stop: StopRequest) -> None:
 
 
 def _begin(session: Session, ending: Ending) -> None:
-    """Prepares for the first step. Evaluates the held-out loss if training is new, or if a resumed run has skipped the
-    evaluation after its newest step. Writes plan.json and settings.json, and starts the log."""
     log, held_out = session.log, {}
     if session.ranks.on_first(lambda: evaluation.is_missing(session)):
         with ending.part("the last evaluation") if session.model.done == session.steps else nullcontext():
@@ -125,8 +122,6 @@ def _write_start(session: Session, plan: dict) -> None:
 
 
 def _announce(session: Session, stop: StopRequest, number: int, seconds: float | None) -> None:
-    """Sets the texts that are printed on a signal, and the step number in out-of-memory messages. `number`: the current
-    step, which takes about `seconds` (None if unknown)."""
     session.recovery.number = number
     about = "" if seconds is None else f", about {seconds:.2g} s"
     drops = "drops this step, unless its updates have begun, and saves" if session.ranks.count == 1 else _NOTHING
@@ -146,8 +141,8 @@ def _count_skipped(session: Session, done: int, result: StepResult) -> None:
 
 
 def _end(session: Session, stop: StopRequest, done: int) -> None:
-    """Raises LowmemError if the loss of the last step is infinite or NaN, so that such a model is not exported. Does
-    not raise it if --keep-best exports an earlier checkpoint. If training ended before its last step, says why."""
+    """Raises LowmemError if the last loss is not finite, unless --keep-best exports an earlier checkpoint. Says why
+    training ended early."""
     log = session.log
     earlier = session.settings.keep_best and evaluation.best_kept(session, done).step not in (0, done)
     if session.skipped and log.rows and not math.isfinite(log.rows[-1]["loss"]) and not earlier:
