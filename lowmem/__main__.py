@@ -21,8 +21,8 @@ _PROGRAMS = {  # {command: (module of lowmem/run, function, its first argument i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command `arguments[0]` with the options `arguments[1:]`, as in ["plan", "--gpu", "t4"], and returns the
-    exit code. `arguments`: None for the process's command line. Returns 2 for an unknown or missing command."""
+    """Runs the command `arguments[0]` with the options `arguments[1:]` (None: from the command line). Returns the exit
+    code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:

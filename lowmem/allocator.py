@@ -1,7 +1,6 @@
 """Simulates PyTorch's CUDA caching allocator on a recording of allocations: ``python -m lowmem.allocator TAPE.jsonl``.
 
-Each line of the file is one operation: ``["a", id, bytes, stream]`` allocates, ``["f", id]`` frees, ``["e"]`` calls
-empty_cache. Prints JSON, in bytes: peak and final allocated and reserved memory, and every growth of reserved memory.
+Prints, as JSON, peak and final allocated and reserved bytes, and every growth of reserved memory.
 """
 
 import argparse
@@ -16,9 +15,8 @@ OPERATIONS = 'One operation a line: ["a", id, bytes, stream] allocate, ["f", id]
 
 
 def replay(tape: Iterable[str], tape_name: str, allocator: CachingAllocator) -> None:
-    """Replays recorded allocations on `allocator`, a simulated CUDA caching allocator. `tape`: lines of JSON, one
-    operation each (see OPERATIONS); blank lines are skipped. Raises InputError for a line that is not a valid
-    operation. The message has `tape_name`, the file's name, and the line's number."""
+    """Replays `tape`, lines of JSON (see OPERATIONS), on the simulated `allocator`. Raises InputError, which names
+    `tape_name` and the line, for an invalid line."""
     blocks = {}
     for number, line in enumerate(tape, start=1):
         if not line.strip():

@@ -1,8 +1,7 @@
 """Removes two kinds of fields from a config.json: those that training overrides, and those that prevent loading.
 
-Trainers save `gradient_checkpointing`, `return_dict`, `output_hidden_states` and the like with a model. These fields do
-not change the model's function. Training sets them to the values that it needs, and prints a remark. The exported
-config.json has the user's values again. Fields with which transformers cannot load a model are left out of the export.
+Training overrides fields that do not change the model's function, such as `gradient_checkpointing`; the export restores
+the user's values. The export lacks fields with which transformers cannot load a model.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ SWITCHES = {*_NEEDED, *_FOR_LOADING}
 
 def without_switches(fields: dict) -> dict:
     """Returns the `fields` of a config.json without those that training overrides or that prevent loading. The result
-    stores removed fields as dicts: the overridden ones under the key OWN, the others under LEFT_OUT. A dict that would
-    be empty is missing. Treats nested configs (`*_config`) alike. Renames the rope type "su" to "longrope"."""
+    has these under the keys OWN and LEFT_OUT. Treats nested configs (`*_config`) alike. Renames the rope type "su" to
+    "longrope"."""
     kept, taken = dict(fields), {OWN: {}, LEFT_OUT: {}}
     for name, value in fields.items():
         if name in _NEEDED and value not in _NEEDED[name]:
@@ -49,7 +48,6 @@ def without_switches(fields: dict) -> dict:
 
 
 def _prevents_loading(name: str, value: object, fields: dict) -> bool:
-    """Returns True if transformers cannot load a model with this `value` of the field `name`. `fields`: all fields."""
     if name in ("dtype", "torch_dtype"):
         return not isinstance(value, dict) and value not in _DTYPES  # a dict has a dtype for each part
     if name == "bos_token_id":
@@ -62,9 +60,8 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets the config's `pad_token_id` to None if that id is outside the vocabulary. Training needs no padding id: it
-    masks padding by position. Keeps the old id in an attribute of the config: -1 in OWN, which is exported again; any
-    other in LEFT_OUT, which is not. Raises InputError, beginning with `where`, if the config does not accept None."""
+    """Sets `pad_token_id` to None if that id is outside the vocabulary: training masks padding by position. Stores the
+    old id in OWN or LEFT_OUT. Raises InputError, beginning with `where`, if the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -76,13 +73,14 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
             raise InputError(
                 f"{where}: pad_token_id is {pad}, and the model has {size} ids; set it to one of them"
             ) from error
+        # An old id of -1 is exported again.
         found = OWN if pad == -1 else LEFT_OUT  # with any other id, transformers builds no model
         setattr(holder, found, {**getattr(holder, found, {}), "pad_token_id": pad})
 
 
 def as_given(fields: dict) -> dict:
-    """Returns the `fields` of a config for the export. Fields that training overrode have the user's values again.
-    Fields that prevented loading are left out. `fields`: a config that went through `without_switches`."""
+    """Returns the `fields` of a config for the export: with the user's values, and without fields that prevented
+    loading."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -91,8 +89,7 @@ def as_given(fields: dict) -> dict:
 
 
 def remarks(config: PretrainedConfig) -> list[str]:
-    """Returns up to two sentences for the user. One is on the fields of the config that training overrides, the other
-    on fields that are left out of the export."""
+    """Returns remarks for the user on fields that training overrides, and on fields that are not exported."""
     fields = json.loads(config.to_json_string(use_diff=False))
     parts = [fields, *(value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict))]
     own, left_out = (

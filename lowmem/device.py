@@ -19,16 +19,16 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTor
 
 
 def set_environment() -> None:
-    """Sets environment variables for CUDA and tokenizers, and options of glibc's allocator, except where the user has
-    set some. Must be called before CUDA starts. Expandable segments keep reserved memory within 0.2% of allocated
-    memory. A fixed cuBLAS workspace makes matrix products reproducible. The options of glibc return the memory of large
-    freed tensors to the system. By default, glibc keeps freed blocks of up to 32 MiB: GPT-2-Medium then took 0.4 GiB
-    more RAM. The options cost time, because new tensors need new pages. That is a fifth of a step of 128 tokens, and
-    not measurable with 1,024 tokens."""
+    """Sets environment variables for CUDA and tokenizers, and options of glibc's allocator, unless the user has set
+    some. Must be called before CUDA starts."""
+    # Expandable segments keep reserved memory within 0.2% of allocated memory.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
+    # A workspace of fixed size makes matrix products reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # glibc keeps freed blocks of up to 32 MiB: 0.4 GiB more RAM for GPT-2-Medium. To return them costs time, as new
+    # tensors need new pages: a fifth of a step of 128 tokens, not measurable with 1,024 tokens.
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         with suppress(OSError, AttributeError, TypeError):  # a C library without mallopt
             set_option = ctypes.CDLL(None).mallopt
@@ -37,18 +37,16 @@ def set_environment() -> None:
 
 
 def release_freed_memory() -> None:
-    """Collects garbage and returns the heap's free memory to the system. Until then, reference cycles keep memory that
-    only loading needed, and glibc keeps small freed tensors. Without this call, the RAM of a command that trains
-    GPT-Neo varied by 0.3 GiB."""
+    """Collects garbage and returns the heap's free memory to the system."""
     collect_garbage()
     with suppress(OSError, AttributeError):  # a C library without malloc_trim
+        # glibc keeps small freed tensors, and cycles what only loading needed: RAM varied by 0.3 GiB with GPT-Neo.
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def expandable_segments() -> bool:
-    """Returns True if PyTorch's CUDA allocator uses expandable segments, according to ALLOCATOR_VARIABLES. Returns True
-    if neither variable is set, because `set_environment` then switches them on. Raises InputError if the two variables
-    differ, if PYTORCH_NO_CUDA_MEMORY_CACHING is set, or for an allocator setting that the planner cannot simulate."""
+    """Returns True if PyTorch's CUDA allocator uses expandable segments, by ALLOCATOR_VARIABLES or by default. Raises
+    InputError if these variables differ, or have a setting that the planner cannot simulate."""
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         raise InputError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and no plan holds without the cache; unset it")
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
@@ -68,9 +66,8 @@ def expandable_segments() -> bool:
 
 
 def select_device(wanted: str) -> torch.device:
-    """Returns the device for `wanted`: "cuda", "cpu", or "auto" (a GPU if PyTorch finds one, else the CPU). Raises
-    InputError if `wanted` is "cuda" and PyTorch finds no GPU. Also raises it if this build of PyTorch has no kernels
-    for the GPU's compute capability."""
+    """Returns the device for "cuda", "cpu" or "auto" (a GPU if PyTorch finds one, else the CPU). Raises InputError if
+    "cuda" finds no GPU, or if PyTorch was not built for the GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -88,8 +85,8 @@ def select_device(wanted: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """Returns the reason why PyTorch cannot use the NVIDIA GPU of this machine. Returns None if PyTorch can use the
-    GPU, if there is no such GPU, or if CUDA_VISIBLE_DEVICES hides it."""
+    """Returns the reason why PyTorch cannot use this machine's NVIDIA GPU; None if PyTorch can, or if the GPU is
+    missing or hidden by CUDA_VISIBLE_DEVICES."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.cuda.is_available() or not any(map(glob, _NVIDIA_FILES)):
         return None
@@ -101,9 +98,8 @@ def why_no_gpu() -> str | None:
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Returns True if a card of compute capability `major`.`minor` runs code built for `architecture`. Code for sm_75
-    runs on cards with the same major version and this or a later minor version. Code for sm_90a runs only on cards of
-    capability 9.0. Code for compute_90 runs on all later cards, too."""
+    # Code for sm_75 runs on cards of this major and the same or a later minor version. Code for sm_90a runs only on
+    # 9.0, and code for compute_90 on all later cards, too.
     kind, number = architecture.split("_")
     built = divmod(int("".join(filter(str.isdigit, number))), 10)
     if number.endswith("a"):
@@ -112,17 +108,16 @@ def _runs_on(architecture: str, major: int, minor: int) -> bool:
 
 
 def collect_garbage() -> None:
-    """Frees reference cycles, such as a model's parameters and their hooks. The first collection removes the hooks from
-    the parameters, the second frees the parameters."""
+    """Frees reference cycles, such as a model's parameters and their hooks."""
+    # The first collection removes the hooks from the parameters, the second frees the parameters.
     for _ in range(2):
         gc.collect()
 
 
 def freeze_objects() -> bool:
-    """Makes Python's cycle collector skip all objects that exist now, such as imported modules. Looking through them
-    takes 0.2 s each time. If many objects are frozen already, does nothing and returns False. Otherwise returns True.
-    Python 3.12 itself freezes some hundred objects when it starts."""
+    """Makes Python's garbage collector skip all objects that exist now. Returns False if many are frozen already."""
     global _frozen
+    # Looking through imported modules takes 0.2 s each time. Python 3.12 itself freezes some hundred objects.
     if _frozen or gc.get_freeze_count() > 10_000:  # this count takes 0.1 s if there are many
         return False
     gc.freeze()
@@ -131,8 +126,7 @@ def freeze_objects() -> bool:
 
 
 def unfreeze_objects() -> None:
-    """Makes Python's cycle collector look at all objects again (gc.unfreeze). Must be called only after a
-    `freeze_objects` that returned True."""
+    """Undoes a `freeze_objects` that returned True."""
     global _frozen
     gc.unfreeze()
     _frozen = False
@@ -142,22 +136,21 @@ _frozen = False
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces now, by small matrix
-    products. A thread allocates its workspace at its first product and keeps it. Call this before any other allocation
-    on the GPU: then the workspaces are next to each other, as the predicted memory assumes. Does nothing on the CPU."""
+    """Makes the main thread and PyTorch's backward thread allocate their cuBLAS workspaces. Must precede any other GPU
+    allocation, as the predicted memory assumes. Does nothing on the CPU."""
     if device.type == "cuda":
+        # A thread allocates its workspace at its first product, and keeps it. Taken now, both are adjacent.
         matrix = torch.ones(8, 8, device=device, requires_grad=True)
         product = matrix @ matrix
         torch.addmm(matrix.detach()[0], product, matrix).sum().backward()  # a bias: cuBLASLt, with its own workspace
 
 
 def finish_failed_backward(device: torch.device) -> None:
-    """Makes PyTorch's backward thread release the memory of a backward pass that failed. The thread keeps the error,
-    and the tensors that the error refers to, until it next acquires Python's lock (GIL). So this function runs two
-    empty backward passes, which allocate nothing, and waits for them. The first releases the error. The second drops
-    the unfinished tasks of the failed pass. Does nothing on the CPU."""
+    """Makes PyTorch's backward thread release the memory of a failed backward pass. Does nothing on the CPU."""
     if device.type != "cuda":
         return
+    # The thread keeps the error, and the tensors in it, until it next takes Python's lock (GIL). Of these two empty
+    # passes, the first releases the error, and the second drops the failed pass's unfinished tasks.
     with torch.inference_mode(False), torch.enable_grad():  # the caller may have switched gradients off
         nothing = torch.empty(0, device=device, requires_grad=True)
         for _ in range(2):
@@ -165,15 +158,13 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
-    """Collects garbage, empties the cache of PyTorch's CUDA allocator, and resets its peak statistics for `device`."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Makes PyTorch choose CUDA kernels that give the same bits each time. Switches off cuDNN attention, TF32 and sums
-    in reduced precision. Does nothing on the CPU, whose kernels are deterministic by default."""
+    """Makes PyTorch choose CUDA kernels that give the same bits each time, as CPU kernels do by default."""
     if device.type != "cuda":
         return
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,4 @@
-"""Lists facts about model families that their configs do not contain. A config's `model_type` names its family.
-
-Imports no PyTorch, because a model's folder is recognized before PyTorch is imported (models/recognize.py).
-"""
+"""Lists facts about model families (a config's `model_type`) that their configs do not contain. Imports no PyTorch."""
 
 # Encoder-decoders that can be trained. UMT5 cannot (a table of position biases in each block), nor LongT5 (another
 # attention).

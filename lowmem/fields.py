@@ -1,8 +1,4 @@
-"""Checks the value of one setting: its type, its range, and how a text or a path is written.
-
-settings.py calls `checked` for every field, and then checks combinations of fields itself. run/cli.py also calls
-`checked`, for every value of a --config file. So one message can name all bad values.
-"""
+"""Checks the value of one setting: its type, its range, and how a text or a path is written."""
 
 import sys
 from types import NoneType, UnionType
@@ -33,33 +29,28 @@ _PATHS = ("model", "data", "eval_data", "chat_template", "states_folder", "out",
 
 
 def option_name(name: str) -> str:
-    """Returns the command-line option that sets the field `name`, such as --gpu-limit for gpu_limit_bytes."""
+    """Returns the command-line option that sets the field `name`: --gpu-limit for gpu_limit_bytes."""
     return "--" + name.removesuffix("_bytes").replace("_", "-")
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns `specs`, the value of an option that may be given several times, as a tuple of texts. A single text
-    becomes a tuple of one, and None an empty tuple."""
+    """Returns the texts of an option that may be given several times; () for None."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """Returns the type of a field's values, and True if the field may also be None. `hint`: the field's type
-    annotation; int | None gives (int, True)."""
+    """Returns (type of the values, True if None is allowed) for a type annotation: (int, True) for int | None."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return kinds[0], NoneType in kinds
 
 
 def may_be_several(hint: Any) -> bool:
-    """Returns True if a field with the type annotation `hint` takes one text or a tuple of texts, like the type
-    Specs."""
     return tuple[str, ...] in get_args(hint)
 
 
 def checked(name: str, hint: Any, value: object) -> Any:
-    """Checks `value`, converts it to the type of the field `name` of Settings, and returns it. `hint`: the field's type
-    annotation. Sizes may be texts, such as "11GiB". Raises InputError for a value of another type or out of range, for
-    an empty text, and for a path that `read_path_option` refuses."""
+    """Returns `value` for the field `name` of Settings, converted to the type `hint`. Sizes may be texts, such as
+    "11GiB". Raises InputError for a wrong type, a value out of range, an empty text or a bad path."""
     value = _typed(name, hint, value)
     if isinstance(value, tuple):
         return tuple(_read(name, text) for text in value)
@@ -76,9 +67,7 @@ def checked(name: str, hint: Any, value: object) -> Any:
 
 
 def _typed(name: str, hint: Any, value: object) -> Any:
-    """Converts `value` to the type of the field `name` of Settings. `hint`: the field's type annotation. Parses texts
-    of sizes and intervals. Converts an int to float for a float field. Converts a list of texts to a tuple, and a list
-    of one text to a str. Raises InputError, whose message names the option, for any other value of a wrong type."""
+    """Converts `value` to the type `hint`. A list of texts becomes a tuple, or a str if it has one text."""
     try:
         if hint == int | str:
             return parse_interval(SAVE_EVERY if value is None else str(value))
@@ -101,6 +90,4 @@ def _typed(name: str, hint: Any, value: object) -> Any:
 
 
 def _read(name: str, text: str) -> str:
-    """Returns `text` as the field `name` of Settings stores it: unchanged, except that `~` in a path is replaced by the
-    home folder. Raises InputError for an empty text, a bad path, or text that is not UTF-8."""
     return (read_path_option if name in _PATHS else read_text_option)(option_name(name), text)

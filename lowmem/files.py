@@ -1,16 +1,7 @@
-"""Writes files so that they survive a power cut, and checks them when they are read.
+"""Writes files so that they survive a power cut, and detects changed bytes when the files are read.
 
-A power cut loses file contents and names that are only in the page cache. Years later a disk may return a changed bit.
-So a folder of files is written as
-
-    entries = {name: write(folder / name, content), ...}       each hashed while it is written, then fsynced
-    write_manifest(folder, entries)                            last: a folder without a manifest is unfinished
-    flush_path(folder)
-
-and read through `Manifest.checked`, which hashes the bytes while it reads them.
-
-After each chunk, the kernel is told to start writing. So writing and fsync take a third of the time (measured by
-tests/faults/saving.py). A save of 17 GiB then pushes no other data out of the page cache.
+To write a folder: `write` each file, then `write_manifest`, then `flush_path`. A folder without a manifest is
+unfinished. To read a file: `Manifest.checked`, which compares size and hash.
 """
 
 import hashlib
@@ -44,12 +35,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Damaged(InputError):
-    """Says that a file is missing, or has other bytes than were written. The message names the file."""
+    """Is raised for a file that is missing, or has other bytes than were written."""
 
 
 class HashedFile:
-    """Writes a new file and computes the hash of its bytes. `forget`: True to start writing each chunk to the disk at
-    once, and to drop written pages from the page cache. False leaves both to the kernel."""
+    """Writes a new file and hashes its bytes. `forget`: starts writing each chunk to the disk at once, and drops
+    written pages from the page cache."""
 
     def __init__(self, path: Path, forget: bool = True):
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by finish or close)
@@ -65,7 +56,7 @@ class HashedFile:
             start_writeback(self._file.fileno())
 
     def finish(self) -> dict:
-        """Fsyncs and closes the file. Returns the file's entry for the manifest: {"bytes": size, "hash": hex}."""
+        """Fsyncs and closes the file. Returns its entry for the manifest: {"bytes": size, "hash": hex}."""
         with self._file:
             os.fsync(self._file.fileno())
             if self._forget:
@@ -85,7 +76,7 @@ def write(path: Path, content: Iterable[bytes | memoryview]) -> dict:
 
 
 def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None:
-    """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if needed. Does not fsync."""
+    """Writes `content` into a file, from byte `offset_bytes` on. Creates the file if needed, and does not fsync."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.seek(offset_bytes)
         file.write(content)
@@ -96,9 +87,8 @@ def write_at(path: Path, offset_bytes: int, content: bytes | memoryview) -> None
 def safetensors_header(
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]], metadata: dict[str, str], separators: tuple[str, str]
 ) -> bytes:
-    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order. These bytes
-    are the length of the JSON header (8 bytes, little-endian), and the header with each tensor's offsets. `separators`:
-    an argument of json.dumps."""
+    """Returns the first bytes of a .safetensors file with `tensors`, {name: (dtype, shape)}, in this order: the
+    header's length (8 bytes, little-endian) and the JSON header. `separators`: an argument of json.dumps."""
     header: dict = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -110,22 +100,22 @@ def safetensors_header(
 
 
 def start_writeback(descriptor: int) -> None:
-    """Advises the kernel to start writing this file's unwritten pages, and to drop the written ones from the page
-    cache. Does not wait. Disk errors are reported later, by fsync."""
+    """Advises the kernel to write a file's pages to the disk, and to drop written ones from the page cache. Does not
+    wait; a later fsync reports disk errors."""
+    # After each chunk, this makes writing and fsync take a third of the time (tests/faults/saving.py). A save of 17 GiB
+    # then pushes no other data out of the page cache.
     with suppress(AttributeError, OSError):  # macOS has no such call
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """Writes the manifest of `folder`: size and hash of each file, and a checksum of the manifest itself. `entries`:
-    {file name: the entry that `write` returned}."""
+    """Writes the manifest of `folder`, with a checksum of its content. `entries`: {file name: entry from `write`}."""
     content = {"hash": _HASH, "files": entries}
     write(folder / MANIFEST, [to_json(content | {"own": _HASHES[_HASH](to_json(content)).hexdigest()})])
 
 
 def flush_path(path: Path) -> None:
-    """Fsyncs the content of the file `path`. For a folder, fsyncs its list of names: created, renamed and removed files
-    then survive a power cut."""
+    """Fsyncs a file, or a folder's list of names; created, renamed and removed files then survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -134,7 +124,6 @@ def flush_path(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a whole folder, if it exists and can be removed."""
     with suppress(OSError):
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -145,15 +134,13 @@ def to_json(content: dict) -> bytes:
 
 
 def _not_read(path: Path, error: OSError) -> LowmemError:
-    """Returns the error to raise if the file `path` could not be read because of `error`. It is Damaged if there is no
-    such file, and LowmemError if the disk or the network failed."""
     kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) else LowmemError
     return kind(f"{path} cannot be read: {error.strerror}")
 
 
 class Manifest:
-    """Reads a folder's manifest, and the files that it lists. The constructor raises Damaged if the manifest is missing
-    or was changed, and LowmemError if it cannot be read."""
+    """Reads a folder's manifest, and the files that it lists. Raises Damaged if the manifest is missing or changed, and
+    LowmemError if it cannot be read."""
 
     def __init__(self, folder: Path):
         path = folder / MANIFEST
@@ -177,9 +164,8 @@ class Manifest:
 
     @contextmanager
     def checked(self, name: str) -> Iterator[Fill]:
-        """Yields a function that fills a buffer with the next bytes of the file `name`. The caller must read the whole
-        file in the `with` block. Raises Damaged if the file has another size than the manifest says. Also raises
-        Damaged, at the end of the block, if the bytes are not those that were written. Raises LowmemError if the disk
+        """Yields a function that fills a buffer with the next bytes of the file `name`. The `with` block must read the
+        whole file. Raises Damaged if the size or, at the block's end, the hash is wrong. Raises LowmemError if the disk
         fails."""
         path, entry, digest = self.folder / name, self.entries[name], _HASHES[self.hash]()
         try:
@@ -201,19 +187,17 @@ class Manifest:
 
     @staticmethod
     def skip(fill: Fill, size_bytes: int) -> None:
-        """Reads the next `size_bytes` bytes of a file and drops them, after adding them to the file's hash. `fill`: the
-        function that `checked` yields."""
+        """Reads and hashes `size_bytes` bytes without returning them. `fill`: the function from `checked`."""
         buffer = memoryview(bytearray(min(size_bytes, CHUNK_BYTES)))
         for start in range(0, size_bytes, CHUNK_BYTES):
             fill(buffer[: size_bytes - start])
 
     def verify(self, name: str) -> None:
-        """Reads the whole file `name`. Raises Damaged if its bytes are not those that were written."""
         with self.checked(name) as fill:
             self.skip(fill, self.entries[name]["bytes"])
 
     def read(self, name: str) -> bytes:
-        """Returns all bytes of a small file. Raises Damaged if they are not those that were written."""
+        """Returns all bytes of a small file, or raises Damaged if they have changed."""
         with self.checked(name) as fill:  # it has compared the file's size with the manifest's
             content = bytearray(self.entries[name]["bytes"])
             fill(memoryview(content))

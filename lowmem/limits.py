@@ -1,14 +1,7 @@
 """Sets the caps of GPU memory and RAM, measures peaks, and raises CapExceeded if a peak is above its cap.
 
-GPU memory is capped by the caching allocator (`torch.cuda.set_per_process_memory_fraction`). So training under a cap of
-11 GiB behaves on a large card as on a small one. The cap does not count the CUDA context (about 0.5 GiB).
-
-RAM is measured as the peak of the process's resident set, which the kernel records. The peak counts page-locked
-buffers, because they are anonymous mappings that are registered with CUDA later (core/homes.py). Memory from
-cudaHostAlloc (torch's pin_memory) belongs to the driver and is not used here. The peak does not count other processes
-(wandb's), swapped memory, or the page cache. Each phase of a training run resets the peak, so that the report has one
-peak per phase. Linux sums the counts of all processors only now and then, so values may be slightly too low: on 2
-processors, a peak once fell by 0.3 MiB.
+GPU memory is that of PyTorch's caching allocator, without the CUDA context (about 0.5 GiB). RAM is the peak of this
+process's resident set, page-locked buffers included. Swapped memory, the page cache and other processes do not count.
 """
 
 import resource
@@ -32,7 +25,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Budget:
-    """Applies the caps (limits) of GPU memory and RAM in a training run, and measures the peaks. None: no limit."""
+    """Applies the caps of GPU memory and RAM in a training run (None: no limit), and measures the peaks."""
 
     def __init__(self, device: torch.device, gpu_limit_bytes: int | None, ram_limit_bytes: int | None):
         if device.type == "cuda" and device.index is None:  # torch's cap needs an index
@@ -44,10 +37,8 @@ class Budget:
         self.ram_limit_bytes = ram_limit_bytes
 
     def apply(self, planned_bytes: int | None = None, allocator_bytes: int | None = None) -> None:
-        """Caps PyTorch's GPU allocator at OVERSHOOT_BYTES below the GPU limit, because the allocator may exceed its cap
-        by that. Caps it at `allocator_bytes` instead if that is less (None: no such cap). `planned_bytes`: predicted
-        peak of GPU memory; None: as much as the GPU limit. Raises LowmemError if the card has less free memory than
-        `planned_bytes`. Does nothing on the CPU."""
+        """Caps PyTorch's GPU allocator by the GPU limit, and by `allocator_bytes` if that is less. Raises LowmemError
+        if the card has less free memory than `planned_bytes` (None: the GPU limit). Does nothing on the CPU."""
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
@@ -65,8 +56,8 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction((min(caps) + 0.5) / total, self.device)
 
     def enter(self, phase: str) -> str:
-        """Ends the current phase of the training run, and begins `phase`, such as "load" or "train". Stores the RAM
-        peak of the ended phase in `ram_phases`, and returns that phase's name. The first phase is "prepare"."""
+        """Begins `phase` of the run, such as "load" or "train". Stores the ended phase's RAM peak in `ram_phases`, and
+        returns that phase's name."""
         mark = ram_peak_bytes()
         self._ram_peak_bytes = max(self._ram_peak_bytes, mark)
         if reset_ram_peak():
@@ -76,8 +67,7 @@ class Budget:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the RAM peak in the `with` block as that of the phase `name`, such as "save". After the block, the
-        earlier phase goes on."""
+        """Counts the RAM peak in the `with` block as that of the phase `name`."""
         before = self.enter(name)
         try:
             yield
@@ -85,8 +75,8 @@ class Budget:
             self.enter(before)
 
     def peaks(self) -> dict[str, int | None]:
-        """Returns the peaks of memory since the training run began, as {name in metrics.jsonl: bytes}. Without a GPU,
-        the values of GPU memory are None."""
+        """Returns the peaks of memory since the run began, {name in metrics.jsonl: bytes}, with None for GPU memory on
+        the CPU."""
         cuda = self.device.type == "cuda"
         return {
             "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
@@ -95,8 +85,8 @@ class Budget:
         }
 
     def check(self, where: str) -> None:
-        """Raises CapExceeded if a measured peak is above its cap. `where`: the work that was just done, such as
-        "step 12"; the message begins with it."""
+        """Raises CapExceeded if a measured peak is above its cap. The message begins with `where`, such as "step
+        12"."""
         peaks = self.peaks()
         for what, peak, limit in (
             ("GPU memory", peaks["gpu_reserved_peak_bytes"], self.gpu_limit_bytes),
@@ -108,10 +98,11 @@ class Budget:
 
 
 def ram_peak_bytes() -> int:
-    """Returns the peak size of this process's resident set, page-locked memory included, since the process began or
-    since the last `reset_ram_peak`."""
+    """Returns the peak of this process's resident set, since the process began or since the last `reset_ram_peak`."""
     with suppress(OSError):
         for line in (_PROC / "self/status").read_text().splitlines():
+            # Counts page-locked buffers: core/homes.py registers anonymous mappings. Memory of torch's pin_memory
+            # belongs to the driver. Linux sums processors' counts only now and then: on 2, a peak once fell by 0.3 MiB.
             if line.startswith("VmHWM:"):  # ru_maxrss may include the parent's peak
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -119,7 +110,7 @@ def ram_peak_bytes() -> int:
 
 
 def reset_ram_peak() -> bool:
-    """Resets the peak of the resident set to its current size. Returns False if the system does not allow that."""
+    """Resets the peak of the resident set to its current size. Returns False if the system refuses."""
     try:
         (_PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -128,13 +119,12 @@ def reset_ram_peak() -> bool:
 
 
 def ram_now_bytes() -> int:
-    """Returns the current size of this process's resident set."""
     return psutil.Process().memory_info().rss
 
 
 def ram_available_bytes() -> tuple[int, str]:
-    """Returns the bytes of RAM that this process may still take, and the name of the limit. The limit is the machine's
-    free memory or the room in a control group (containers, batch systems), whichever is smaller."""
+    """Returns the bytes of RAM that this process may still take, and the name of the limit: the machine's free memory
+    or a control group (container), whichever is smaller."""
     limits = [(psutil.virtual_memory().available, "the machine's free memory")]
     names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")  # versions 2 and 1
     for group in _groups():
@@ -146,8 +136,7 @@ def ram_available_bytes() -> tuple[int, str]:
 
 
 def _groups() -> list[Path]:
-    """Returns the folders of this process's control groups (version 2, and version 1's memory) and of all groups above
-    them. Some of these folders may not exist: in a container, the limiting group is mounted as the root."""
+    """Returns the folders of this process's control groups (versions 1 and 2) and of all groups above them."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -158,12 +147,12 @@ def _groups() -> list[Path]:
         if controllers == "" or "memory" in controllers.split(","):
             root = _CGROUPS / ("memory" if controllers else "")
             folder = root / path.lstrip("/")
+            # Some may not exist: in a container, the limiting group is mounted as the root.
             folders += [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
     return folders
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in the file `path`; None if there is no such file or no number in it."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # no such file, or "max"
@@ -171,8 +160,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Returns the bytes of page cache that the kernel would free before the control group runs out of memory. Returns 0
-    if the group's statistics cannot be read."""
+    """Returns the bytes of page cache that the kernel would free before the group's memory runs out; 0 if unknown."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Reads the values of options that are texts or paths. A value may be typed, read from a file, or given in code.
+"""Reads the values of options that are texts or paths.
 
-A shell replaces `~` and `$NAME` at the start of a word, but not after `--out=`, and not in a YAML file or in Python.
-The functions here replace `~` and `~user` by the home folder, and refuse `$NAME`.
+A shell does not replace `~` after `--out=`, and YAML and Python replace neither `~` nor `$NAME`. So the functions here
+replace `~` and `~user`, and refuse `$NAME`.
 """
 
 import os
@@ -14,16 +14,16 @@ _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 def shown(text: str) -> str:
-    """Returns `text` with characters that are not valid UTF-8 replaced, so that it can be printed or written."""
+    """Returns `text` with characters that are not valid UTF-8 replaced, so that it can be printed."""
     return _NOT_UTF8.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def read_text_option(option: str, text: str) -> str:
-    """Checks `text`, the value of the command-line option `option`, and returns it unchanged. Raises InputError for
-    text that is not UTF-8, because no file, tracker or tokenizer could take it. Also raises InputError if the text is
-    blank or has a null character, except for --sample-prompt."""
+    """Returns the value `text` of `option`. Raises InputError for text that is not UTF-8 and, except for
+    --sample-prompt, for blank text or null characters."""
     if option != "--sample-prompt" and ("\0" in text or not text.strip()):
         raise InputError(f"{option} must not be empty.")
+    # No file, tracker or tokenizer could take such text.
     if _NOT_UTF8.search(text):
         raise InputError(f"{option} {shown(text)}: this is not UTF-8; rename it, or type it in UTF-8.")
     return text
@@ -31,8 +31,7 @@ def read_text_option(option: str, text: str) -> str:
 
 def read_path_option(option: str, path: str) -> str:
     """Returns `path` with a leading `~` or `~user` replaced by the home folder. Raises InputError for an unknown user
-    or a variable such as `$HOME`, unless there is a file of that name. Also raises InputError for a blank path and for
-    text that is not UTF-8."""
+    or a variable such as `$HOME`, unless a file has that name, and for text that is blank or not UTF-8."""
     expanded = os.path.expanduser(read_text_option(option, path))
     if expanded.startswith("~") and not os.path.exists(expanded):
         user = path.split("/")[0]

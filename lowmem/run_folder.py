@@ -1,14 +1,8 @@
 """Lists the files in a training run's folder, checks whether they can be written, and distinguishes them from data.
 
-With `--data .` and `--out runs/x`, the data must not include the files of that training run. So these are left out when
-a folder of data is read:
-
-    run folders       --out, and every other folder with a settings.json and a plan.json
-    their contents    checkpoints, stored tokens, exported models (of any program), wandb's own files
-    this run's output the file that stdout or stderr is written to
-
-If the folder of a training run is itself named as data, only the files that training wrote into it are left out. A
-folder inside of it, or an exported model, is refused as data (data/sources.py).
+Run folders, exported models, and the file that stdout or stderr goes to are no data. If a run folder is itself named as
+data, only the files that training wrote are left out. A folder in it, or an exported model, is refused
+(data/sources.py).
 """
 
 import json
@@ -29,9 +23,8 @@ FOLDERS = ("data", "checkpoints", "model", "tensorboard", "wandb")
 
 
 def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[list[Path], list[Path]]:
-    """Splits `files`, all below `root`, into data and output of training runs. Returns the files that are data, and the
-    files and folders that training runs have written. `out`: output folder of the present training run, None if it has
-    none."""
+    """Splits `files`, all below `root`, into data, and files and folders that runs have written. `out`: the present
+    run's output folder, or None."""
     out = None if out is None else out.resolve()
     output = set()
     for stream in (1, 2):
@@ -41,7 +34,6 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
     @cache
     def source(path: Path) -> Path | None:
-        """Returns the file or folder of a training run that is or contains `path`. Returns None if `path` is data."""
         if path in (root, path.parent):
             return None
         return source(path.parent) or (path if is_of_a_run(path, out) else None)
@@ -54,9 +46,8 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def is_of_a_run(path: Path, out: Path | None) -> bool:
-    """Returns True if a training run or an export wrote the file or folder `path`. A run writes its run folder and
-    folders inside it, such as `checkpoints` and each checkpoint. An export is any model's folder with weights and
-    config.json. `out`: the resolved run folder of the present training run, None if it has none."""
+    """Returns True if a training run or an export (any model's folder with weights and config.json) wrote `path`.
+    `out`: the present run's folder, resolved, or None."""
     if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():
@@ -78,19 +69,18 @@ def _has(folder: Path, *patterns: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns True if a training run has begun in `folder`, so that it has settings.json and a valid plan.json."""
+    """Returns True if a training run has begun in `folder`: it has settings.json and a valid plan.json."""
     return not missing_of_run(folder)
 
 
 def missing_of_run(folder: Path) -> str:
-    """Returns the names of the files that every training run writes and that `folder` lacks, joined by " and ". Returns
-    "" if `folder` lacks none of them."""
+    """Returns the names of files that every run writes and `folder` lacks, joined by " and "."""
     there = {"settings.json": os.path.isfile(folder / "settings.json"), "plan.json": _is_plan(folder / "plan.json")}
     return " and ".join(name for name, found in there.items() if not found)
 
 
 def why_not_writable(out: Path) -> str | None:
-    """Returns the reason why training cannot write its files into the folder `out`; None if no reason is known."""
+    """Returns the reason why training cannot write its files into the folder `out`, or None."""
     for path in (*reversed(out.parents), out, *(out / name for name in (*FOLDERS, *FILES))):
         name = path.name if path.parent == out else str(path)
         if path.is_symlink() and not path.exists():
@@ -113,8 +103,6 @@ def why_not_writable(out: Path) -> str | None:
 
 
 def not_writable(out: str | Path, reason: str | None) -> InputError:
-    """Returns the InputError to raise if training cannot write into the folder `out`. `reason`: words for the message,
-    from the operating system (None if it gives none) or from `why_not_writable`."""
     return InputError(f"--out {out} cannot be written: {reason}; give another folder")
 
 
@@ -127,7 +115,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def read_run_json(path: Path) -> dict:
-    """Returns the object in a JSON file of a training run; an empty dict if the file is missing or damaged."""
+    """Returns the object in a run's JSON file; {} if the file is missing or damaged."""
     try:
         return json_object(path.read_bytes())
     except OSError:
@@ -135,7 +123,7 @@ def read_run_json(path: Path) -> dict:
 
 
 def json_object(text: bytes | str) -> dict:
-    """Returns the JSON object in `text`; an empty dict if there is none."""
+    """Returns the JSON object in `text`; {} if there is none."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,12 +1,8 @@
 """Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
-Names end with their unit of measurement (``gpu_limit_bytes``). Each field is also a command-line option
-(run/options.py). A field's type defines the values that can be typed. Its metadata have the text for ``--help``, and
-marks (Mark). Scripts fill in fields themselves: ``Settings(model="gpt2-xl", ram_limit_bytes=16 * GIB)``. Training saves
-the settings as ``settings.json``.
-
-``None`` leaves the choice to the planner (``micro_batch``, ``group``, ``segment_blocks``), to the environment
-(``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and the memory caps, it means no limit.
+Each field is also a command-line option (run/options.py). ``None`` leaves the choice to the planner (``micro_batch``,
+``group``, ``segment_blocks``), to the environment (``wandb``, ``report_to``) or to other settings (``out``). In
+``clip_norm`` and the memory caps, ``None`` means no limit.
 """
 
 import math
@@ -28,7 +24,7 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 class Mark(Flag):
     """Says which results depend on a setting. RUN: the trained weights, so a resumed run must have the same value.
-    TOKENS: the tokens of a data set. A setting may have both marks."""
+    TOKENS: the tokens of a data set."""
 
     RUN = auto()
     TOKENS = auto()
@@ -38,15 +34,15 @@ RUN, TOKENS = Mark
 
 
 def _option(default: Any, help: str, metavar: str = "", shown: str = "", marks: Mark | None = None) -> Any:
-    """Returns a dataclass field with metadata for ``--help``. `metavar`: a word for the value, empty if the field's
-    type is enough. `shown`: the default in words, if `default` is None. `marks`: see Mark; None for no marks."""
+    """Returns a dataclass field with metadata for --help. `metavar`: a word for the value. `shown`: the default in
+    words, if `default` is None."""
     metadata = {"help": help, "metavar": metavar, "shown": shown, "marks": marks or Mark(0)}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of a training run. The constructor raises InputError for a combination that cannot run."""
+    """Holds the settings of a training run. Raises InputError for values or combinations that cannot run."""
 
     # fmt: off
     model: str = _option(
@@ -214,7 +210,6 @@ class Settings:
             raise InputError(" ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """Yields one sentence for each reason why these settings cannot run."""
         for chosen, words in _CONFLICTS:
             if all(getattr(self, name) == value for name, value in chosen.items()):
                 first, value = next(iter(chosen.items()))
@@ -264,20 +259,17 @@ class Settings:
 
     @property
     def trains_nothing(self) -> bool:
-        """Returns True if only a plan or a preview is asked for."""
         return self.plan_only or self.preview is not None
 
     def _reported_to(self) -> set[str]:
-        """Returns the comma-separated names in `report_to`, in lower case; an empty set if it is None."""
         return set() if self.report_to is None else {name.strip().lower() for name in self.report_to.split(",")}
 
     def reports_to(self, tracker: str) -> bool:
-        """Returns True if `report_to` names `tracker`, one of TRACKERS, or "all"."""
         return not self._reported_to().isdisjoint({tracker, "all"})
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the number of optimizer steps of the whole training run: `steps` if given, else `epochs` (default 1)
-        times `steps_per_epoch`, rounded up. In the second case, raises InputError if the warm-up is longer."""
+        """Returns the optimizer steps of the run: `steps`, else `epochs` (default 1) times `steps_per_epoch`, rounded
+        up. Raises InputError if the warm-up is longer."""
         if self.steps is not None:
             return self.steps
         epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
@@ -288,13 +280,12 @@ class Settings:
 
 
 def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have `mark`: RUN if the trained weights depend on a setting, TOKENS if
-    the tokens do. `settings`: any object with the fields of Settings."""
+    """Returns {name: value} of the settings that have `mark`. `settings`: any object with the fields of Settings."""
     return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
 
 
 def in_words(name: str, value: Any) -> str:
-    """Formats `value`, the value of the setting `name`, as text for --help and for the report."""
+    """Formats the value of the setting `name` as text for --help and for the report."""
     if value is None:
         return Settings.__dataclass_fields__[name].metadata["shown"] or "none"
     if isinstance(value, bool):

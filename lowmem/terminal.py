@@ -15,9 +15,8 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores errors of printing in the `with` block. If the terminal or the other end of a pipe is closed, drops all
-    later output, so that training goes on. `needed`: True if the block prints an answer to stdout. Any other error,
-    such as a full disk, then raises LowmemError."""
+    """Ignores errors of printing in the `with` block, and drops all later output. If the block prints a `needed`
+    answer, errors other than a closed terminal or pipe, such as a full disk, raise LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:
@@ -33,20 +32,18 @@ def output(*, needed: bool = False) -> Iterator[None]:
 
 
 def say(sentence: str) -> None:
-    """Prints a sentence to stderr: on one line, or wrapped if stderr is a terminal."""
+    """Prints a sentence to stderr, wrapped if stderr is a terminal."""
     with output():
         print(for_terminal(sentence, sys.stderr), file=sys.stderr, flush=True)
 
 
 def escape_what_stdout_lacks() -> None:
-    """Makes stdout, like stderr, print escapes for characters that its encoding cannot represent."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def has_room_for_a_bar() -> bool:
-    """Returns True if stderr can show a progress bar: a terminal with at least two lines, or one of unknown size, as in
-    a notebook."""
+    """Returns True if stderr is a terminal with two lines or more, or of unknown size (a notebook)."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     try:
@@ -56,14 +53,13 @@ def has_room_for_a_bar() -> bool:
 
 
 def for_terminal(text: str, stream: TextIO | None) -> str:
-    """Returns `text`, with lines wrapped at the terminal's width if `stream` is a terminal, else unchanged. `stream`:
-    None counts as no terminal."""
+    """Returns `text`, with lines wrapped at the terminal's width if `stream` is a terminal."""
     at_terminal = stream is not None and stream.isatty()
     return filled(text, shutil.get_terminal_size().columns) if at_terminal else text
 
 
 def filled(text: str, width: int, indent: str = "  ") -> str:
-    """Returns `text`, its lines wrapped between words at `width` columns. Continuation lines begin with `indent`."""
+    """Returns `text`, wrapped between words at `width` columns. Continuation lines begin with `indent`."""
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
     )
@@ -71,7 +67,7 @@ def filled(text: str, width: int, indent: str = "  ") -> str:
 
 
 def beside(columns: dict[str, str]) -> str:
-    """Formats texts as columns, as wide as the terminal and at most 120 characters in all. `columns`: {title: text}."""
+    """Formats {title: text} as columns, as wide as the terminal and at most 120 characters in all."""
     width = (min(shutil.get_terminal_size().columns, 120) - 3 * (len(columns) - 1)) // len(columns)
     cells = []
     for title, text in columns.items():

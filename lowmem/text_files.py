@@ -1,8 +1,6 @@
 """Reads text, JSON and YAML that other people wrote: config.json, tokenizers, templates, settings, rows of data.
 
-Byte-order marks are skipped at the beginning of the file and of a line (`cat a b` puts one there). Text that is not
-UTF-8 is refused, with the place. A file that is not of the kind that its name says is refused, too. JSON and YAML may
-not give a key twice. Unquoted values of YAML, such as `yes`, `010` and `1:30`, stay text.
+Skips byte-order marks. Refuses text that is not UTF-8, files that are not of their name's kind, and repeated keys.
 """
 
 import codecs
@@ -51,8 +49,8 @@ def refuse_pointer(path: Path) -> bytes:
 
 
 def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
-    """Raises InputError if the file is a Git LFS pointer, or if its first bytes show that it is of an unexpected kind.
-    `binary`: the first bytes of the expected kind; b"" if these vary from file to file; None if text is expected."""
+    """Raises InputError for a Git LFS pointer, or if the first bytes show another kind of file. `binary`: the first
+    bytes of the expected kind; b"" if they vary; None for text."""
     start = refuse_pointer(path)
     for magic, (kind, advice) in _KINDS.items():
         if start.startswith(magic) and magic != binary:
@@ -64,8 +62,8 @@ def refuse_disguised(path: Path, binary: bytes | None = None) -> None:
 
 
 def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
-    """Yields the file's lines, each with its line end. A line of more than `most_bytes` comes in several parts; -1 for
-    no limit. Raises InputError for a file that is not text, and for text that is not UTF-8."""
+    """Yields the file's lines with their line ends. A line of more than `most_bytes` (-1: no limit) comes in several
+    parts. Raises InputError for a file that is not UTF-8 text."""
     refuse_disguised(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, column, at_start = 1, 0, True  # of the next byte
@@ -81,6 +79,7 @@ def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
                     f"{column - begun + error.start + 1}); save the file as UTF-8"
                 ) from None
             if at_start:
+                # `cat a b` puts a byte-order mark at the beginning of a line, too.
                 text = text.lstrip("\ufeff")
             if text:
                 yield text
@@ -89,19 +88,18 @@ def text_lines(path: Path, most_bytes: int = -1) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of the whole file, with the checks of `text_lines`."""
+    """Returns the text of the whole file. Raises InputError if it is not UTF-8 text."""
     return "".join(text_lines(path))
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. Raises InputError, which names the line, for bad JSON or text that is not
-    UTF-8. Raises OSError if the file cannot be read."""
+    """Returns the value in a JSON file. Raises InputError, which names the line, for bad JSON."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") -> Any:
-    """Returns the value of the JSON `text`. Raises InputError for bad JSON. The message names `source` and the line,
-    counted from `first_line`. For a syntax error, the message ends with `advice`."""
+    """Returns the value of the JSON `text`. Raises InputError with `source` and the line, counted from `first_line`.
+    `advice` ends the message for a syntax error."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -119,9 +117,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
 
 
 def readable_folder(folder: Path, instead: dict[str, bytes] | None = None) -> Path:
-    """Returns a folder with the files of `folder`, in which text files have no byte-order marks. `instead`: files to
-    replace or add, as {name: content}; None for none. Returns `folder` itself if nothing changes. Otherwise returns a
-    temporary folder, with the changed files and with links to the others."""
+    """Returns a folder with the files of `folder`, without byte-order marks. `instead`: {name: content} of files to
+    replace or add. If anything changes, this is a temporary folder, partly of links."""
     written = {}
     for path in folder.iterdir():
         if path.suffix in (".json", ".txt", ".jinja") and path.is_file():
@@ -145,15 +142,15 @@ _copies: list[tempfile.TemporaryDirectory] = []  # each is removed when the proc
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict of `pairs`. Raises KeyError for two equal keys; Python's json would silently take the last."""
     values = dict(pairs)
+    # Python's json would silently take the last of two equal keys.
     if len(values) < len(pairs):
         raise KeyError("given twice")
     return values
 
 
 def _given_twice(text: str) -> tuple[str, int]:
-    """Returns the first key that an object in this JSON has twice, and the number of line ends before that key."""
+    """Returns the first key that an object in this JSON has twice, and the number of line ends before it."""
     objects: list[set[str]] = []
     last = ""
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[{}:]', text):
@@ -172,8 +169,8 @@ def _given_twice(text: str) -> tuple[str, int]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Returns the value of the YAML `text`: mappings, lists, None and texts. An unquoted value such as `yes` stays the
-    text that was typed. Raises InputError, which names `source` and the line, for YAML that is not valid."""
+    """Returns the value of the YAML `text`: mappings, lists, None and texts. An unquoted `yes`, `010` or `1:30` stays
+    text. Raises InputError, which names `source` and the line, for invalid YAML."""
     import yaml
 
     class Loader(yaml.SafeLoader):

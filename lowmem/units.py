@@ -4,6 +4,7 @@ import math
 import re
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+# GB and MB are powers of ten. Half of the users mean powers of two, but a smaller cap is safe.
 _FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _FACTORS |= {"k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -14,7 +15,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 def parse_size(text: str) -> int:
     """Returns the bytes in a size such as ``11GiB``, ``16G``, ``800MiB`` or ``1.5g``. Raises ValueError for anything
-    else. ``GB`` and ``MB`` are powers of ten; half of the users mean powers of two, but a smaller cap is safe."""
+    else."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 11GiB, 16G or 800MiB")
@@ -30,8 +31,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_interval(text: str) -> int | str:
-    """Parses the interval between two checkpoints. Returns a number of steps, such as ``500``, as int. Returns a time,
-    such as ``30min``, ``2h`` or ``90s``, as text. Raises ValueError for anything else, and for zero."""
+    """Returns a number of steps, such as ``500``, as int, and a time, such as ``30min`` or ``2h``, as text. Raises
+    ValueError for anything else, and for zero."""
     match = _INTERVAL.fullmatch(text)
     if match is None or float(match[1]) == 0 or (not match[2] and "." in match[1]):
         raise ValueError(f"{text!r} is neither a number of steps nor a time; write it like 500, 30min or 2h")
@@ -47,8 +48,7 @@ def interval_seconds(interval: int | str) -> float | None:
 
 
 def format_size(size_bytes: int, rounded_up: bool = False) -> str:
-    """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``. `rounded_up`:
-    True to round up, False to round to the nearest."""
+    """Formats a size for people, with three significant digits: ``10.9 GiB``, ``800 MiB``, ``512 bytes``."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= factor:
             value = size_bytes / factor

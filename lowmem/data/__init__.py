@@ -1,2 +1,1 @@
-"""Turns documents into training batches. docs/data.md has a diagram. Start reading with dataset.py, which calls the
-other files."""
+"""Turns documents into training batches (docs/data.md has a diagram). dataset.py calls the other files: start there."""

@@ -1,8 +1,7 @@
-"""Finds the assistant's answers in a conversation rendered by a chat template, for the loss mask: only answers are
-trained on.
+"""Finds the assistant's answers in a conversation rendered by a chat template, for the loss mask.
 
-A template may mark answers with {% generation %}. With other templates, the conversation is rendered up to an answer,
-and again through that answer. The difference of the two texts is the answer. docs/data.md lists the exceptions.
+If the template does not mark answers with {% generation %}, an answer is the difference between the conversation
+rendered up to it and through it. docs/data.md lists the exceptions.
 """
 
 import itertools
@@ -33,7 +32,7 @@ class Answers:
 
     @property
     def notes(self) -> list[str]:
-        """Returns remarks for the log on the conversations rendered so far."""
+        """Returns remarks for the log on the conversations so far."""
         last = f"only the last answer of {self._last_only:,} of them, since the chat template rewrites earlier ones"
         left_out = [
             f"the chat template leaves out {name} in {count:,} of them; --chat-template FILE can give another"
@@ -42,9 +41,8 @@ class Answers:
         return [last] * (self._last_only > 0) + left_out
 
     def segments(self, conversation: Conversation, everything: bool) -> Segments:
-        """Renders `conversation` with the chat template. Returns the text as segments: a list of (text, True if trained
-        on). Only the answers are trained on; if `everything`, the whole text is. Raises InputError if the answers
-        cannot be found."""
+        """Renders `conversation` as segments, (text, True if trained on). Only answers are trained on, or all text if
+        `everything`. Raises InputError if the answers cannot be found."""
         text, marked = self.template.render(conversation)
         self.template.check(conversation, text)
         self._left_out.update(name for name, parts in conversation.optional.items() if not all(map(text.count, parts)))
@@ -62,8 +60,6 @@ class Answers:
         return [segment for segment in [*segments, (text[start:], False)] if segment[0]]
 
     def _marked(self, conversation: Conversation, marked: list[Span]) -> list[Span]:
-        """Returns the character spans of the answers to train on. `marked`: the spans of all answers, as the template
-        marks them with {% generation %}."""
         if len(conversation.answers) == sum(message["role"] == "assistant" for message in conversation.messages):
             return marked
         spans, seen = [], 0
@@ -75,9 +71,6 @@ class Answers:
         return spans
 
     def _found(self, conversation: Conversation, text: str) -> list[Span]:
-        """Returns the character spans of the answers to train on. `text`: the rendered `conversation`. If some answers
-        cannot be found, returns only the span of the last answer. Raises InputError if the last answer cannot be found
-        either."""
         turns = [self._turn(conversation, text, index) for index in conversation.answers]
         if None not in turns and all(turn[1] <= following[0] for turn, following in itertools.pairwise(turns)):
             return turns
@@ -91,8 +84,7 @@ class Answers:
         return turns[-1:]
 
     def _turn(self, conversation: Conversation, text: str, index: int) -> Span | None:
-        """Returns the span in `text` of message number `index`, an answer, with its end-of-turn token. Returns None if
-        the span cannot be found. `text`: the rendered `conversation`."""
+        """Returns the span in `text` of the answer number `index`, with its end-of-turn token, or None."""
         start = self._start(conversation, text, index)
         rendered = self._rendered(conversation, index + 1)
         if start is None or rendered is None:
@@ -108,8 +100,6 @@ class Answers:
         return start, end
 
     def _start(self, conversation: Conversation, text: str, index: int) -> int | None:
-        """Returns the index in `text` of the character with which an answer begins. Returns None if it cannot be found.
-        `text`: the rendered `conversation`. `index`: the number of the answer among its messages."""
         asked, unasked = (self._rendered(conversation, index, ask) for ask in (True, False))
         if asked and text.startswith(asked[0]):
             return len(asked[0])
@@ -118,12 +108,13 @@ class Answers:
         return self._agreement(asked[0], text)  # the prompt begins a reasoning, which old turns do not have
 
     def _end(self, text: str, start: int, after: str) -> int | None:
-        """Returns the index in `text` at which an answer ends; None if it is not found. `start`: index of the answer's
-        first character. `after`: the conversation rendered only through this answer. After the answer's words, the
-        answer includes the first special token, and all characters that follow the words in both `text` and `after`."""
+        """Returns the index in `text` at which the answer ends. `after`: the conversation rendered through this
+        answer."""
         if not after.startswith(text[:start]):
             return None
         turn = after[start:]
+        # The answer includes the first special token after its words, and all characters that follow the words in both
+        # texts.
         for token in self._special.finditer(text, start):
             said = text[start : token.start()].rstrip()
             place = turn.rfind(said)
@@ -136,15 +127,12 @@ class Answers:
         return None
 
     def _agreement(self, one: str, other: str) -> int:
-        """Returns the length of the longest common prefix of two texts that does not end inside a special token."""
+        """Returns the length of the longest common prefix that does not end inside a special token."""
         length = len(os.path.commonprefix([one, other]))
         cut = next((token for token in self._special.finditer(one) if token.start() < length < token.end()), None)
         return cut.start() if cut else length
 
     def _rendered(self, conversation: Conversation, count: int, ask: bool = False) -> tuple[str, list[Span]] | None:
-        """Renders the first `count` messages with the chat template. If `ask`, appends the generation prompt for the
-        next answer. Returns (text, spans that the template marks as generated), or None if the template refuses the
-        messages."""
         try:
             return self.template.render(conversation, count, ask)
         except InputError:

@@ -1,11 +1,7 @@
-"""Cuts tokens into batches: rows (sequences) of token ids, with labels that say which tokens are trained on.
+"""Cuts tokens into batches: rows of token ids, with labels that say which tokens are trained on (docs/data.md).
 
-Plain text is **packed**: documents are joined end to end and cut into rows of `seq` inputs. **Examples**
-(conversations, or prompts with completions) have one row each, padded on the right. docs/data.md has diagrams.
-
-A batch depends only on (seed, step), so a resumed training run reads the same rows. Each epoch has a new order. A data
-set's weight is the number of times that an epoch reads each of its rows. With weight 0.5, an epoch reads one half of
-the rows, and the next epoch reads the other half.
+Plain text is packed: documents are joined and cut into rows. Examples (conversations, prompts with completions) have a
+row each. A batch depends only on (seed, step), so a resumed run reads the same rows.
 """
 
 import functools
@@ -23,8 +19,8 @@ PADDED, SORTED, PACKED = "padded", "sorted", "packed"
 
 
 class Rows:
-    """Cuts the tokenized `documents` of one data set into rows (sequences) of at most `seq` input tokens. An epoch
-    reads each row `weight` times. `name`: the data set's name in messages."""
+    """Cuts the tokenized `documents` of a data set into rows of at most `seq` input tokens. An epoch reads each row
+    `weight` times; with weight 0.5, one half of the rows, and the next epoch the other."""
 
     def __init__(self, name: str, documents: Documents, seq: int, weight: float = 1.0):
         self.name, self.documents, self.seq, self.weight = name, documents, seq, weight
@@ -34,7 +30,6 @@ class Rows:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Returns the number of input tokens of each row."""
         documents = self.documents
         return np.full(self.count, self.seq) if documents.packed else np.asarray(documents.lengths) - 1
 
@@ -48,7 +43,7 @@ class Rows:
         return self.documents.tokens[span].astype(np.int64), self.documents.trained[span].copy()
 
     def where(self, row: int) -> list[str]:
-        """Names the places of a row in the user's files, such as ["a.jsonl:17-23", "book.txt at 41.20%"]."""
+        """Names a row's places in the user's files, such as ["a.jsonl:17-23", "book.txt at 41.20%"]."""
         if not self.documents.packed:
             return self.documents.where(slice(row, row + 1))
         start = row * self.seq
@@ -59,11 +54,11 @@ class Rows:
         return names
 
     def of_epoch(self, epoch: int, seed: int, part: int) -> np.ndarray:
-        """Returns the row numbers that epoch number `epoch` reads, in no particular order. All rows are repeated
-        endlessly, and epoch e takes items e*n to (e+1)*n - 1 of this sequence, with n = `in_epoch`. If an epoch takes
-        only some rows of a repetition, that repetition is shuffled. `seed` and `part` seed the shuffle; `part` is the
-        data set's index."""
+        """Returns the row numbers that an epoch reads, in no particular order. `seed` and `part`, the data set's index,
+        seed the choice."""
         found = []
+        # Epochs take their rows one after another from endless repetitions of all rows. A repetition is shuffled if an
+        # epoch takes only some of its rows.
         place, end = epoch * self.in_epoch, (epoch + 1) * self.in_epoch
         while place < end:
             number, first = divmod(place, self.count)
@@ -76,12 +71,13 @@ class Rows:
 
 
 class Batches:
-    """Gives a deterministic sequence of batches of `batch_rows` rows, drawn from several data sets. `parts`: Rows of
-    one data set each. With a `seed`, the sequence never ends, and each epoch has a new order; a batch may span two
-    epochs. If `seed` is None (evaluation), rows keep their order, and the last batch of a pass may be smaller.
-    `end_of_text`: the token id after each document, also used as padding. `document_mask`: True if attention stops at
-    the ends of packed documents. `fixed`: True if every batch is the first one. `pack`: PADDED (rows are padded to full
-    length), SORTED (by length), or PACKED (several examples in a row)."""
+    """Gives a deterministic sequence of batches of `batch_rows` rows from several data sets, `parts`.
+
+    With a `seed`, the sequence never ends, and each epoch has a new order. With None (evaluation), rows keep their
+    order, and the last batch may be smaller. `end_of_text`: the token id after each document, and of padding.
+    `document_mask`: attention stops at the ends of packed documents. `fixed`: every batch is the first one. `pack`:
+    PADDED (to the longest row), SORTED (by length) or PACKED (several examples in a row).
+    """
 
     remarks: tuple[str, ...] = ()  # sentences for the log's description of the data
 
@@ -97,7 +93,6 @@ class Batches:
         self._order = functools.lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """Returns the number of batches in an epoch."""
         return math.ceil(self.rows / self.batch_rows)
 
     @property
@@ -105,8 +100,8 @@ class Batches:
         return 1.0 if self.fixed else self.rows / self.batch_rows
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The mask is True for each token that is trained
-        on. The first token is only an input. The last is only a label."""
+        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The first token is only an input, the last only a
+        label."""
         tokens, trained = part.read(row)
         trained[0] = False
         if part.documents.packed and self.document_mask:
@@ -145,8 +140,8 @@ class Batches:
         return Batch(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
     def typical_lengths(self) -> list[int] | None:
-        """Returns the number of tokens in each row of a typical batch, longest first. Returns None if all rows have the
-        full length, padding included."""
+        """Returns the row lengths of a typical batch, in tokens, longest first; None if all rows of a batch have the
+        same length, padding included."""
         if self.pack == PADDED or all(part.documents.packed for part in self.parts):
             return None
         if self.fixed:
@@ -158,8 +153,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Names the places in the user's files from which batch number `step` has its rows, in the order of the
-        rows."""
+        """Names the places in the user's files of a batch's rows, in their order."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:
@@ -184,13 +178,12 @@ class Batches:
 
 
 def _quantiles(sizes: np.ndarray, count: int) -> np.ndarray:
-    """Returns `count` numbers that are distributed like `sizes`, the smallest first."""
     return np.sort(sizes)[((np.arange(count) + 0.5) / count * len(sizes)).astype(int)]
 
 
 def _first_fit(sizes: Sequence[int], seq: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs examples of these `sizes` into rows of length `seq` by first-fit decreasing: at most 11/9 of the fewest
-    possible rows, plus one. Returns each example's (row, first position), and the length of each row."""
+    """Packs examples into rows of `seq` tokens by first-fit decreasing: at most 11/9 of the fewest rows, plus one.
+    Returns each example's (row, first position), and the rows' lengths."""
     places, filled, rows = [(0, 0)] * len(sizes), np.zeros(len(sizes), np.int64), 0
     for piece in np.argsort([-size for size in sizes], kind="stable"):
         row = int(np.argmax(filled[: rows + 1] <= seq - sizes[piece]))  # the first that is true; a new row is empty

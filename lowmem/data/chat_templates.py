@@ -1,12 +1,7 @@
 """Renders a conversation as text with the tokenizer's chat template, as the model gets it in inference.
 
-A chat template is a Jinja program that belongs to the tokenizer. `ChatTemplate` differs from
-`tokenizer.apply_chat_template` in four points:
-
-- A template that asks for the date always gets the same date, so every training run reads the same text.
-- The spans marked with {% generation %} are returned, too.
-- Templates of vision models get each message's content as a list of parts.
-- DeepSeek's templates get tool calls in an older form if the usual form fails.
+Unlike `tokenizer.apply_chat_template`, `ChatTemplate` also returns the spans marked with {% generation %}, always gives
+the same date, and adapts messages to templates of vision models and of DeepSeek.
 """
 
 import contextlib
@@ -27,6 +22,7 @@ from lowmem.text_files import read_text
 
 Span = tuple[int, int]  # of characters
 
+# Templates that ask for the date get this one, so every run reads the same text.
 TODAY = datetime.date(2024, 7, 26)  # the default date in Llama's templates
 _ASKS_FOR_THE_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _MARKS_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -34,8 +30,8 @@ _QUESTION, _ANSWER = "a question", "an answer"
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
-    """Replaces the tokenizer's chat template by the one in `file`, which is then exported with the model. Raises
-    InputError if the file cannot be read or is not a Jinja template."""
+    """Replaces the tokenizer's chat template, which is exported with the model, by that in `file`. Raises InputError if
+    the file cannot be read or is not a Jinja template."""
     try:
         template = read_text(Path(file)).replace("\r\n", "\n").replace("\r", "\n")
     except InputError as error:
@@ -52,14 +48,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 class ChatTemplate:
-    """Renders conversations with the chat template of `tokenizer`."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         dated = _ASKS_FOR_THE_DATE.search(str(tokenizer.chat_template))
         self.note = f" (which is told that today is {TODAY})" if dated else ""
         exchange = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         text, self._writes_answers = "", True  # stays True if it refuses this exchange
+        # Templates of vision models want the content as a list of parts.
         for self._parts in (False, True):
             with contextlib.suppress(InputError):
                 text, _ = self.render(Conversation("", exchange))
@@ -71,7 +66,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, count: int | None = None, ask: bool = False) -> tuple[str, list[Span]]:
         """Returns the text of the first `count` messages (None: all), and the spans that the template marks as
-        generated. If `ask`, appends the generation prompt for an answer. Raises InputError if the template fails."""
+        generated. `ask` appends the generation prompt. Raises InputError if the template fails."""
         messages = conversation.messages[:count]
         try:
             return self._write(messages, conversation.tools, ask)
@@ -85,13 +80,12 @@ class ChatTemplate:
             ) from error
 
     def question(self, text: str) -> str:
-        """Renders the user message `text` with the chat template, and appends the generation prompt. The model
-        continues the returned text with its answer."""
+        """Renders the user message `text` and the generation prompt, which the model continues with its answer."""
         return self.render(Conversation("--sample-prompt", [{"role": "user", "content": text}]), ask=True)[0]
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Checks `text`, the rendered `conversation`. Raises InputError if UTF-8 cannot encode it, or if the template
-        leaves out answers, tool calls or the results of tools."""
+        """Raises InputError if `text`, the rendered `conversation`, cannot be UTF-8, or lacks answers, tool calls or
+        results of tools."""
         encodable(text, conversation.where, "the conversation")
         if not self._writes_answers or not text.strip():
             raise InputError(
@@ -132,8 +126,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _with_older_tool_calls(message: Message) -> Message:
-    """Returns `message` with the arguments of its tool calls as JSON text, which older templates expect. A missing
-    content becomes None."""
+    """Returns `message` with the arguments of tool calls as JSON text, as DeepSeek's templates expect."""
     if "tool_calls" not in message:
         return message
     calls = [(call, call["function"]) for call in message["tool_calls"]]

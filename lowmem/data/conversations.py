@@ -1,7 +1,6 @@
-"""Reads conversations from a data set's rows, as messages for the chat templates of Hugging Face models.
+"""Reads conversations from a data set's rows, as messages for chat templates: {"role": ..., "content": ...}.
 
-A message is {"role": ..., "content": ...}. Other keys (`tool_calls`, `name`, `reasoning_content`, ...) reach the
-template unchanged. docs/data.md lists the accepted ways of writing conversations: OpenAI's, ShareGPT's and TRL's.
+Other keys, such as `tool_calls`, reach the template unchanged. docs/data.md lists the accepted forms.
 """
 
 from dataclasses import dataclass
@@ -30,13 +29,13 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # The names in tran
 
 
 class UntrainableRow(InputError):
-    """Signals a row with nothing to train on, such as an empty text, or a conversation without an answer."""
+    """Is raised for a row with nothing to train on, such as a conversation without an answer."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds the messages of one conversation, and the `tools` that they may call. `where`: file and row, for error
-    messages. `given`: number of messages at the start that are never trained on."""
+    """Holds one conversation, and the `tools` that its messages may call. `where`: file and row. `given`: number of
+    messages at the start that are never trained on."""
 
     where: str
     messages: list[Message]
@@ -45,7 +44,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Returns the indices of the assistant's messages, except those that the row excludes from training."""
+        """Returns the indices of the assistant's messages that are trained on."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -56,8 +55,7 @@ class Conversation:
 
     @property
     def optional(self) -> dict[str, list[str]]:
-        """Returns {description for the log: texts} for the parts of the conversation that a chat template may leave
-        out."""
+        """Returns {description: texts} for parts of the conversation that a chat template may leave out."""
         tools = [tool.get("function", tool) for tool in self.tools or ()]
         return {
             "the reasoning of the last answer": self._last_reasoning,
@@ -69,8 +67,6 @@ class Conversation:
 
     @property
     def _last_reasoning(self) -> list[str]:
-        """Returns the texts of the last answer's reasoning: those in <think> tags, or under a key such as
-        `thinking`."""
         message = self.messages[self.answers[-1]] if self.answers else {}
         thoughts = [message[name] for name in _REASONING if isinstance(message.get(name), str)]
         within, ended, _ = message.get("content", "").rpartition("</think>")
@@ -79,9 +75,8 @@ class Conversation:
 
 
 def read_conversation(record: Record, columns: tuple[str, ...], template: str = "") -> Conversation:
-    """Reads the messages of `record` from one or two columns. With two `columns` (prompt, completion), only messages of
-    the second are trained on. `template`: the chat template. A role with an unusual name is accepted if the template
-    has that name."""
+    """Reads the messages of `record` from one or two columns. If there are two (prompt, completion), only the second is
+    trained on. The chat `template` must name unusual roles."""
     first, *rest = (_messages(record, column, template) for column in columns)
     if (text := system_text(record)) and not (first and first[0]["role"] in ("system", "developer")):
         first = [{"role": "system", "content": text}, *first]
@@ -89,8 +84,7 @@ def read_conversation(record: Record, columns: tuple[str, ...], template: str = 
 
 
 def system_text(record: Record) -> str:
-    """Returns the text of the row's system column, such as `system_prompt`; "" if there is none. Raises InputError if
-    several such columns have different texts."""
+    """Returns the text of the row's system column, or "". Raises InputError if several such columns differ."""
     filled = {name: string(record, name) for name in SYSTEM_COLUMNS if record.columns.get(name)}
     if len({*filled.values()}) > 1:
         raise InputError(f"{record.where}: {' and '.join(filled)} hold different texts; keep one of them")
@@ -98,8 +92,7 @@ def system_text(record: Record) -> str:
 
 
 def string(record: Record, column: str) -> str:
-    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for another value that is
-    not text."""
+    """Returns the text in a row's `column`. Raises UntrainableRow for null, and InputError for other values."""
     value = record.columns[column]
     if value is None:
         raise UntrainableRow(f"{record.where}: {column} is empty (null); remove the row")
@@ -109,8 +102,7 @@ def string(record: Record, column: str) -> str:
 
 
 def parse_within(text: str, place: str, this_is: str) -> Any:
-    """Parses the JSON `text` inside a row. If it is not valid, raises InputError: "{place}: {this_is} not JSON".
-    `place`: the file and the row. `this_is`: subject and verb, such as "tools is"."""
+    """Parses JSON `text` inside a row. Raises InputError "{place}: {this_is} not JSON"; `this_is` may be "tools is"."""
     try:
         return parse_json(text, "line")
     except InputError as error:
@@ -118,8 +110,7 @@ def parse_within(text: str, place: str, this_is: str) -> Any:
 
 
 def encodable(text: str, where: str, name: str) -> str:
-    """Returns `text` unchanged. Raises InputError if UTF-8 cannot encode it. The message has `where`, the place of the
-    text, and `name`, its column or key."""
+    """Returns `text`. Raises InputError, with its place `where` and its column `name`, if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -143,8 +134,6 @@ def _messages(record: Record, column: str, template: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], place: str, template: str) -> Message:
-    """Converts one message of the data to the keys and roles that chat templates read. Leaves out keys with null.
-    `place`: the message's file, row and number, for errors. `template`: the chat template."""
     message = {key: item for key, item in value.items() if item is not None}
     said, content = _either(message, "role", "from", place), _either(message, "content", "value", place)
     message.pop("content", None)
@@ -171,8 +160,6 @@ def _message(value: dict[str, Any], place: str, template: str) -> Message:
 
 
 def _either(message: Message, name: str, other: str, place: str) -> Any:
-    """Returns the value that `message` has under the key `name` or under its synonym `other`, or None. Removes `other`
-    from `message`. Raises InputError, whose message begins with `place`, if both keys have values that differ."""
     value = message.pop(other, None)
     if value is not None and message.get(name, value) != value:
         raise InputError(f"{place}: {name} and {other} differ; keep one of them")
@@ -180,8 +167,6 @@ def _either(message: Message, name: str, other: str, place: str) -> Any:
 
 
 def _role(said: str, place: str, template: str) -> str:
-    """Converts a role as written, such as "Human:", to the name that the chat `template` uses. Raises InputError for an
-    unknown role; `place` is the message's file, row and number."""
     plain = _plain(said)
     named = f"'{said}'" in template or f'"{said}"' in template
     if plain in _ROLES and not (named and said in _KEPT_IF_NAMED):
@@ -211,8 +196,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the tool call `call` with arguments as an object, as chat templates expect. OpenAI writes arguments as
-    JSON text. `place`: the message's file, row and number, for errors."""
+    """Returns a tool call with its arguments as an object, as chat templates expect. OpenAI writes JSON text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -226,8 +210,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, place: str, name: str) -> list[dict[str, Any]]:
-    """Returns `value` as a list of objects. It may be a list of objects, one object, or JSON text of either. Raises
-    InputError for other values, whose message has `place` and `name`, the key of the value."""
+    """Returns `value`, a list of objects, one object, or JSON text of either, as a list."""
     if isinstance(value, str):
         value = parse_within(value, place, f"{name} is")
     values = [value] if isinstance(value, dict) else value

@@ -30,8 +30,7 @@ STREAMED_EVALUATION_ROWS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """Holds the batches of a training run. The functions `keep` and `close` keep or delete the files with the
-    tokens."""
+    """Holds the batches of a training run, and functions that keep or delete the files with their tokens."""
 
     train: Batches
     evaluations: tuple[Batches, ...]  # one for each held-out text
@@ -46,11 +45,12 @@ def load_data(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None = None,
     decoder_start: int | None = None,
 ) -> Data:  # fmt: skip
-    """Reads and tokenizes the data, and cuts them into batches for training and evaluation. The held-out texts are
-    `settings.eval_data`, or else each data set's held-out split, or else the share `settings.eval_fraction` of its
-    documents. `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, which may have the
-    tokens of an earlier start; None: temporary files. `decoder_start`: the token id before each target of an
-    encoder-decoder; None for other models."""
+    """Reads and tokenizes the data, and cuts them into batches for training and evaluation.
+
+    The held-out texts are `settings.eval_data`, else each data set's held-out split, else a share of its documents.
+    `vocabulary_size`: number of ids that the model embeds. `folder`: the run folder, perhaps with tokens of an earlier
+    start; None: temporary files. `decoder_start`: the token id before each target of an encoder-decoder.
+    """
     if settings.chat_template is not None:
         set_chat_template(tokenizer, settings.chat_template)
     reader = _Reader(settings, tokenizer, vocabulary_size, folder)
@@ -76,9 +76,6 @@ def load_data(
 
 
 class _Reader:
-    """Opens the data sets that `settings` name in --data and --eval-data: files, folders, or data sets of the hub.
-    `read` tokenizes them."""
-
     def __init__(
         self, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: Path | None
     ):
@@ -97,8 +94,8 @@ class _Reader:
         self.needed_rows = settings.batch if settings.fixed_batch else rows
 
     def read(self, folder: ArrayFolder) -> list[Part]:
-        """Tokenizes each data set of --data, and then each of --eval-data, into files in `folder`. Returns one Part for
-        each data set: its training and its held-out documents."""
+        """Tokenizes the data sets into files in `folder`. Returns a Part for each of --data, then for each of
+        --eval-data."""
         paths = [path for source in (*self.sources, *self.evaluated) for path in source.content]
         folder.source_bytes = sum(path.stat().st_size for path in paths if isinstance(path, Path))
         # Splitting off the held-out share writes all tokens again.
@@ -132,9 +129,8 @@ class _Reader:
 
 
 def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part]) -> Iterator[Part]:
-    """Removes training documents that another data set holds out. Yields `parts`, the documents of one data set each,
-    without these. `named`: the data sets of --eval-data. Training documents that are also in `named` are kept, and a
-    note has their number."""
+    """Yields `parts` without training documents that another data set of --data holds out. Keeps documents that are
+    also in `named`, the data sets of --eval-data."""
     for part in parts:
         train = part.train
         others = [other.evaluation.keys for other in parts if other is not part and other.evaluation is not None]
@@ -149,7 +145,6 @@ def _without_held_out(parts: list[Part], folder: ArrayFolder, named: list[Part])
 
 
 def _cut(source: Source, part: Part, seq: int) -> Part:
-    """Cuts the documents of `part`, the tokenized data set `source`, into Rows of at most `seq` input tokens."""
     train = part.train and Rows(source.spec, part.train, seq, source.weight)
     return part._replace(train=train, evaluation=part.evaluation and Rows(source.spec, part.evaluation, seq))
 
@@ -157,8 +152,6 @@ def _cut(source: Source, part: Part, seq: int) -> Part:
 def _batches(
     parts: list[Part], settings: Settings, end_of_text: int, decoder_start: int | None
 ) -> tuple[Batches, list[Batches]]:
-    """Returns the batches of all training data sets together, and a list with the batches of each held-out text.
-    `parts`: Rows of each data set. Raises InputError for a text that does not fill one row."""
     trained = [part.train for part in parts if part.train is not None]
     # A text that is given twice is evaluated once.
     held_out = list({part.evaluation.name: part.evaluation for part in parts if part.evaluation is not None}.values())
@@ -196,7 +189,6 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase, train: Batches, *evaluation
 
 
 def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describes the data for the log: one line for each text, and one more if several texts are mixed."""
     lines = []
     for source, part in zip(sources, parts, strict=True):
         name = source.name + source.remark

@@ -1,9 +1,7 @@
 """Tokenizes the documents of a data set, and holds some of them out for evaluation.
 
-Token ids are stored in files: 2 bytes each if the vocabulary has at most 65,536 ids, else 4. Examples take one more
-byte per token for the loss mask, which says if the token is trained on. RAM holds 32 bytes per document. Tokenizing
-takes at most TOKENIZING_BYTES of RAM, or more for very long words or rows (docs/data.md). While held-out documents are
-written, the disk holds the data twice.
+A token takes 2 bytes of a file (4 with more than 65,536 ids), and one more for the loss mask of an example. A document
+takes 32 bytes of RAM. While held-out documents are written, the disk holds the data twice.
 """
 
 import dataclasses
@@ -30,6 +28,7 @@ from lowmem.errors import InputError
 from lowmem.settings import Settings
 from lowmem.units import MIB
 
+# This much RAM is enough, but for very long words or rows (docs/data.md).
 TOKENIZING_BYTES = 300 * MIB  # a test checks this limit
 _BATCH_CHARACTERS = 2**20  # of texts that are tokenized together
 _PLACE = re.compile(r"(.*?)([1-9][0-9]{0,8})?", re.DOTALL)  # "a.jsonl:17": the file's part, and the number
@@ -52,8 +51,7 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Returns True for plain text, whose documents are joined and cut into rows. Returns False if each document is
-        an example."""
+        """Returns True for plain text, which is joined and cut into rows; False if each document is an example."""
         return self.trained is None
 
     def select(self, chosen: np.ndarray, folder: ArrayFolder) -> "Documents":
@@ -76,7 +74,7 @@ class Documents:
         )
 
     def between(self, start: int, stop: int) -> "Documents":
-        """Returns tokens `start` to `stop` - 1 of packed text as Documents. The first and last document may be cut."""
+        """Returns tokens `start` to `stop` - 1 of packed text. The first and last document may be cut."""
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
         inside = (ends > start) & (starts < stop)
@@ -89,7 +87,7 @@ class Documents:
         )
 
     def where(self, chosen: slice) -> list[str]:
-        """Names the places of the documents `chosen`, one entry per file, such as ["a.jsonl:17-23", "b.txt"]."""
+        """Names the places of the documents `chosen`, one per file, such as ["a.jsonl:17-23", "b.txt"]."""
         found = []
         for file, places in itertools.groupby(self.places[chosen].tolist(), key=lambda place: place[0]):
             numbers = [number for _, number in places if number]
@@ -98,8 +96,8 @@ class Documents:
 
 
 def row_inputs(settings: Settings) -> int:
-    """Returns the number of input tokens of a row. One more token follows them, as the last label. A decoder's row has
-    `seq` inputs. An encoder-decoder's row has `seq` tokens in all, so one input less (pairs.py)."""
+    """Returns the number of input tokens of a row; one more token is the last label. An encoder-decoder's row has `seq`
+    tokens in all."""
     return settings.seq if settings.target_tokens is None else settings.seq - 1
 
 
@@ -107,9 +105,9 @@ def read_documents(
     source: Source, records: Iterable[Record], rows_limit: int | None, settings: Settings,
     tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, folder: ArrayFolder,
 ) -> Documents:  # fmt: skip
-    """Tokenizes `records`, the rows of the data set `source`, and stores the tokens in `folder`. Returns them as
-    Documents. Stops when the tokens fill `rows_limit` rows of a batch; None for no limit. `vocabulary_size`: number of
-    ids that the model embeds. Raises InputError if there is nothing to train on, or for a row that cannot be read."""
+    """Tokenizes `records`, rows of the data set `source`, into files in `folder`. Stops when the tokens fill
+    `rows_limit` rows; None for no limit. `vocabulary_size`: number of ids that the model embeds. Raises InputError for
+    a row that cannot be read, or if there is nothing to train on."""
     reading = Reading.of(settings)
     first, records = with_first_filled(iter(records), reading)
     if first is None:
@@ -137,11 +135,8 @@ def read_documents(
 
 def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
     """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens of packed
-    text, or of the examples. Takes whole documents in the order of their content's hash, so equal documents stay
-    together. Skips a document that would make the held-out part more than twice as large as wanted. If no documents of
-    packed text can be taken, as with one book, holds out the last tokens. Holds out nothing if packed text fills less
-    than two rows of `seq` input tokens. Also holds out nothing if examples are too few or all equal. Raises InputError
-    if `fraction` leaves too little to train on."""
+    text, or of the examples; equal documents stay together. Holds out nothing if there is too little, or if all
+    examples are equal. Raises InputError if `fraction` leaves too little to train on."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -158,6 +153,8 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0
+    # In the order of hashes, which `unique` has sorted. Skips documents that would make the share twice as large as
+    # wanted.
     for index in range(len(hashes)):
         if share + group_sizes[index] <= 2 * target:
             chosen[index] = True
@@ -170,6 +167,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
         return documents.select(~held_out, folder), documents.select(held_out, folder), said
     if not packed:
         return nothing("its examples are too few or all the same")
+    # Holds out the last tokens, as of one book: no whole document could be taken.
     total = len(documents.tokens)
     cut = total - math.ceil(target)
     said = f"its last {total - cut:,} tokens held out for evaluation, since its documents are few and long"
@@ -177,8 +175,6 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
 
 
 def _with_progress(records: Iterable[Record], name: str, writer: "_Writer") -> Iterator[Record]:
-    """Yields `records`. If reading takes long, shows on a terminal how many tokens the `writer` has written. `name`:
-    the data set's name."""
     with tqdm(
         desc=f"tokenizing {name[-40:]}", unit=" tokens", unit_scale=True, delay=_PROGRESS_AFTER_SECONDS,
         disable=None if sys.stderr else True,  # None: unless stderr is a terminal
@@ -265,8 +261,8 @@ class _Writer:
             self._write(record, segments, ids, trained)
 
     def _write(self, record: Record, segments: Segments, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Writes the token ids of a record. Adds the tokens that begin and end a document, and cuts an example to the
-        length limit. `trained`: the loss mask, bool [tokens], True for each token that is trained on."""
+        """Writes a record's token ids, and those that begin or end a document. Cuts an example to the length limit.
+        `trained`: the loss mask."""
         texts = [text for text, _ in segments]
         if not record.begun and not "".join(texts).startswith(self.begin_text):
             texts = [self.begin_text, *texts]
@@ -298,11 +294,10 @@ class _Writer:
             self._end_document(record)
 
     def _room_for(self, trained: np.ndarray) -> np.ndarray:
-        """Returns the indices of an example's tokens that fit the length limit. Source and target of an encoder-decoder
-        have separate limits, so a long prompt does not shorten the answer."""
         indices = np.arange(len(trained))
         if self.target_tokens is None:
             return indices[: self.seq + 1]
+        # Source and target have separate limits, so a long prompt does not shorten the answer.
         first = int(trained.argmax())
         source = min(first, self.seq - self.target_tokens)
         return np.concatenate([indices[:source], indices[first : first + self.target_tokens]])
@@ -316,7 +311,6 @@ class _Writer:
 
 
 def _joined(*parts: tuple[Iterable[int], np.ndarray | bool]) -> Example:
-    """Concatenates `parts`, pairs (token ids, loss mask), to one pair. A mask may be one bool for all ids of its
-    pair."""
+    """Concatenates pairs (token ids, loss mask). A mask may be one bool for all ids."""
     trained = [np.broadcast_to(trained, len(ids)) for ids, trained in parts]
     return np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts]), np.concatenate(trained)

@@ -1,7 +1,6 @@
-"""Finds the training and the held-out files of a data set that was downloaded from the Hugging Face hub.
+"""Finds the training and held-out files of a data set that was downloaded from the Hugging Face hub.
 
-The data set's card (README.md) names the files of each split. Without such a card, the names of files and folders show
-the splits, by the rules of the hub's own client. docs/data.md has the rules.
+The data set's card (README.md) names the files of each split; otherwise names of files show the splits (docs/data.md).
 """
 
 import glob
@@ -38,10 +37,9 @@ class SplitFiles(NamedTuple):
 
 
 def find_split_files(folder: Path, files: list[Path], config: str | None, split: str | None) -> SplitFiles | None:
-    """Finds the splits of a data set downloaded into `folder`. `files`: all files in it. `config` and `split`: the
-    names that the user gave, or None. Returns None if nothing shows that the folder is a data set. Raises InputError if
-    `config`, `split` or the split's files are missing. Also raises it if these files are of a kind that cannot be read
-    here."""
+    """Finds the splits of a data set in `folder`, which has `files`. `config`, `split`: names that the user gave, or
+    None. Returns None if nothing shows that `folder` is a data set. Raises InputError if `config`, `split` or readable
+    files are missing."""
     card = _card(folder)
     name, chosen = _configuration(folder, card, config)
     if "data_dir" in chosen:
@@ -70,7 +68,6 @@ def find_split_files(folder: Path, files: list[Path], config: str | None, split:
 
 
 def _card(folder: Path) -> dict[str, Any] | None:
-    """Returns the YAML header of the data set's card (README.md). Returns None if there is no such card."""
     try:
         text = read_text(folder / _CARD).replace("\r\n", "\n")
         before, _, rest = text.partition("---\n")
@@ -82,9 +79,8 @@ def _card(folder: Path) -> dict[str, Any] | None:
 
 
 def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None) -> tuple[str, dict[str, Any]]:
-    """Returns (name, content) of one of the configurations in the data set's `card`. `asked`: the name that the user
-    gave. If `asked` is None, returns the default configuration. If the card has only one or none, the returned name is
-    empty. Raises InputError if there is no such configuration, or if none of several is the default."""
+    """Returns (name, content) of the card's configuration `asked`, or of the default one. If none is asked for and the
+    card has at most one, the name is ""."""
     items = (card or {}).get("configs")
     items = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
     configs = {str(item.get("config_name")): item for item in items}
@@ -103,9 +99,7 @@ def _configuration(folder: Path, card: dict[str, Any] | None, asked: str | None)
 
 
 def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: Any, split: str | None) -> Splits:
-    """Returns {split: files} for the configuration `config`. `data_files`: the value of the key data_files in the card.
-    `split`: the split to train on, None if the user did not name it. Leaves out splits that were not downloaded. Raises
-    InputError if the split to train on was not downloaded."""
+    """Returns {split: files} as the card's `data_files` say. Leaves out splits that were not downloaded."""
     patterns: dict[str, list[str]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         named, paths = (item.get("split"), item.get("path")) if isinstance(item, dict) else ("train", item)
@@ -126,7 +120,6 @@ def _splits_of_card(folder: Path, files: list[Path], config: str, data_files: An
 
 
 def _of_one_kind(files: list[Path]) -> list[Path]:
-    """Returns the files of the most common table format, compressed or not; the .txt files if there are no tables."""
     counted = Counter(map(_kind, files))
     most = max(TABLE_SUFFIXES, key=lambda kind: counted[kind])
     return [file for file in files if _kind(file) == (most if counted[most] else ".txt")]
@@ -138,8 +131,7 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Returns {split: files}, recognized by the names in `folder`. Tries names of shards, then words in names of
-    folders, then words in names of files. Uses the first of the three that finds a split."""
+    """Returns {split: files} by names of shards, else by words in names of folders, else of files."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),
@@ -155,9 +147,7 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if the names of `files` clearly show the splits of a data set. `splits`: {split: files}, as
-    recognized by name. There must be a training split and one for validation or testing. If `files` are .txt, each of
-    them must also be in a split."""
+    """Returns True if names clearly show a training split and another one. All .txt files must be in a split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

@@ -1,4 +1,4 @@
-"""Encodes texts as token ids, on all processors and in bounded memory."""
+"""Encodes texts as token ids, on RAYON_NUM_THREADS processors and in bounded memory."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,8 @@ _PROBE = "".join(f"{before}\n{after}" for before in "a1.)é中\u0301🙂" for af
 
 
 class Encoder:
-    """Encodes texts as token ids. Adds no special tokens. A special token that is written in a text, such as
-    <|endoftext|>, becomes its id. Encodes long texts in overlapping windows (long_text.py), on RAYON_NUM_THREADS
-    processors."""
+    """Encodes texts as token ids. Adds no special tokens; one that is written in a text, such as <|endoftext|>, becomes
+    its id."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -31,14 +30,13 @@ class Encoder:
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
     def long_text(self, encode: Callable[[list[str]], list[Tokens]] | None = None) -> LongText:
-        """Returns a new LongText, for one text that arrives in pieces. `encode`: function that tokenizes texts; None
-        for a function that returns only ids."""
+        """Returns a LongText, for one text that arrives in pieces. `encode`: tokenizes short texts; None: returns only
+        ids."""
         return LongText(lambda texts: _in_batches(texts, encode or self._encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the characters at which each
-        token begins and ends, without white space that the token strips. Places are None if the tokenizer does not
-        report them."""
+        """Returns (ids int32 [tokens], places int32 [tokens, 2]) of each text. Places are the characters at which a
+        token begins and ends, without white space that it strips; None if the tokenizer does not report them."""
         if self._backend is None:
             return [(ids, None) for ids in self(texts)]
         found = self._all(texts, self._encode_with_offsets)
@@ -66,8 +64,7 @@ class Encoder:
         return [_int32(one)[:, None] for one in ids]
 
     def _encode_with_offsets(self, texts: list[str]) -> list[Tokens]:
-        """Returns (id, begin, end) of each token of each text, int32 [tokens, 3]. Begin and end count characters.
-        Switches the tokenizer's postprocessor off meanwhile."""
+        """Returns (id, begin, end) of each token of each text, int32 [tokens, 3]. Begin and end count characters."""
         processor, self._backend.post_processor = self._backend.post_processor, None
         try:
             encoded = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -88,7 +85,6 @@ def _int32(ids: list[int]) -> np.ndarray:
 
 
 def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
-    """Calls `encode` on batches of texts of about BATCH_BYTES, and joins the results."""
     found, batch, size = [], [], 0
     for text in texts:
         batch.append(text)
@@ -100,8 +96,8 @@ def _in_batches(texts: list[str], encode: Callable[[list[str]], list[Tokens]]) -
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Returns the Rust tokenizer inside `tokenizer`, because calling it directly takes half the time. Returns None if
-    there is no Rust tokenizer, or if it gives other ids than `tokenizer`."""
+    """Returns the Rust tokenizer inside `tokenizer`; None if there is none, or if it gives other ids."""
+    # Calling the Rust tokenizer directly takes half the time.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     ids = tokenizer([_PROBE], add_special_tokens=False)["input_ids"]  # this also sets the backend's truncation
     same = isinstance(backend, Tokenizer) and backend.encode_batch_fast([_PROBE], add_special_tokens=False)[0].ids
@@ -109,7 +105,7 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _word_starts(backend: Tokenizer | None) -> str | None:
-    """Returns all white-space characters that begin a new word for a Unigram tokenizer; None for other tokenizers."""
+    """Returns the white space that begins a new word for a Unigram tokenizer; None for other tokenizers."""
     if backend is None or not isinstance(backend.model, models.Unigram):
         return None
     found = ""

@@ -1,8 +1,5 @@
-"""Turns a row's columns into the text to train on: plain text, a conversation, or a prompt with its completion.
-
-The columns of a data set's first row decide which of these its rows have; docs/data.md has the table. The text of a row
-is a list of segments, (text, True if trained on).
-"""
+"""Turns a row's columns into segments, (text, True if trained on): of plain text, a conversation, or a prompt with its
+completion. The columns of a data set's first row decide which (docs/data.md)."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -36,8 +33,8 @@ _MOST_BLANK = 10_000  # rows that are searched for the first one with a value
 
 
 class Format:
-    """Converts the rows of one data set to text. `first`: the first row. `needed`: the columns that every row must
-    have. `everything`: True if prompts are trained on, too, and not only answers."""
+    """Converts the rows of one data set to text. `first`: the first row. `needed`: columns that every row must have.
+    `everything`: prompts are trained on, too."""
 
     packed = False  # documents may be cut and joined; otherwise each row is one example
     chat = False  # rows are rendered with the chat template
@@ -53,13 +50,12 @@ class Format:
 
     @property
     def description(self) -> str:
-        """Describes the rows for the log: format, remarks on the rows read so far, unused columns."""
         unused = [f"columns not used: {_listed(self._unused)}"] if self._unused else []
         return "; ".join(filter(None, [self.summary, *self.notes, *unused]))
 
     def segments(self, record: Record) -> Segments:
-        """Returns the text of a row as segments, a list of (text, True if trained on). Raises UntrainableRow if there
-        is nothing to train on, and InputError for a row of another format."""
+        """Returns a row's segments, (text, True if trained on). Raises UntrainableRow if there is nothing to train on,
+        and InputError for a row of another format."""
         for name in record.columns:
             if name not in self._needed and name not in self.more:
                 self._unused[name] = None
@@ -74,8 +70,7 @@ class Format:
         return self.write(record)
 
     def write(self, row: Record) -> Segments:
-        """Returns the text of `row` as segments, a list of (text, True if trained on). Subclasses define this
-        method."""
+        """Returns the segments of `row`; defined by subclasses."""
         raise NotImplementedError
 
     def _trained(self, on: str) -> str:
@@ -108,7 +103,7 @@ class _Prompts(Format):
 
 
 class _Alpaca(Format):
-    """Writes `instruction`, `input` and `output`, or `instruction`, `context` and `response`, in Alpaca's wording."""
+    """Writes `instruction`, `input` and `output`, or Dolly's columns, in Alpaca's wording."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -134,7 +129,7 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Renders messages with the chat template. A default one is set, and exported, if the tokenizer has none."""
+    """Renders messages with the chat template, or sets a default one, which is exported."""
 
     chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")
@@ -168,8 +163,8 @@ class _Conversations(Format):
 
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
-    """Lists the data formats in the order in which they are tried. Returns tuples of the columns that each row needs,
-    the class, and True if an option in `reading` names one of these columns."""
+    """Lists the formats in the order of trial: (columns that a row needs, class, True if an option names one of
+    them)."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),
@@ -182,10 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record whose columns decide the data format, such as conversations, and an iterator over all records.
-    This is the first record with a value in a column that some format uses. A record without any such column decides,
-    too. If none of the first _MOST_BLANK records decides, returns the last of them. If there are no records, returns
-    None instead of a record."""
+    """Returns the record that decides the data format (None if there are no records), and an iterator over all. This is
+    the first record with a value in a column that some format uses, or without such columns; after _MOST_BLANK records,
+    the last one."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -196,9 +190,8 @@ def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Reco
 
 
 def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Returns the Format of a data set with the first row `record`. If an option names a column, only the formats with
-    this column are tried. `reading` has the options' values, such as that of --text-field. `train_on`: the value of
-    --train-on. Raises InputError if no format fits, or several."""
+    """Returns the Format of a data set with the first row `record`. If an option in `reading` names a column, only
+    formats with this column are tried. Raises InputError if no format fits, or several."""
     found = [each for each in _formats(reading) if record.columns.keys() >= {*each[0]}]
     named = [each for each in found if each[2]]
     if not named and any(kind is _Alpaca for _, kind, _ in found):
@@ -220,7 +213,7 @@ def find_format(record: Record, reading: Reading, train_on: str, tokenizer: PreT
 
 
 def _beginning_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids of the special tokens that the tokenizer puts before a text; () if there are none."""
+    """Returns the ids of the special tokens that the tokenizer puts before a text."""
     whole, text = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
     begin = tuple(whole[: starts[0]]) if starts else ()
@@ -271,8 +264,6 @@ def _unreadable(record: Record, reading: Reading) -> InputError:
 
 
 def _refuse_labels(record: Record) -> None:
-    """Raises InputError for a row with a label that marks its answer as good or bad (KTO), since bad ones would be
-    trained on."""
     for column in LABEL_COLUMNS:
         value = record.columns.get(column)
         in_words = isinstance(value, str) and value.strip().lower() in ("true", "false")  # CSV
@@ -291,8 +282,7 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns the earlier turns of the dialogue in a row, as pairs [instruction, response]; [] if there are none. CSV
-    files have them as JSON text in the column `history`. Raises InputError for any other value in that column."""
+    """Returns a row's earlier turns as pairs [instruction, response]; CSV has JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

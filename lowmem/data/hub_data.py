@@ -28,9 +28,8 @@ def split_of(name: str) -> str | None:
 
 
 def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str, str | None, str]:
-    """Returns (split to train on, split to hold out or None, remark for the log). `names`: all splits. `wanted`: the
-    split to train on, as the user named it. If it is None, takes "train", or else the first name with that word, or
-    else the first split. Raises InputError if `wanted` is not in `names`."""
+    """Returns (split to train on, split to hold out or None, remark for the log). Trains on `wanted`, else "train",
+    else the first name with that word, else the first split. Raises InputError if `wanted` is not in `names`."""
     if wanted is not None and wanted not in names:
         part = " A part of a split is not named here: give --max-samples for its first rows." if "[" in wanted else ""
         raise InputError(f"--split {wanted}: there is no such split; there are {', '.join(names)}.{part}")
@@ -46,9 +45,9 @@ def choose_splits(names: Sequence[str], wanted: str | None = None) -> tuple[str,
 
 
 def hub_source(path: str, config: str | None, reading: Reading, streamed: bool = False) -> Source:
-    """Opens the data set `path` of the hub, with its configuration `config` (None: the default one). Streams the data
-    set if `streamed`. Also streams one of more than STREAM_ABOVE_BYTES if --steps or --max-samples need only a part.
-    Raises InputError if the data set cannot be loaded, or if `streamed` and the whole data set is needed."""
+    """Opens the hub's data set `path` with its configuration `config` (None: the default). Streams it if `streamed`, or
+    if it exceeds STREAM_ABOVE_BYTES and a part is enough. Raises InputError if it cannot be loaded, or if `streamed`
+    and all rows are needed."""
     spec = f"{path}:{config}" if config else path
     datasets = _datasets(spec)
     if streamed and not reading.in_part:
@@ -71,7 +70,7 @@ def hub_source(path: str, config: str | None, reading: Reading, streamed: bool =
 
 
 def saved_to_disk(path: Path, reading: Reading) -> Source | None:
-    """Opens the data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder."""
+    """Opens a data set that `save_to_disk` wrote into the folder `path`. Returns None for any other folder."""
     train, held_out, remark, names = "", None, "", ()
     if (path / "dataset_dict.json").is_file():
         names = tuple(_names_of_splits(path / "dataset_dict.json"))
@@ -146,8 +145,7 @@ def _hub_error(spec: str, error: Exception) -> InputError:
 
 
 def joined_articles(rows: Iterable[Record], text_field: str) -> Iterator[Record]:
-    """Joins WikiText's rows, which are single lines, to one record per article, with the text in the column
-    `text_field`. A line ` = Title = ` begins an article."""
+    """Joins WikiText's rows, single lines, to one record per article, with the text in the column `text_field`."""
     lines: list[str] = []
     where = ""
     for row in rows:

@@ -1,8 +1,7 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
 
-The text is cut into overlapping windows. In an overlap, both windows should have the same tokens, and are joined in the
-middle of these. If the tokens differ, the second window begins a little earlier, or else the first one is enlarged.
-docs/data.md says why the result is exact.
+Windows of the text overlap, and are joined in the middle of tokens that both have. docs/data.md says why the result is
+exact.
 """
 
 import itertools
@@ -30,8 +29,8 @@ class LongText:
         self._given = 0  # number of the last window's tokens that were returned
 
     def add(self, piece: str, last: bool = False) -> Tokens:
-        """Adds a piece of the text. Returns the tokens that have become final: no later piece can change them. Does not
-        return a token twice. `last`: True for the text's last piece; then all remaining tokens are returned."""
+        """Adds a piece of the text. Returns the tokens that no later piece can change, each once. With the `last`
+        piece, returns all remaining tokens."""
         self._text += piece
         found = []
         while self._window is not None or len(self._text) >= self._end or last:
@@ -49,9 +48,8 @@ class LongText:
         return np.concatenate(found) if found else np.empty((0, 1), np.int32)
 
     def _join(self, ends: list[int]) -> list[Tokens]:
-        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before it. Stops
-        if the tokens of two windows differ where these overlap. The first of the two then gets twice the length in the
-        next attempt. Returns the tokens that are final."""
+        """Tokenizes the windows that end at characters `ends` of self._text, and joins each to the one before. Stops if
+        two windows' tokens differ. Returns the tokens that are final."""
         spans = []
         for cut, end in zip([self._end, *ends[:-1]], ends, strict=True):
             if not (begins := self._begins(cut, most=1)):
@@ -67,14 +65,15 @@ class LongText:
                 break
             found.append(self._placed(begun, joint[0]))
             self._window, self._end, self._given, begun = window, end, joint[1], begin
+        # The next attempt gives twice the length to the window that could not be joined to its successor.
         if len(found) < len(ends):
             self._window, self._end = None, 2 * self._end - begun
         self._text, self._before, self._end = self._text[begun:], self._before + begun, self._end - begun
         return found
 
     def _begins(self, cut: int, most: int) -> list[int]:
-        """Returns at most `most` indices of characters in self._text at which the next window may begin, the latest
-        first. `cut`: the index at which the window before it ends."""
+        """Returns up to `most` places in self._text at which the next window may begin, latest first. `cut`: the last
+        window's end."""
         latest = cut - OVERLAP
         if self._word_starts is None:
             return [*range(latest, max(latest - most, 0), -1)]
@@ -82,14 +81,11 @@ class LongText:
         return [*itertools.islice((place for place in places if self._text[place] in self._word_starts), most)]
 
     def _around(self, begin: int, cut: int, end: int) -> list[str]:
-        """Returns three texts: the overlap of two windows, the overlap without its last character, and the second
-        window. The second window has characters `begin` to `end` of self._text; the first ends at `cut`."""
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Tries earlier begins of the next window until its tokens agree with those of the last window. `cut`: the end
-        of the last window. `end`: the end of the next window. Returns (begin of the next window, its tokens, the pair
-        of indices that `_joint` returns). If no begin helps, tokens and pair are None."""
+        """Tries earlier begins of the next window until its tokens agree with the last window's. Returns (begin,
+        tokens, indices as from `_joint`); None for the last two if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [
@@ -104,11 +100,11 @@ class LongText:
         return 0, None, None
 
     def _joint(self, overlap: Tokens, shorter: Tokens, window: Tokens) -> tuple[Tokens, tuple[int, int] | None]:
-        """Finds where the last window's tokens can be joined to those of the next window. `overlap`: tokens of the text
-        that both windows have. `shorter`: tokens of that text without its last character. `window`: tokens of the next
-        window. Returns `window` and a pair of indices. The last window's tokens stop before the first index, and those
-        of `window` go on at the second. The pair is None if the tokens differ."""
+        """Returns `window` and where to join it: the last window's tokens stop before the first index, and those of
+        `window` go on at the second. None instead of indices if the tokens differ. `overlap`: tokens of the text in
+        both windows. `shorter`: the same without its last character."""
         first = len(overlap) - common_start(overlap[::-1, 0], self._window[::-1, 0])
+        # `shorter` must agree, too: digits counted from a number's right end may agree by accident.
         after = min(common_start(overlap[:, 0], other[:, 0]) for other in (window, shorter))
         middle = (first + after) // 2
         place = len(self._window) - len(overlap) + middle
@@ -116,8 +112,8 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's tokens before index `stop` that were not returned before. In the result, characters
-        are counted from the start of the whole text. `begun`: the window's first character in self._text."""
+        """Returns the last window's new tokens before index `stop`, with characters counted from the start of the whole
+        text. `begun`: the window's first character in self._text."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

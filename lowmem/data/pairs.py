@@ -1,6 +1,5 @@
-"""Makes batches for encoder-decoders: each row is a source of S tokens and a target of T tokens (docs/data.md).
+"""Makes batches for encoder-decoders: each row is a source and a target, padded on the right (docs/data.md).
 
-The decoder reads the target shifted by one token, after the id `decoder_start`. Padding is on the right. The mask
 `Batch.source_mask` excludes padding from sources, and labels of -100 exclude it from the loss.
 """
 
@@ -13,8 +12,8 @@ from lowmem.data.batches import Batches, Rows
 
 
 class PairBatches(Batches):
-    """Gives batches of sources (S tokens) and targets (T = `target_tokens`). `parts`: Rows with S + T - 1 inputs, so
-    with S + T tokens. `decoder_start`: the token id before each target. Other arguments: as in Batches."""
+    """Gives batches of sources (S tokens) and targets (T = `target_tokens`). `parts`: Rows with S + T - 1 inputs. The
+    decoder reads the id `decoder_start`, then the target without its last token. Other arguments: as in Batches."""
 
     def __init__(self, *arguments, target_tokens: int, decoder_start: int, **keywords):
         super().__init__(*arguments, **keywords)
@@ -27,7 +26,6 @@ class PairBatches(Batches):
         )
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of optimizer step `step`, counted from 0."""
         pairs = [self._pair(*self.row(part, row), part.documents.packed) for part, row in self._rows_of(step)]
         sources = _width([len(source) for source, _, _ in pairs], self.source_tokens)
         targets = _width([len(target) for _, target, _ in pairs], self.target_tokens)
@@ -42,19 +40,16 @@ class PairBatches(Batches):
         return Batch(*map(torch.from_numpy, (input_ids, labels)), source_mask=torch.from_numpy(mask))
 
     def typical_lengths(self) -> None:
-        """Returns None: all rows of a batch are computed at the same length, padding included."""
+        """Returns None: all rows of a batch have the same length, padding included."""
 
     def row(self, part: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token ids int64 [n], loss mask bool [n]) of a row. The mask is True for tokens that are trained
-        on."""
         tokens, trained = part.read(row)
         trained[: self.source_tokens if part.documents.packed else 0] = False
         return tokens, trained
 
     def _pair(self, tokens: np.ndarray, trained: np.ndarray, packed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Splits a row into (source, target, loss mask of the target). `trained`: loss mask of the row, True for each
-        token that is trained on. A `packed` row is plain text, and is split after `source_tokens` tokens. Any other row
-        is one example, and is split before the first trained token; the source gets an end-of-text token."""
+        """Splits a row into (source, target, loss mask of the target). Plain text (`packed`) is split after
+        `source_tokens` tokens, an example before its first trained token."""
         if packed:
             cut = self.source_tokens
             return tokens[:cut], tokens[cut:], trained[cut:]

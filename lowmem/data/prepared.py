@@ -1,13 +1,7 @@
 """Stores the tokens of a training run's data in the run's folder, so that a resumed run need not tokenize again.
 
-    data/
-      0.uint16 ...     the arrays of the training and the held-out documents
-      data.json        the file of each array, and the key
-      manifest.json    size and hash of each file; written last
-
-The key is a hash of everything that decides the tokens: the user's files, the tokenizer, the settings, and the code in
-lowmem/data. A streamed data set has no files to hash; a resumed run trains on the part that is stored. Until all is
-prepared, the files are in `.data-partial/`. This folder is next to `data`, or next to the folder that `data` links to.
+A key, the hash of everything that decides the tokens, says if they still fit. A streamed data set has no files to hash:
+a resumed run trains on the stored part.
 """
 
 import hashlib
@@ -36,9 +30,8 @@ FOLDER, _CONTENT = "data", "data.json"
 
 
 class Part(NamedTuple):
-    """Holds the training and the held-out documents of one data set, either as Documents or cut into Rows. `train` is
-    None for a data set of --eval-data. `evaluation` is None for one of --data if --eval-data is given. `held_out`:
-    describes the held-out documents in the log."""
+    """Holds the training and held-out documents of one data set, as Documents or as Rows. `train` is None for
+    --eval-data, `evaluation` for --data if --eval-data is given. `held_out` describes the held-out documents."""
 
     train: Documents | None
     evaluation: Documents | None
@@ -46,17 +39,16 @@ class Part(NamedTuple):
 
 
 class Preparation:
-    """Finds or makes the tokenized documents of a training run. They are in the run folder `folder`, or in temporary
-    files if `folder` is None. `key`: a hash of everything that decides the tokens (content_key)."""
+    """Finds or makes the tokenized documents of a training run, in the run folder `folder` or in temporary files
+    (None). `key`: from content_key."""
 
     def __init__(self, folder: Path | None, key: str):
         self._folder, self._key = None if folder is None else (folder / FOLDER).resolve(), key
         self._arrays: ArrayFolder | None = None  # in the partial folder
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> list[Part] | None:
-        """Returns the documents that an earlier start has stored, and sets the chat template of `tokenizer` to the
-        stored one. Returns None if the stored documents are missing or damaged. Also returns None if they were made of
-        other data, by another tokenizer or with other settings."""
+        """Returns the documents that an earlier start has stored, and sets the stored chat template in `tokenizer`.
+        Returns None if they are missing or damaged, or if the key differs."""
         if self._folder is None:
             return None
         try:
@@ -76,11 +68,10 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Calls `prepare` with a new folder for token files, and returns the result. `keep` later moves these files
-        into the run folder (the training run's output)."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
+        # Next to `data`, or next to the folder that `data` links to.
         partial = self._folder.with_name(f".{self._folder.name}-partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -92,8 +83,7 @@ class Preparation:
             raise
 
     def keep(self, parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Moves the token files of `parts` into the run folder, for a resumed run. `parts`: the documents of each data
-        set. Does nothing if `find` has found the documents there."""
+        """Moves the token files of `parts` into the run folder, unless `find` has found them there."""
         if self._arrays is None:
             return
         partial, folder = self._arrays.path, self._folder
@@ -115,8 +105,8 @@ class Preparation:
         self._arrays = None
 
     def _stored(self, documents: Documents | None, used: set[str]) -> dict | None:
-        """Returns `documents` as a dict for data.json. Stores their arrays in files, and adds the names of these files
-        to `used`. Returns None for None."""
+        """Stores the arrays of `documents` in files, and adds the files' names to `used`. Returns a dict for
+        data.json."""
         if documents is None:
             return None
         content = {item.name: getattr(documents, item.name) for item in fields(documents)}
@@ -130,7 +120,6 @@ class Preparation:
         return content
 
     def close(self) -> None:
-        """Removes files that `keep` has not moved into the run's folder."""
         if self._arrays is not None:
             shutil.rmtree(self._arrays.path, ignore_errors=True)
             self._arrays = None
@@ -140,9 +129,9 @@ def content_key(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int, rows_limit: int,
     sources: list[Source], evaluated: list[Source],
 ) -> str:  # fmt: skip
-    """Returns a hash of everything that decides the tokens. `rows_limit`: number of rows that training needs; it counts
-    only if a data set is streamed. `sources`, `evaluated`: the data sets of --data and of --eval-data. Raises
-    InputError if a file cannot be read."""
+    """Returns a hash of everything that decides the tokens: files, settings, tokenizer, and the code of lowmem/data.
+    `rows_limit`: rows that training needs of streamed data sets. `sources`, `evaluated`: those of --data and
+    --eval-data. Raises InputError for an unreadable file."""
     digest = hashlib.blake2b(digest_size=16)
     code = [*sorted(Path(__file__).parent.glob("*.py")), Path(text_files.__file__)]
     for part in (*code, *(part for source in (*sources, *evaluated) for part in (source.name, *source.content))):

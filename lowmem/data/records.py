@@ -1,4 +1,4 @@
-"""Defines Reading (how data are read), Record (a row and its place in a file) and Source (all rows of one data set)."""
+"""Defines Reading (how data are read), Record (a row and its place) and Source (all rows of one data set)."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,7 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how a data set is read: the names of its columns (--text-field, ...), its split, and whether all rows are
-    needed."""
+    """Says how a data set is read: the names of its columns and its split, and whether in part."""
 
     text: str = "text"
     prompt: str = "prompt"
@@ -23,7 +22,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Creates the options for reading the data sets of --data from `settings`, or of --eval-data if `held_out`."""
+        """Makes the Reading of --data from `settings`, or that of --eval-data if `held_out`."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)
@@ -46,8 +45,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """Holds the rows of one data set that --data or --eval-data names. `train`: the rows to train on. `evaluation`: the
-    rows that the publisher holds out."""
+    """Holds the rows of one data set that --data or --eval-data names."""
 
     name: str
     train: Iterable[Record]
@@ -65,8 +63,7 @@ class Source:
 
 
 def first_rows(records: Iterable[Record], most: int | None) -> Iterator[Record]:
-    """Yields the first `most` records, or all if `most` is None. Several records that hold pieces of one text count as
-    one."""
+    """Yields the first `most` records, or all if None. Pieces of one text count as one record."""
     count = 0
     for record in records:
         count += not record.begun

@@ -1,9 +1,6 @@
-"""Tokenizes an example given as segments, and finds the tokens that are trained on. A segment is (text, True if trained
-on).
+"""Tokenizes an example given as segments, (text, True if trained on), and finds the tokens that are trained on.
 
-All segments are tokenized as one text. A token is trained on if any of its characters is in a segment that is trained
-on. Tokenizers written in Python do not report the characters of a token. So the text before each boundary of two
-segments (a seam) is also tokenized by itself. The leading tokens that both results share are before the seam.
+All segments are tokenized as one text. A token is trained on if any of its characters is in a trained segment.
 """
 
 import itertools
@@ -18,8 +15,8 @@ Example = tuple[np.ndarray, np.ndarray]  # int32 [tokens], and bool [tokens]: Tr
 
 
 class Seams:
-    """Tokenizes examples, and returns the loss mask of each. `pairs`: True to tokenize source and target separately, as
-    for an encoder-decoder."""
+    """Tokenizes examples, and returns the loss mask of each. `pairs`: tokenizes source and target separately, as for an
+    encoder-decoder."""
 
     def __init__(self, encode: Encoder, pairs: bool):
         self._encode, self._pairs = encode, pairs
@@ -27,7 +24,7 @@ class Seams:
 
     @property
     def notes(self) -> list[str]:
-        """Returns remarks for the log on the examples tokenized so far."""
+        """Returns remarks for the log on the examples so far."""
         note = (
             f"in {self._straddled:,} of them one token is the end of a prompt and the beginning of an answer, so the "
             f"prompt by itself has other tokens; let answers begin with the space"
@@ -45,9 +42,8 @@ class Seams:
         return [tuple(map(np.concatenate, zip(*example, strict=True))) for example in marked]
 
     def _parts(self, segments: Segments) -> list[Segments]:
-        """Splits `segments`, a list of (text, True if trained on), into the lists that are tokenized separately. For an
-        encoder-decoder, these are the source and the target, which begins with the first trained segment. Otherwise
-        there is one list, with all segments."""
+        """Splits segments into lists that are tokenized separately. For an encoder-decoder, the target begins with the
+        first trained segment."""
         if not self._pairs:
             return [segments]
         source = list(itertools.takewhile(lambda segment: not segment[1], segments))
@@ -66,6 +62,8 @@ class Seams:
                 trained |= (begins < end) & (stops > start)
                 straddled |= bool(((begins < start) & (stops > start)).any())
             elif start < end:
+                # A tokenizer in Python reports no places. So the text before a boundary of segments (seam) is
+                # tokenized, too: the first tokens that both results share are before the seam.
                 text = "".join(text for text, _ in segments)
                 first, last = (self._tokens_before(text, seam, ids) for seam in (start, end))
                 trained[first[0] : sum(last)] = True
@@ -74,13 +72,12 @@ class Seams:
         return ids, trained
 
     def _tokens_before(self, text: str, seam: int, ids: np.ndarray) -> tuple[int, bool]:
-        """Returns the number of tokens before character `seam` of `text`, and True if the next token crosses the seam.
-        `ids`: the tokens of `text`."""
+        """Returns the number of tokens before character `seam` of `text`, and True if the next token crosses the
+        seam."""
         [before] = self._encode([text[:seam]])
         count = common_start(before, ids)
         return count, count < len(before)
 
 
 def _is_mixed(segments: Segments) -> bool:
-    """Returns True if `segments`, a list of (text, True if trained on), have text of both kinds."""
     return len({trained for text, trained in segments if text}) > 1

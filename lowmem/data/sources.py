@@ -1,7 +1,5 @@
-"""Opens the data set that `--data SPEC[=WEIGHT]` names: files, a data set of the hub, Python's own code (docs/data.md).
-
-Every data set yields its rows one at a time, so a large one takes time and disk, not RAM.
-"""
+"""Opens the data set that `--data SPEC[=WEIGHT]` names: files, a data set of the hub, or Python's own code
+(docs/data.md). Every data set yields its rows one at a time."""
 
 import glob
 import itertools
@@ -34,9 +32,8 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?|-?\.[0-9]+")
 
 
 def open_source(spec: str, reading: Reading, out: Path | None = None) -> Source:
-    """Opens the data set that a --data spec names. From a folder or a pattern, leaves out the files that training runs
-    wrote. `out`: the output folder of the present training run, None if it has none. Raises InputError if there is no
-    such data set, or if its files cannot be read."""
+    """Opens the data set that a --data spec names, without files that training runs wrote. `out`: the output folder of
+    the present run, or None. Raises InputError if the data set is missing or cannot be read."""
     spec, weight = split_weight(spec)
     hides_hub = Path(spec).is_dir() and (spec in _NAMES or _HUB_NAME.fullmatch(spec) is not None)
     try:
@@ -86,8 +83,8 @@ def _open(spec: str, reading: Reading, out: Path | None) -> Source:
 
 
 def split_weight(spec: str) -> tuple[str, float]:
-    """Splits SPEC=WEIGHT into (name, weight). Without a weight, the weight is 1. The name of an existing file, such as
-    year=2024, is not split. Raises InputError unless the weight is above 0 and at most MOST_WEIGHT."""
+    """Splits SPEC=WEIGHT into (name, weight), with weight 1 by default. An existing file's name, such as year=2024, is
+    not split. Raises InputError unless the weight is above 0 and at most MOST_WEIGHT."""
     name, _, typed = spec.rpartition("=")
     if not name or Path(spec).exists() or not _NUMBER.fullmatch(typed):
         return spec, 1.0
@@ -98,7 +95,6 @@ def split_weight(spec: str) -> tuple[str, float]:
 
 
 def is_on_hub(spec: str) -> bool:
-    """Returns True if `spec` names a data set of the Hugging Face hub."""
     spec, _ = split_weight(spec)
     if spec == _STDLIB or Path(spec).exists() or _folder_of_config(spec):
         return False
@@ -107,8 +103,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def _library_files() -> dict[str, Path]:
-    """Returns {name: path} of the standard library's Python files. They are in the order of a hash of the name, so that
-    files of different folders are mixed."""
+    """Returns {name: path} of the standard library's Python files, in the order of a hash that mixes folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, subfolders, files in os.walk(root):
@@ -127,7 +122,6 @@ def _library(files: dict[str, Path], reading: Reading) -> Iterator[Record]:
 
 
 def _folder_of_config(spec: str) -> Path | None:
-    """Returns the folder in a spec `folder:config`; None if the spec has no existing folder."""
     folder, colon, _ = spec.rpartition(":")
     return Path(folder) if colon and folder and Path(folder).is_dir() else None
 
@@ -189,8 +183,7 @@ def _matching(pattern: str, reading: Reading, out: Path | None) -> Source:
 
 
 def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list[Path], str]:
-    """Removes the output of training runs from `files`, which are all below `root`. Returns the other files, and a
-    remark on the output left out; "" if there is none. `out`: the present run's output folder, or None."""
+    """Returns `files` without the output of training runs, and a remark on that output."""
     files, runs = without_runs(files, root, out)
     named = [str(path) for path in runs[:_MOST_NAMED]]
     named += [f"{len(runs) - _MOST_NAMED} more"] if len(runs) > _MOST_NAMED else []
@@ -200,9 +193,8 @@ def _without_runs(files: list[Path], root: Path, out: Path | None) -> tuple[list
 def _files(
     name: str, found: str, files: list[Path], reading: Reading, remark: str, in_folder: list[Path] | None = None
 ) -> Source:  # fmt: skip
-    """Makes a Source (one data set) called `name` of all `files` that can be read. `found`: words for an error that say
-    how the files were found, such as "the folder holds". `in_folder`: all files in the folder, so that the log can name
-    the kinds left out; None: `files`."""
+    """Makes a Source of all readable `files`. `found`: words for an error, such as "the folder holds". `in_folder`: all
+    files in the folder, for a remark on unread kinds; None: `files`."""
     readable = [file for file in files if file.suffix.lower() in KNOWN_SUFFIXES and file.name not in _ABOUT_DATA]
     readable = [file for file in readable if file.name != "state.json" or not any(file.parent.glob("*.arrow"))]
     about = {_README} if any(file.suffix.lower() in TABLE_SUFFIXES for file in readable) else set()  # about the tables

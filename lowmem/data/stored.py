@@ -1,8 +1,5 @@
-"""Stores arrays in files: a data set takes disk space, and RAM only for the part that is being read.
-
-Rows of some KiB are read from anywhere in a file, through the page cache of the operating system. Files are not
-memory-mapped, because mapped pages count as resident memory of this process.
-"""
+"""Stores arrays in files: a data set takes disk space, and RAM only for the part being read. Memory-mapped files would
+count as resident memory of this process."""
 
 import errno
 import os
@@ -22,8 +19,8 @@ _MARGIN_BYTES = 2 * MIB  # stay free for the file system and a manifest
 
 
 class StoredArray:
-    """Represents entries `start` to `stop` - 1 of a file of numbers. If `stop` is None, goes to the end. Slicing this
-    object reads the slice from the disk into a numpy array."""
+    """Represents entries `start` to `stop` - 1 (None: to the end) of a file of numbers. Slicing reads from the disk
+    into a numpy array."""
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None):
         self.path, self.dtype, self.start = path, np.dtype(dtype), start
@@ -51,29 +48,27 @@ class StoredArray:
             yield self[start : start + count]
 
     def part(self, start: int, stop: int) -> "StoredArray":
-        """Returns entries `start` to `stop` - 1 of this array as another StoredArray of the same file."""
         return StoredArray(self.path, self.dtype, self.start + start, self.start + stop)
 
 
 class ArrayFolder:
     """Writes arrays into a folder, each into a new file. Raises PlanError before the disk is full; the message
-    estimates the room for all arrays. The estimate needs two attributes. `source_bytes`: size of all texts, 0 if
-    unknown. `times_written`: how often each token is written, 2 if held-out documents are split off."""
+    estimates the room for all arrays."""
 
     def __init__(self, path: Path):
         self.path = path
         self.entries: dict[str, dict] = {}
+        # The size of all texts, 0 if unknown; each token is written twice if held-out documents are split off.
         self.source_bytes, self.times_written = 0, 1
         self._written_bytes = self._read_bytes = self._written_of_read_bytes = 0
 
     def count_read(self, size_bytes: int) -> None:
-        """Counts `size_bytes` of text as read. Call it before the tokens of that text are written."""
+        """Counts `size_bytes` of text as read, before its tokens are written."""
         self._read_bytes += size_bytes
         self._written_of_read_bytes = self._written_bytes
 
     def take_room(self, size_bytes: int) -> None:
-        """Counts `size_bytes` as written. Call it before writing them. Raises PlanError if the disk has no room for
-        them."""
+        """Counts `size_bytes` as written, before writing. Raises PlanError if the disk has no room."""
         self._written_bytes += size_bytes
         if shutil.disk_usage(self.path).free < size_bytes + _MARGIN_BYTES:
             raise self.too_small()
@@ -90,8 +85,7 @@ class ArrayFolder:
         )
 
     def write(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> StoredArray:
-        """Writes `chunks`, one-dimensional arrays, one after another into a new file, as numbers of type `dtype`.
-        Returns a StoredArray, which reads the file when it is sliced."""
+        """Writes one-dimensional arrays one after another into a new file, converted to `dtype`."""
         writer = ArrayWriter(self, dtype)
         for chunk in chunks:
             writer.append(chunk)
@@ -99,7 +93,7 @@ class ArrayFolder:
 
 
 class ArrayWriter:
-    """Writes one array piece by piece into a new file of `folder`, so that the whole array is never in RAM."""
+    """Writes one array piece by piece into a new file of `folder`."""
 
     def __init__(self, folder: ArrayFolder, dtype: np.dtype):
         self._folder, self._dtype = folder, np.dtype(dtype)
@@ -110,7 +104,6 @@ class ArrayWriter:
         self._waiting_bytes = 0
 
     def append(self, values: np.ndarray) -> None:
-        """Appends numbers, converted to this file's dtype. Short arrays are collected before they are written."""
         self._waiting.append(np.asarray(values).astype(self._dtype))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= MIB:

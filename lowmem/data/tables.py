@@ -24,13 +24,13 @@ _JSON_ADVICE = "; a .jsonl file has one object on each line, a .json file may be
 
 
 def used_columns(names: Iterable[str], reading: Reading) -> list[str]:
-    """Returns the columns among `names` that some data format uses; the others need not be read."""
+    """Returns the columns among `names` that some data format uses."""
     return [name for name in names if name in reading.columns or name in _KNOWN_COLUMNS]
 
 
 def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Iterator[Record]:
-    """Yields the rows of a file, in the format that the name's suffix tells. `may_be_blank`: True if a text file may be
-    empty; False if that is an error. Raises InputError if the file cannot be read."""
+    """Yields the rows of a file, in the format that its suffix tells. `may_be_blank`: a text file may be empty. Raises
+    InputError if the file cannot be read."""
     try:
         match path.suffix.lower():
             case ".csv":
@@ -48,7 +48,7 @@ def read_file(path: Path, reading: Reading, may_be_blank: bool = False) -> Itera
 
 
 def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterator[Record]:
-    """Yields the text of a file in pieces of PIECE_CHARACTERS or a little more. An empty file gives one empty piece."""
+    """Yields the text of a file in pieces of about PIECE_CHARACTERS. An empty file gives one empty piece."""
     lines, characters, begun = [], 0, False
     for line in text_lines(path, PIECE_CHARACTERS):
         if characters >= PIECE_CHARACTERS:
@@ -60,8 +60,7 @@ def _pieces_of_text(path: Path, reading: Reading, may_be_blank: bool) -> Iterato
 
 
 def _begins_with_a_row(path: Path) -> bool:
-    """Returns True if a .json file contains JSON lines: its first line is a whole JSON object, and other lines
-    follow."""
+    """Returns True if a .json file contains JSON lines: a whole object in its first line, and other lines."""
     lines = (line for line in text_lines(path) if line.strip())
     try:
         return isinstance(parse_json(next(lines, "{}"), str(path)), dict) and next(lines, None) is not None
@@ -76,7 +75,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
 
 
 def _json_file(path: Path, reading: Reading) -> Iterator[Record]:
-    """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows in it, or one row."""
+    """Yields the rows of a JSON file: a list of rows, an object with exactly one list of rows, or one row."""
     value = parse_json(read_text(path), str(path), advice=_JSON_ADVICE)
     if isinstance(value, dict) and not value.keys() & {*reading.columns, *STRUCTURED_COLUMNS}:
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
@@ -122,8 +121,7 @@ def _refuse_twice(names: Iterable[str], where: str) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns an Arrow row, or a value in it, without the null entries of objects. Arrow gives all objects of a column
-    the same keys. If an object lacks a key, Arrow writes null for it."""
+    """Returns an Arrow value without the null entries of objects: Arrow writes null for keys that an object lacks."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return list(map(without_nulls, value)) if isinstance(value, list) else value

@@ -1,9 +1,6 @@
-"""Loads the model's own tokenizer. Training from scratch without a tokenizer uses the 256 bytes of UTF-8 as tokens.
+"""Loads the model's own tokenizer, or a byte-level one for training from random weights.
 
-The byte-level tokenizer has 256 ids for bytes and one for the end of a text. Texts have 3 to 4 times as many tokens as
-with GPT-2's vocabulary. The tokenizer is exported with the model and loads with `AutoTokenizer.from_pretrained`.
-
-Tokenizers are looked up in the hub's cache, then on the hub. With `--init random` the hub is not asked.
+Tokenizers are looked up in the hub's cache, then on the hub, except with `--init random`.
 """
 
 import json
@@ -42,9 +39,9 @@ _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}  
 
 
 def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of `model`, a folder or a hub name. If the model has none and `init` is "random", returns a
-    byte-level tokenizer. `vocabulary_size`: number of ids that the model embeds. Raises InputError if there is no
-    tokenizer, if it has no end-of-text token, or if that token's id is too large for the model."""
+    """Returns the tokenizer of `model`, a folder or a hub name, or a byte-level one if there is none and `init` is
+    "random". `vocabulary_size`: number of ids that the model embeds. Raises InputError without a tokenizer, or without
+    an end-of-text token among these ids."""
     folder, names = Path(model), hub.names_of(model)
     try:
         for name in names:
@@ -86,11 +83,11 @@ def load_tokenizer(model: str, init: str, vocabulary_size: int) -> PreTrainedTok
 
 @contextmanager
 def tokenizer_blamed(model: str) -> Iterator[None]:
-    """Turns errors that the package tokenizers raises in the `with` block into InputError. These errors are of the type
-    Exception itself, or Rust panics. Other errors are raised unchanged."""
+    """Turns errors of the package tokenizers in the `with` block into InputError."""
     try:
         yield
     except BaseException as error:
+        # The package raises the type Exception itself, or Rust panics.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise InputError(
@@ -100,8 +97,8 @@ def tokenizer_blamed(model: str) -> Iterator[None]:
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of 257 ids, which encodes and decodes any text exactly. Id b is the byte b, id 256 is
-    <|endoftext|>."""
+    """Returns a tokenizer that encodes any text exactly: id b is the byte b, id 256 is <|endoftext|>. Texts have 3 to 4
+    times as many tokens as with GPT-2's vocabulary."""
     # Byte-level tokenizers write each byte as a printable character, by GPT-2's table.
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -118,15 +115,12 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns True for a tokenizer made by `byte_level_tokenizer`, and False for one that came with a model."""
     return bool(tokenizer.init_kwargs.get("byte_level")) and len(tokenizer) == BYTE_LEVEL_IDS
 
 
 def _from_pretrained(
     model: str, local_files_only: bool
 ) -> tuple[PreTrainedTokenizerBase, None] | tuple[None, Exception]:
-    """Loads the tokenizer of `model` with transformers. Returns (tokenizer, None), or (None, error) if that fails.
-    `local_files_only`: True to look only in the folder or in the hub's cache."""
     source = folder = Path(model)
     if folder.is_dir():
         for path in _files(folder, *_VOCABULARIES, *_BESIDE_THEM):
@@ -157,8 +151,7 @@ def _from_pretrained(
 
 @contextmanager
 def _held_back() -> Iterator[list[logging.LogRecord]]:
-    """Collects log records of transformers inside the `with` block instead of printing them. Yields the list of
-    records."""
+    """Yields a list that collects transformers' log records in the `with` block, instead of printing them."""
     records, handler = [], logging.Handler()
     handler.emit = records.append
     with patch.object(logging.getLogger("transformers"), "handlers", [handler]):
@@ -172,7 +165,6 @@ def _files(folder: Path | None, *patterns: str) -> list[Path]:
 
 
 def _reason(model: str, error: Exception) -> str:
-    """Explains in a sentence, with advice, why the tokenizer of `model` cannot be read."""
     folder = hub.local_folder(model)
     said = first_line(error).split(". ")[0][:300]
     if package := _missing_package(folder, str(error)):
@@ -197,8 +189,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _missing_package(folder: Path, said: str) -> str | None:
-    """Returns a package that is not installed, although the files in `folder` need it or the error `said` names it.
-    Returns None if no such package is known."""
+    """Returns a package that is not installed, although `folder` needs it or the error `said` names it."""
     named = [next(filter(None, groups)).split(".")[0].lower() for groups in _PACKAGE.findall(said)]
     if not (folder / "tokenizer.json").is_file():  # the error is often that of another reader, tried in vain
         for path in _files(folder, "*.model"):

@@ -1,5 +1,2 @@
-"""Turns Hugging Face models into decoders that lowmem can train, and exports trained weights to a folder.
-
-Start with build.py, which finds a model's config and builds the model without weights. load.py reads weights tensor by
-tensor, and export.py writes weights. compatibility.py runs a small random copy of an architecture.
-"""
+"""Builds Hugging Face models, and loads and exports weights. Start with build.py (configs, models without weights),
+then load.py and export.py. compatibility.py runs a small random copy of an architecture."""

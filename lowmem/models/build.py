@@ -1,8 +1,5 @@
-"""Finds the folder and config of a model, and builds the model without weights.
-
-The shapes of GPT-2 and of the models in known_configs.json are known here, so no network is needed to plan these models
-or to train them from random weights. Any other model comes from a folder, the hub's cache, or the Hugging Face hub.
-"""
+"""Finds the folder and config of a model, and builds the model without weights. GPT-2 and the models of
+known_configs.json need no network for a plan, or for training from random weights."""
 
 import copy
 import errno
@@ -56,9 +53,8 @@ _MOST_LAYERS = 10_000  # to build more takes minutes
 
 
 def model_folder(model: str, part: str) -> Path:
-    """Returns the folder with the config or the weights of `model`. `part`: "config" or "weights". `model`: a folder,
-    or a hub name whose files are downloaded if they are not in the hub's cache. Raises InputError if the files cannot
-    be found or downloaded."""
+    """Returns the folder with the "config" or the "weights" (`part`) of `model`, a folder or a hub name. Downloads
+    files that are not in the hub's cache. Raises InputError if they cannot be found or downloaded."""
     if Path(model).is_dir():
         return Path(model)
     names = hub.names_of(model)
@@ -98,10 +94,9 @@ def model_folder(model: str, part: str) -> Path:
 
 
 def load_config(model: str, init: str) -> PretrainedConfig:
-    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. A file, or a config.json in a
-    folder, is always used. For a hub name, GPT-2 and the models of known_configs.json also have a built-in config. That
-    config is used if `init` is "random", or if the hub's config is not available. Raises InputError if there is no
-    config, or if the config is not valid."""
+    """Returns the config of `model`: a folder, a config.json, a GGUF file or a hub name. GPT-2 and the models of
+    known_configs.json have built-in configs, for `init` "random", or if the hub's is not available. Raises InputError
+    if there is no valid config."""
     name, path = hub.names_of(model)[-1], Path(model)
     for file in (path, path / "config.json"):
         if file.is_file():
@@ -165,8 +160,8 @@ def _read_config(path: Path) -> PretrainedConfig:
 def own_generation_config(
     model: str, init: str, say: Callable[[str], None] = lambda sentence: None
 ) -> GenerationConfig | None:
-    """Returns the generation config published with `model`. Returns None if `init` is "random", if there is none, or if
-    the file cannot be read. In the last case, also calls `say` with a warning."""
+    """Returns the generation config published with `model`, or None if `init` is "random" or there is none. Also
+    returns None, after a warning to `say`, if the file cannot be read."""
     path = None
     try:
         if init != "random":
@@ -187,9 +182,9 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 
 def check_length(config: PretrainedConfig, seq: int) -> None:
-    """Raises InputError if sequences of `seq` tokens are too long for the model of `config`. Without this check, a
-    failed assertion on a GPU would end the process."""
+    """Raises InputError if sequences of `seq` tokens are too long for the model of `config`."""
     positions = most_positions(config)
+    # On a GPU, a failed assertion would end the process.
     if positions is not None and seq > positions:
         raise InputError(f"--seq {seq} is longer than the {positions} positions of this model; lower --seq")
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -204,8 +199,8 @@ def check_length(config: PretrainedConfig, seq: int) -> None:
 
 
 def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Completes `settings` for the model of `config`: fills in an encoder-decoder's `target_tokens`. Returns the
-    result. Raises InputError for settings that do not fit the model, such as a `seq` that is too long."""
+    """Returns `settings` with an encoder-decoder's `target_tokens` filled in. Raises InputError for settings that do
+    not fit the model of `config`."""
     check_length(config, settings.seq)
     return with_target_tokens(settings, config)
 
@@ -214,16 +209,16 @@ def make_decoder(
     config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
 ) -> Decoder:
     """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
-    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: the kernels that layers may use.
-    Raises InputError if the model cannot be trained."""
+    `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: those that layers may use. Raises
+    InputError if the model cannot be trained."""
     model = build_model(config)
     fuse_gelu(model)
     return decoder_of(model, precision, residual, fused_kernels)
 
 
 def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model` into a Decoder: embedding, blocks and head. Also replaces some layers of `model` to fit
-    `precision`, `residual` and `fused_kernels` (see `make_decoder`)."""
+    """Splits `model` into a Decoder: embedding, blocks and head. Replaces some layers to fit the other arguments, which
+    are those of `make_decoder`."""
     dtype = WORKING_DTYPES[precision]
     if precision != "fp32":
         cast_explicitly(model, torch.float32 if residual == "fp32" else dtype, fused_kernels)
@@ -240,9 +235,9 @@ def decoder_of(model: PreTrainedModel, precision: str, residual: str, fused_kern
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Builds the model of `config` in training mode, with fp32 parameters on `meta` and real buffers on the CPU. Tied
-    parameters are one object. Uses SDPA if transformers has it for the architecture. Not thread-safe. Raises InputError
-    if the model keeps state in buffers, or if its RoPE frequencies are not finite."""
+    """Builds the model of `config` in training mode: fp32 parameters on `meta`, real buffers on the CPU, tied
+    parameters as one object. Not thread-safe. Raises InputError if the model keeps state in buffers, or if RoPE
+    frequencies are not finite."""
     with guard_torch_init_functions(), parameters_placed(lambda tensor: tensor.to("meta")):
         model = model_from_config(config)
     for parameter in model.parameters():
@@ -258,9 +253,10 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManager:
-    """Returns a context manager. Inside `with`, each parameter that a module registers is replaced by
-    `place(parameter)` before it is initialized. If `place` moves a parameter to `meta`, transformers and guarded
-    functions of torch skip the parameter's initialization, which saves time."""
+    """Returns a context manager in which each parameter that a module registers is first replaced by
+    `place(parameter)`."""
+    # If a parameter is on `meta`, transformers and guarded functions of torch skip its initialization, which saves
+    # time.
     register = nn.Module.register_parameter
 
     def register_placed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -273,9 +269,8 @@ def parameters_placed(place: Callable[[Tensor], Tensor]) -> AbstractContextManag
 
 
 def model_from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model of `config`, with fp32 weights as transformers initializes them. The model's RoPE frequencies
-    do not change with the length of a sequence. Raises InputError if the config is not valid, or makes neither a causal
-    language model nor T5."""
+    """Returns the model of `config`, with fp32 weights as transformers initializes them. RoPE frequencies do not change
+    with the length of a sequence. Raises InputError if the config makes neither a causal language model nor T5."""
     config = copy.deepcopy(config)  # from_config writes the dtype into it
     try:
         model = stock_model(config, dtype=torch.float32, trust_remote_code=False)

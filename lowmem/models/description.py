@@ -1,11 +1,7 @@
 """Writes the files of an exported model other than weights: config, tokenizer, generation config, README.
 
-Programs with transformers 4 and 5 must read the same settings from these files. So the settings of rotary embeddings
-and the tokenizer's class are written under the names of both versions. A generation config is written as published,
-because transformers refuses to save many published ones.
-
-A training run rehearses this export before its first step. The rehearsal's tokenizer files are kept until the run ends,
-because the tokenizer's original folder may be gone by then.
+transformers 4 and 5 must read the same settings, so some have the names of both. A generation config is written as
+published, because transformers refuses to save many published ones.
 """
 
 import codecs
@@ -40,8 +36,8 @@ _TOKENIZER_FILES = (
 
 
 class Rehearsal(NamedTuple):
-    """Holds parts of an export that are made before training: a generation config, and a `folder` with the tokenizer's
-    files. If the generation config is None, the export makes one from the model's config."""
+    """Holds parts of an export that are made before training: a generation config (None: made from the model's config)
+    and a `folder` with the tokenizer's files."""
 
     generation_config: GenerationConfig | None
     folder: Path
@@ -52,9 +48,9 @@ class Rehearsal(NamedTuple):
 def rehearsed(
     folder: Path, config: PretrainedConfig, tokenizer, generation_config: GenerationConfig | None, dtype: torch.dtype
 ) -> Iterator[Rehearsal]:
-    """Rehearses an export before training: writes all files except weights into `folder`. Yields a Rehearsal, and
-    removes the folder at the end of the `with` block. Raises InputError for a file that cannot be made. `dtype`: dtype
-    of the exported weights."""
+    """Tries an export before training: writes all files except weights into `folder`, and yields a Rehearsal. Removes
+    the folder after the `with` block. Raises InputError for a file that cannot be made. `dtype`: that of the exported
+    weights."""
     remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -77,6 +73,7 @@ def rehearsed(
             remarks.append(
                 "the exported config.json is for transformers 5 only: version 4 has no fields for its rotary embedding"
             )
+        # The files stay until the run ends, because the tokenizer's original folder may be gone by then.
         yield Rehearsal(generation_config, folder, remarks)
     finally:
         remove(folder)
@@ -87,9 +84,8 @@ def write_description(
     readme: str, tokenizer_files: Path | None = None,
 ) -> dict[str, BaseException]:  # fmt: skip
     """Writes all files of an exported model except weights into `folder`. Returns {file that could not be written:
-    error}. `generation_config`: None to make one from the model's config. `dtype`: dtype of the exported weights.
-    `readme`: text of README.md. `tokenizer_files`: the folder of a Rehearsal, from which the tokenizer's files are
-    copied; None to make new files."""
+    error}. `generation_config`: None to make one from the model's config. `dtype`: that of the exported weights.
+    `tokenizer_files`: a Rehearsal's folder; None to make new tokenizer files."""
     exported = partial(_exported_config, model, tokenizer, dtype)
     parts: dict[str, Callable[[], None]] = {
         "config.json": lambda: _write_json(folder / "config.json", as_given(config_fields(exported()))),
@@ -109,8 +105,6 @@ def write_description(
 
 
 def _exported_config(model: PreTrainedModel, tokenizer, dtype: torch.dtype) -> PretrainedConfig:
-    """Returns a copy of the model's config with `dtype` and the tokenizer's special token ids, without references to
-    Python files."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype  # from_pretrained loads in this dtype unless told otherwise
@@ -144,8 +138,8 @@ def _write_generation(
 
 
 def config_fields(config: PretrainedConfig) -> dict:
-    """Returns the content of config.json for `config`. RoPE settings have the names of both transformers 4 and 5.
-    Leaves out version 4's names if version 5 would read other settings because of them."""
+    """Returns the content of config.json for `config`, with RoPE settings under the names of transformers 4 and 5.
+    Leaves out version 4's names if version 5 would then read other settings."""
     fields = json.loads(config.to_json_string())
     try:
         both = _in_both_spellings(copy.deepcopy(fields))
@@ -156,10 +150,9 @@ def config_fields(config: PretrainedConfig) -> dict:
 
 
 def _all_fields(config: PretrainedConfig) -> dict:
-    """Returns all fields of `config`, including defaults. Names the type of a rotary embedding only by the newer key,
-    `rope_type`, and not by `type`."""
     values = json.loads(config.to_json_string(use_diff=False))
     rope = values.get("rope_parameters") or {}
+    # The type of a rotary embedding is compared only under its newer key, `rope_type`.
     for part in (rope, *rope.values()):
         if isinstance(part, dict):
             part.pop("type", None)
@@ -167,8 +160,7 @@ def _all_fields(config: PretrainedConfig) -> dict:
 
 
 def _in_both_spellings(fields: dict) -> dict:
-    """Adds transformers 4's names to the `fields` of a config of transformers 5, and to configs inside these fields.
-    Changes `fields` and returns it."""
+    """Adds transformers 4's names to the `fields` of a config, and to configs inside these, in place."""
     for value in fields.values():
         if isinstance(value, dict) and "model_type" in value:
             _in_both_spellings(value)
@@ -201,8 +193,7 @@ def _in_both_spellings(fields: dict) -> dict:
 
 
 def _in_version_4(fields: dict) -> bool:
-    """Returns True if transformers 4 reads the same RoPE settings from the exported config `fields` as transformers 5
-    does."""
+    """Returns True if transformers 4 reads the same RoPE settings from `fields` as transformers 5."""
     rope = fields.get("rope_parameters") or {}
     kinds = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
     full, sliding = (kind.get("rope_theta") if isinstance(kind, dict) else None for kind in kinds)
@@ -214,9 +205,8 @@ def _in_version_4(fields: dict) -> bool:
 
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
-    """Writes the tokenizer's files into `folder`, so that transformers 4 and 5 read the same tokenizer from them. The
-    files are the published ones with some edits, and with the chat template of the training. If the folder `made`
-    exists, copies the files that a rehearsal wrote there instead. Writes nothing if `tokenizer` is None."""
+    """Writes the published tokenizer's files, edited so that transformers 4 and 5 read the same, with the training's
+    chat template. Copies a rehearsal's files from `made` instead, if that folder exists."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():
@@ -255,8 +245,7 @@ def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
 
 
 def _on_ties(model: PreTrainedModel) -> str:
-    """Returns a paragraph for the README on tied weights, which the exported files store only once. Returns an empty
-    text if no weights are tied."""
+    """Returns a paragraph for the README on tied weights, which are stored once; "" without tied weights."""
     names = dict(model.named_parameters())
     tied = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]
     if not tied:
@@ -275,6 +264,5 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes `text` as UTF-8. Escapes characters that UTF-8 cannot encode, such as those in file names of another
-    system."""
+    # File names of another system may have characters that UTF-8 cannot encode.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,8 +1,6 @@
-"""Finds the tensors in files of weights, and reads the tensors' values.
+"""Finds the tensors in files of weights (.safetensors or zipped .bin), and reads their values by offset.
 
-A file (.safetensors or zipped .bin) has a list of (name, dtype, shape, offset), and raw bytes. The lists are compared
-with the model, then bytes are read by offset. The files are not memory-mapped, because a mapping would count as RAM
-until it is closed.
+The files are not memory-mapped, because a mapping would count as RAM until it is closed.
 """
 
 import json
@@ -31,7 +29,7 @@ _NESTED = ("model", "state_dict", "model_state_dict", "module", "model_state", "
 
 @dataclass(frozen=True)
 class Entry:
-    """Locates one tensor in a file of weights: its offset, dtype, shape and stride."""
+    """Locates one tensor in a file of weights."""
 
     path: Path
     offset_bytes: int
@@ -42,16 +40,15 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Returns the number of stored elements from the tensor's first to its last, including gaps between them."""
+        """Returns the number of stored elements from the tensor's first to its last, including gaps."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def entries_of(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Returns {name: entry} for the tensors in a file of weights, in the order of the tensors' bytes. Also returns the
-    keys of the dictionaries in the file that enclose the tensors, such as ["model"]. Raises InputError if the file
-    cannot be read."""
+    """Returns {name: entry} of the tensors in a file, in the order of their bytes, and the keys of dictionaries around
+    them, such as ["model"]. Raises InputError if the file cannot be read."""
     entries, keys = (_safetensors_entries(path), []) if path.suffix == ".safetensors" else _bin_entries(path)
     return dict(sorted(entries.items(), key=lambda pair: pair[1].offset_bytes)), keys
 
@@ -98,8 +95,8 @@ def _bin_entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _stored_members(path: Path) -> dict[int, int]:
-    """Returns {offset: size}, both in bytes, of the contents of each uncompressed member in the zip file `path`.
-    Returns {} if `path` is not a zip file."""
+    """Returns {offset: size}, in bytes, of the content of each uncompressed member of a zip file; {} for other
+    files."""
     if not zipfile.is_zipfile(path):  # a file from before torch 1.6
         return {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -113,10 +110,7 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns the Entry of `tensor`, a tensor without data, in the file `path`. `members`: the uncompressed members of
-    this zip file, {offset: bytes} (_stored_members). PyTorch computes a tensor's offset as if torch.save had written
-    the file. Raises InputError if that offset is not in `members`, or if the tensor's values cannot be read in
-    chunks."""
+    """Returns the Entry of `tensor`, which has no data. `members`: from _stored_members."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:
@@ -129,6 +123,7 @@ def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -
             "AutoModelForCausalLM.from_pretrained, save it with save_pretrained, and give that folder"
         )
     stored_bytes = tensor.untyped_storage().nbytes()
+    # PyTorch computes the offset as if torch.save had written the file.
     if stored_bytes and members.get(storage_offset_bytes) != stored_bytes:
         raise InputError(f"{path} was packed by another program than PyTorch; unpack it, and save it with torch.save")
     offset_bytes = storage_offset_bytes + tensor.storage_offset() * tensor.element_size()
@@ -138,8 +133,7 @@ def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -
 
 
 def _state_dict(path: Path, content: object) -> tuple[dict, list[str]]:
-    """Finds the state_dict in a file's `content`. Returns the innermost dictionary of tensors, and the list of keys
-    that lead to it. Raises InputError if there is none, or if there are several."""
+    """Returns the innermost dictionary of tensors in a file's `content`, and the keys that lead to it."""
     keys = []
     while isinstance(content, dict):
         inner = [key for key in _NESTED if isinstance(content.get(key), dict) and _holds_tensors(content[key])]
@@ -161,8 +155,8 @@ def _holds_tensors(content: object) -> bool:
 
 
 def chunks(entry: Entry) -> Iterator[Tensor]:
-    """Yields the elements of a stored tensor in the file's dtype, as flat chunks [n]. Each chunk overwrites the memory
-    of the chunk before. Raises InputError if the file ends too early."""
+    """Yields the elements of a stored tensor in the file's dtype, as flat chunks [n]. Each chunk overwrites the one
+    before. Raises InputError if the file ends too early."""
     staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
@@ -174,8 +168,8 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields a stored tensor in fp32. A contiguous tensor with more than RUN_ELEMENTS elements comes as several flat
-    chunks; any other comes whole."""
+    """Yields a stored tensor in fp32: whole, or in flat chunks if it is contiguous and has more than RUN_ELEMENTS
+    elements."""
     if entry.elements > RUN_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
@@ -187,8 +181,8 @@ def read_runs(entry: Entry) -> Iterator[Tensor]:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Returns True if two stored tensors have the same dtype, shape, stride and values. Does not compare the values of
-    a dtype that cannot be read (`Entry.dtype` is None)."""
+    """Returns True if two stored tensors have the same dtype, shape, stride and values. Ignores values of unreadable
+    dtypes."""
     if (one.path, one.offset_bytes) == (other.path, other.offset_bytes):
         return True
     alike = (one.stored, one.shape, one.stride) == (other.stored, other.shape, other.stride)

@@ -26,7 +26,7 @@ BESIDE_WEIGHTS_BYTES = 16 * MIB  # about: tokenizer, config and README of an exp
 
 
 class BeyondRange(LowmemError):
-    """Signals a finite weight that is too large for the export's dtype."""
+    """Is raised for a finite weight that is too large for the export's dtype."""
 
 
 def export_model(
@@ -34,14 +34,14 @@ def export_model(
     generation_config: GenerationConfig | None = None, tokenizer_files: Path | None = None,
     order: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, shard_bytes: int = 256 * MIB,
 ) -> list[str]:  # fmt: skip
-    """Writes a trained model into `folder`. `AutoModelForCausalLM.from_pretrained` then loads a model with the same
-    logits, bit for bit. An older folder is replaced once the new one is complete and on the disk. Returns sentences on
-    weights that are not finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold
-    a weight, and LowmemError if the folder cannot be written.
+    """Writes a trained model into `folder`; `AutoModelForCausalLM.from_pretrained` then computes the same logits, bit
+    for bit. Replaces an older folder once the new one is complete and on the disk. Returns sentences on weights that
+    are not finite, and on other files that could not be written. Raises BeyondRange if `dtype` cannot hold a weight,
+    and LowmemError if the folder cannot be written.
 
-    `parameters`: (name, tensor) for all of `build_model(config).named_parameters()`; a tensor may come as flat chunks
-    in order, each with the name. A tensor's memory may be reused once the next item is asked for. `order`: order of the
-    names in the files; None: the order in the model. `tokenizer_files`: see write_description.
+    `parameters`: (name, tensor) of all parameters; a tensor may come as flat chunks in order. A tensor's memory may be
+    reused once the next is asked for. `order`: that of names in the files; None: the model's. `tokenizer_files`: see
+    write_description.
     """
     try:
         model = build_model(config)
@@ -63,9 +63,8 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Replaces the folder `folder` by a new one, all or nothing. Yields a new, empty folder for the `with` block to
-    fill. At the end of the block, flushes the new folder to the disk, and then moves it to `folder`. If anything fails,
-    `folder` stays as it was."""
+    """Yields a new, empty folder, and puts it in place of `folder` after the `with` block. If anything fails, `folder`
+    stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +96,8 @@ def _write_shards(
     folder: Path, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], order: Sequence[str],
     parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int,
 ) -> list[str]:  # fmt: skip
-    """Writes `parameters`, (name, values), into safetensors shards, each at a place that follows from `order` and
-    `shapes`. The parameters may come in any order. A shard has at most about `shard_bytes` bytes. Returns a list: one
-    warning if a value is not finite, else empty."""
+    """Writes `parameters`, in any order, into safetensors shards of about `shard_bytes`. Places follow from `order` and
+    `shapes`. Returns a warning in a list if values are not finite, else []."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     named = dict(model.named_parameters())
     # The names that `save_pretrained` would write; some may be older names.

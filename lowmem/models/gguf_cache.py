@@ -1,8 +1,6 @@
 """Converts a GGUF file to an ordinary Hugging Face folder, once, and finds that folder again.
 
-The conversion needs the whole fp32 model in RAM, so another process does it (gguf_conversion.py). Folders are kept in
-HF_HOME/lowmem, under the hash of the file's content. So the folder of a moved file is found again, and a changed file
-is converted again. This module is imported before PyTorch.
+Folders are in HF_HOME/lowmem, under the hash of the file's content. Must not import PyTorch.
 """
 
 import hashlib
@@ -23,13 +21,11 @@ _PACKAGES = ("gguf", "accelerate")  # transformers reads these files with them
 
 
 def is_gguf(model: str) -> bool:
-    """Returns True if `model` is the path of a file whose name ends in .gguf."""
     return model.endswith(SUFFIX) and Path(model).is_file()
 
 
 def check_gguf(path: Path) -> None:
-    """Raises InputError if there is no file `path`, if the file does not begin like a GGUF file, or if a package that
-    reads GGUF files is missing."""
+    """Raises InputError if `path` is no GGUF file, or if a package that reads GGUF files is missing."""
     if not path.is_file():
         raise InputError(f"{path} is no file here; check the path")
     if not refuse_pointer(path).startswith(b"GGUF"):
@@ -40,9 +36,9 @@ def check_gguf(path: Path) -> None:
 
 
 def converted(path: Path, say: Callable[[str], None]) -> str:
-    """Returns the folder into which the GGUF file `path` was converted: fp32 weights, tokenizer and chat template.
-    Converts the file first if there is no such folder yet. A process that is killed leaves no unfinished folder. Calls
-    `say` with sentences for the user. Raises InputError if the file cannot be converted."""
+    """Returns the folder with the fp32 weights, tokenizer and chat template of the GGUF file `path`. Converts the file
+    if needed; a killed process leaves no unfinished folder. Calls `say` with sentences for the user. Raises InputError
+    if the file cannot be converted."""
     from filelock import FileLock
     from huggingface_hub import constants
     from xxhash import xxh3_128
@@ -68,6 +64,7 @@ def converted(path: Path, say: Callable[[str], None]) -> str:
 
 
 def _convert_aside(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    # In another process, because the conversion needs the whole fp32 model in RAM.
     command = [sys.executable, "-m", "lowmem.models.gguf_conversion", path, folder]
     silent = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment = os.environ | silent | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,7 +1,5 @@
-"""python -m lowmem.models.gguf_conversion FILE FOLDER: converts a GGUF file to an ordinary Hugging Face model folder.
-
-transformers reads the file; `export_model` writes the folder. gguf_cache.py executes this in another process.
-"""
+"""python -m lowmem.models.gguf_conversion FILE FOLDER: converts a GGUF file to an ordinary Hugging Face model
+folder."""
 
 import functools
 import sys
@@ -25,8 +23,8 @@ _FREQUENCIES = ("rope_freqs.", "rope_factors_")  # tensors of Llama 3.1 and of m
 
 
 def convert(path: Path, folder: Path) -> Iterator[str]:
-    """Converts the GGUF file `path` to a Hugging Face folder `folder`, and yields sentences for the user. RAM holds the
-    fp32 weights only once."""
+    """Converts the GGUF file `path` to the folder `folder`, and yields sentences for the user. RAM holds the fp32
+    weights once."""
     with gguf_blamed(path):
         reader = gguf.GGUFReader(path)
         yield from _remarks(reader, path, folder)
@@ -55,8 +53,8 @@ def convert(path: Path, folder: Path) -> Iterator[str]:
 
 @contextmanager
 def gguf_blamed(path: Path) -> Iterator[None]:
-    """Turns an error that occurs while the `with` block reads the GGUF file `path` into InputError. ImportError and
-    MemoryError are raised unchanged."""
+    """Turns errors of reading the GGUF file `path` in the `with` block into InputError, except ImportError and
+    MemoryError."""
     try:
         yield
     except (InputError, ImportError, MemoryError):
@@ -70,14 +68,11 @@ def gguf_blamed(path: Path) -> Iterator[None]:
 
 
 def read_config_fields(path: Path) -> dict:
-    """Reads the fields of a config.json from the header of the GGUF file `path`, and returns them."""
     with gguf_blamed(path):
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()
 
 
 def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[str]:
-    """Yields a sentence on the number, dtypes and size of the weights in the GGUF file. Raises InputError if the file
-    is one shard of several. `folder`: the folder for the converted model."""
     if (count := reader.get_field("split.count")) is not None and count.contents() > 1:
         raise InputError(
             f"{path} is one of {count.contents()} files; merge them first: llama-gguf-split --merge FIRST.gguf NEW.gguf"
@@ -96,8 +91,8 @@ def _remarks(reader: "gguf.GGUFReader", path: Path, folder: Path) -> Iterator[st
 
 
 def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iterator[str]:
-    """Checks that the model got all weights of the GGUF file. Yields a warning if transformers ignores the RoPE
-    frequencies in the file. Raises InputError if the file has more weights than the model."""
+    """Yields a warning if transformers ignores RoPE frequencies in the file. Raises InputError if the file has more
+    weights than the model."""
     version = transformers.__version__
     frequencies = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_FREQUENCIES)]
     scaling = reader.get_field(f"{reader.get_field('general.architecture').contents()}.rope.scaling.type")
@@ -118,8 +113,6 @@ def _lost(reader: "gguf.GGUFReader", path: Path, model: PreTrainedModel) -> Iter
 
 
 def main(path: Path, folder: Path) -> int:
-    """Converts the GGUF file `path` to safetensors in `folder`. Prints remarks to stdout and an error to stderr.
-    Returns the exit code."""
     # transformers parses the header four times, and makes the table of names for each module: 20 s instead of 8.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)

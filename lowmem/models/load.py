@@ -1,9 +1,8 @@
-"""Streams the weights of a model as fp32 tensors: from files, or initialized randomly.
+"""Streams the weights of a model as fp32 tensors: from files, or initialized randomly. The caller moves each tensor to
+its place before the next is read; `from_pretrained` puts a whole model into RAM, often twice.
 
-`from_pretrained` puts a whole fp32 model into RAM (GPT-2 XL: 5.8 GiB), often twice. Here the model has no storage, and
-the caller moves each tensor to its final place before the next one is read. Quantised files, .bin files from before
-torch 1.6, and weights that transformers merges or splits are refused. A flipped bit inside a tensor goes unnoticed:
-.safetensors files have no checksums, and the checksums in .bin files are not checked.
+Refuses quantised files, .bin files from before torch 1.6, and weights that transformers merges or splits. Checksums are
+not checked (.safetensors has none), so a flipped bit goes unnoticed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +23,10 @@ from lowmem.models.weight_files import usual_weight_files, weight_files
 def read_weights(
     model: PreTrainedModel, source: str, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all of `model.named_parameters()`, in the order of the files. A contiguous
-    tensor of more than RUN_ELEMENTS elements comes as several flat chunks, each with the name. Any other tensor comes
-    whole. `source`: a folder or a hub name. Calls `say` with a sentence on each change of names or values. Raises
-    InputError at once if names or shapes are not the model's, and during iteration if a value is not finite."""
+    """Yields (name, fp32 CPU tensor) for all parameters of `model`, in the order of the files; a contiguous tensor of
+    more than RUN_ELEMENTS elements comes as flat chunks. `source`: a folder or a hub name. Calls `say` with a sentence
+    on each change of names or values. Raises InputError at once if names or shapes do not fit, and during iteration if
+    a value is not finite."""
     folder = model_folder(source, "weights")
     entries: dict[str, Entry] = {}
     files = weight_files(folder)
@@ -61,10 +60,10 @@ def _stream(matched: dict[str, Entry]) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`. Modules are
-    initialized one after another, and only the parameters in progress have storage. A trial on meta tensors first finds
-    the modules that write each parameter. If the trial fails (OpenAI GPT), the whole model is built in RAM. The numbers
+    """Yields (name, fp32 CPU tensor) for all parameters, initialized by the architecture's `_init_weights`. The numbers
     differ from transformers', which draws most weights twice."""
+    # A trial on meta tensors finds the modules that write each parameter. So only parameters in progress need storage.
+    # If the trial fails (OpenAI GPT), the whole model is built in RAM.
     model = build_model(config)
     owners = _untie(model)
     turns = list(_turns(model, model))
@@ -91,8 +90,7 @@ Turn = tuple[PreTrainedModel, nn.Module]  # the innermost model around a module,
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
-    """Gives each tied parameter name a separate parameter on `meta`. Returns {parameter's name: (its module, its name
-    in that module)}, without the tied names."""
+    """Gives each tied name a separate parameter on `meta`. Returns the Owner of each parameter, without tied names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tied in model.all_tied_weights_keys:  # without the name of the weight that stays
         module, _, leaf = tied.rpartition(".")
@@ -106,9 +104,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields (model, submodule) for `module` and all its submodules, children first. Here `model` is the innermost
-    PreTrainedModel around the submodule, whose `_init_weights` initializes it. Argument `model`: the innermost one
-    around `module`."""
+    """Yields the Turn of `module` and of each submodule, children first."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -123,9 +119,8 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initializes the modules of `turns` in this order. Yields (name, tensor) of each parameter after the last turn
-    that writes it. A parameter has storage from its first turn to its last. `owners`: a result of _untie. `written`:
-    {parameter: range of the indices in `turns` that write it}. `seed`: seed of the random numbers."""
+    """Initializes modules in the order of `turns`, and yields each parameter after the last turn that writes it. A
+    parameter has storage only from the first such turn. `written`: {parameter: range of indices in `turns`}."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:
@@ -145,8 +140,7 @@ def _by_turns(
 
 
 def _from_whole(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Builds the whole random model in RAM, and yields (name, tensor) of all parameters. The caller can free each
-    tensor before it takes the next."""
+    """Builds the whole random model in RAM, and yields its parameters, which the caller can free one by one."""
     on_its_own = parameters_placed(
         lambda tensor: host_tensor(tensor.numel(), torch.float32).view(tensor.shape).copy_(tensor)
     )

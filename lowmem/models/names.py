@@ -1,7 +1,7 @@
 """Matches the tensors of a checkpoint with the model's parameters, by name.
 
-Names in the files may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP,
-Lightning or PEFT. A tied weight may be stored under either or both of its names. A value or reward head is not loaded.
+Names may lack the base model's prefix, be older ones, or have a prefix of torch.compile, DDP, FSDP, Lightning or PEFT.
+A tied weight may have either or both of its names. A value or reward head is not loaded.
 """
 
 import re
@@ -34,9 +34,7 @@ _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|weight_scale(_inv)?|weight_pa
 
 @dataclass
 class _Fit:
-    """Holds one way to match the names in the files of weights with the model's parameters. `bare` names are compared
-    with the model's names, and `target` has the matches. The other fields list names without a match, and matches that
-    cannot be used."""
+    """Holds one way to match the names in the files of weights with the model's parameters."""
 
     prefix: str  # removed from the names in the files
     bare: dict[str, str]  # {name in the files: name without wrappers and `prefix`}
@@ -53,9 +51,8 @@ class _Fit:
 
 
 def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tuple[dict[str, Entry], list[str]]:
-    """Finds each parameter's tensor in the files of weights. `entries`: {name in the files: entry}. Returns {parameter
-    name: entry} in the order of `entries`, and remarks for the log. Raises InputError if names, shapes or dtypes do not
-    fit the model. `source`: the checkpoint's name in messages."""
+    """Returns {parameter name: entry}, in the order of `entries` ({name in the files: entry}), and remarks for the log.
+    Raises InputError if names, shapes or dtypes do not fit. `source`: the checkpoint's name in messages."""
     fit = min(_fits(model, entries), key=_Fit.problems)
     if fit.problems():
         raise _refusal(model, entries, source, fit)
@@ -68,9 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns one or more ways to match the names in the files with the model's parameters. The first way removes the
-    prefixes of wrappers, such as torch.compile. If that way does not fit, the list has further ways. Each of these also
-    removes a prefix that many names share."""
+    """Returns ways to match names. The first removes the prefixes of wrappers. If that does not fit, each further way
+    also removes a prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]
@@ -134,8 +130,8 @@ def _refusal(model: PreTrainedModel, entries: dict[str, Entry], source: str, fit
 
 
 def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list]]) -> str:
-    """Returns advice for the user on weights that do not fit the model. `fit`: the best match of the weights' names
-    with the parameters. `sizes`: {name: (shape in the file, shape in the model)} of weights whose two shapes differ."""
+    """Returns advice on weights that do not fit. `sizes`: {name: (shape in the file, shape in the model)} if these
+    differ."""
     if fit.converted:
         return "transformers converts these weights on load, which reading them one by one cannot do"
     if any(map(_ADAPTER.search, fit.bare)):
@@ -165,8 +161,6 @@ def _advice(model: PreTrainedModel, fit: _Fit, sizes: dict[str, tuple[list, list
 
 
 def _differing(model: PreTrainedModel, name: str, entry: Entry, target: dict[str, str]) -> InputError:
-    """Returns the error for the weight `name`, which the files store twice with different values. `target`: {name in
-    the files: parameter name}."""
     others = [other for other in target if target[other] == target[name] and other != name]
     tied = model.all_tied_weights_keys
     if target[name] not in {*tied, *tied.values()}:

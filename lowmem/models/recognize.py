@@ -1,7 +1,5 @@
-"""Recognizes the kind of model that a user gave, by file names and config.json, before PyTorch is imported.
-
-Users may give something other than a model: an adapter, another trainer's checkpoint. Each kind gets its own advice.
-"""
+"""Recognizes, before PyTorch is imported, the kind of model that a user gave. Refuses adapters, other trainers'
+checkpoints and the like, each with advice."""
 
 import os
 import re
@@ -63,10 +61,8 @@ _OTHER_WEIGHTS = {  # of folders with a config.json and no weights that are read
 
 
 def recognize(model: str, with_weights: bool) -> tuple[str, str | None]:
-    """Returns the model to use, and a remark for the user or None. `model`: a path or a hub name. The model is returned
-    unchanged, except that a run folder is replaced by the model that this run has exported. `with_weights`: True if the
-    model's weights will be read, too. Raises InputError, with advice, for something that is no model, such as an
-    adapter."""
+    """Returns the model to use, and a remark for the user or None. Replaces a run folder by the run's exported model.
+    `with_weights`: the weights will be read, too. Raises InputError, with advice, for something that is no model."""
     path = Path(model)
     if path.is_dir():
         return _recognize_folder(model, path, with_weights)
@@ -154,8 +150,7 @@ def _has(folder: Path, pattern: str) -> bool:
 
 
 def _adapted(folder: Path) -> str:
-    """Returns " of NAME" for a message. NAME is the base model of the adapter in `folder`. Returns an empty text if the
-    base model is unknown."""
+    """Returns " of NAME" with the base model of the adapter in `folder`, or "" if unknown."""
     try:
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, InputError, KeyError, TypeError):
@@ -164,8 +159,7 @@ def _adapted(folder: Path) -> str:
 
 
 def config_fields(path: Path) -> dict:
-    """Returns the content of the config.json `path`. Raises InputError if the model of this config cannot be
-    trained."""
+    """Returns the content of the config.json `path`. Raises InputError if the config's model cannot be trained."""
     try:
         fields = read_json(path)
     except OSError as error:
@@ -179,8 +173,7 @@ def config_fields(path: Path) -> dict:
 
 
 def check_fields(path: Path, fields: dict) -> None:
-    """Raises InputError if `fields`, read from the file `path`, are not a model's config, or if the model cannot be
-    trained."""
+    """Raises InputError if `fields`, read from `path`, are no model's config, or if that model cannot be trained."""
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     classes = fields.get("architectures") if isinstance(fields, dict) else None
     named = str(classes[0]) if isinstance(classes, list) and classes else kind or "the model"

@@ -15,9 +15,8 @@ _NO_WEIGHTS = re.compile(  # files of trainers, and weights under the names of o
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder`. These are the files under usual names, else numbered files (shards),
-    else the only file that may hold weights. Raises InputError if there is none, if shards are missing, or if several
-    files may hold the weights."""
+    """Returns the files of weights in `folder`: those with usual names, else shards, else the only possible file.
+    Raises InputError if there is none, if shards are missing, or if several files are possible."""
     files = usual_weight_files(folder) or _unusual_weight_files(folder)
     for path in files:
         refuse_pointer(path)
@@ -25,8 +24,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def usual_weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in `folder` whose names are those that transformers looks for. Returns [] if there
-    are none. Raises InputError if a shard is missing."""
+    """Returns the files of weights with names that transformers looks for; [] if there are none. Raises InputError if a
+    shard is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         single, index = folder / name, folder / f"{name}.index.json"
         if single.is_file():
@@ -50,8 +49,6 @@ def _complete(folder: Path, paths: list[Path]) -> list[Path]:
 
 
 def _unusual_weight_files(folder: Path) -> list[Path]:
-    """Returns the shards in `folder`, numbered files such as model-1-of-3.bin, or the only file that may hold
-    weights."""
     candidates = [
         path
         for path in sorted(folder.iterdir(), key=lambda path: (path.suffix != ".safetensors", path))
