@@ -1,9 +1,7 @@
 """Models PyTorch's CUDA caching allocator: which bytes it takes from the GPU for a sequence of allocations and frees.
 
-A step that fits on paper can still run out of memory. The allocator rounds, splits and caches, so the memory taken from
-the driver (*reserved*) is more than the memory of tensors (*allocated*). Code fits under a memory cap if all of its
-allocations succeed in this model. docs/cuda-memory.md has the rules, which are those of
-c10/cuda/CUDACachingAllocator.cpp. An operation costs 1 to 2 microseconds.
+Memory taken from the driver (*reserved*) is more than the memory of tensors (*allocated*). The rules
+(docs/cuda-memory.md) are those of c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from bisect import bisect_left, insort
@@ -33,24 +31,20 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class _Arena:
-    """Models the addresses of one pool (small or large requests) of the caching allocator on one CUDA stream, as
-    ranges. `used`, `free` and `unmapped` are dicts {address: bytes}. They have ranges in use, free ranges, and an
-    expandable segment's ranges without mapped pages. Free ranges next to each other are merged, and so are unmapped
-    ones."""
+    """Models the addresses of one pool (small or large requests) on one CUDA stream, as ranges {address: bytes}."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.largest_waste = 0 if small or expandable else LARGE_WASTE
         self.used: dict[int, int] = {}
-        self.free: dict[int, int] = {}
-        self.unmapped: dict[int, int] = {}
+        self.free: dict[int, int] = {}  # neighbours are merged
+        self.unmapped: dict[int, int] = {}  # of an expandable segment, without pages; neighbours are merged
         self.segments: dict[int, int] = {}  # {address: bytes} of segments with a fixed size
         self.by_size: list[tuple[int, int]] = []  # (bytes, address) of free ranges, sorted
         self._starts: dict[int, int] = {}  # {end: address} of free ranges
 
     def best_fit(self, size: int) -> int | None:
-        """Returns the index in `by_size` of the free range from which to take `size` bytes, None if no range is large
-        enough."""
+        """Returns the index in `by_size` of the free range from which to take `size` bytes, or None."""
         by_size, unmapped = self.by_size, self.unmapped
         place = bisect_left(by_size, (size,))
         if place == len(by_size):
@@ -69,8 +63,7 @@ class _Arena:
         return place
 
     def use(self, place: int, size: int) -> int:
-        """Takes `size` bytes from the free range with index `place` in `by_size`. Takes the whole range if at most
-        `largest_waste` bytes would be left. Returns the address of the bytes taken."""
+        """Takes `size` bytes from the free range with index `place` in `by_size`, and returns their address."""
         available, address = self.by_size.pop(place)
         del self.free[address]
         rest, end = available - size, address + available
@@ -78,15 +71,15 @@ class _Arena:
             self.free[address + size] = rest
             self._starts[end] = address + size
             insort(self.by_size, (rest, address + size))
-        else:
+        else:  # takes the whole range
             del self._starts[end]
             size = available
         self.used[address] = size
         return address
 
     def make_free(self, address: int, size: int) -> None:
-        """Adds a free range of `size` bytes at `address`, and merges it with the free ranges next to it."""
         free, by_size, end = self.free, self.by_size, address + size
+        # merges the range with its free neighbours
         following = free.pop(end, None)
         if following is not None:
             del by_size[bisect_left(by_size, (following, end))]
@@ -106,8 +99,7 @@ class _Arena:
         del self.by_size[bisect_left(self.by_size, (size, address))]
 
     def map_pages(self, address: int, size: int) -> int:
-        """Maps pages under the first `size` bytes of the unmapped range at `address`, and adds these pages as a free
-        range. Returns the number of bytes mapped: `size` rounded up to whole pages."""
+        """Maps whole pages at the start of the unmapped range at `address`, and returns the bytes mapped."""
         mapped, available = round_up(size, self.page_bytes), self.unmapped.pop(address)
         if mapped < available:
             self.unmapped[address + mapped] = available - mapped
@@ -115,8 +107,7 @@ class _Arena:
         return mapped
 
     def unmap_pages(self, address: int) -> int:
-        """Unmaps the pages that are wholly inside the free range at `address`. Returns the number of bytes unmapped, 0
-        if there is no such page."""
+        """Unmaps the whole pages in the free range at `address`, and returns the bytes unmapped."""
         last = address + self.free[address]
         begin, end = round_up(address, self.page_bytes), last // self.page_bytes * self.page_bytes
         if begin >= end:
@@ -130,9 +121,9 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address after which `size` bytes are free or unmapped, so that mapping the unmapped ones
-        makes room. Either an unmapped range begins there, or a free range with an unmapped one directly behind it."""
+        """Returns the lowest address after which `size` bytes are free or unmapped."""
         for address in sorted(self.unmapped):
+            # An unmapped range begins here, or a free one directly before it.
             start = end = self._starts.get(address, address)
             while end - start < size and (part := self.free.get(end) or self.unmapped.get(end)):
                 end += part
@@ -141,9 +132,8 @@ class _Arena:
         raise AssertionError("the address space of an expandable segment has an end")
 
     def release_segment(self, address: int) -> int:
-        """Gives the segment at `address` back to the driver if all of it is free. Returns the number of bytes released,
-        0 if a part is in use. A free range must begin at `address`."""
         size = self.free[address]
+        # a part of it is in use
         if self.segments.get(address) != size:
             return 0
         self._remove(address)
@@ -154,20 +144,17 @@ Block = tuple[_Arena, int]  # an arena, and the address of a range in use
 
 
 class CachingAllocator:
-    """Models PyTorch's caching allocator of one GPU, for any number of streams. All figures are bytes.
-
-    `limit_bytes` caps reserved memory, like ``torch.cuda.set_per_process_memory_fraction``; None means no cap. `growth`
-    lists [operation, bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` or
-    `empty_cache`, counted from 0. `wanted_peak_bytes`: the largest sum of the reserved bytes and a request to the
-    driver. Under all caps of at least this size, memory use is the same.
-    """
+    """Models PyTorch's caching allocator of one GPU, for any number of streams. `limit_bytes` caps reserved memory,
+    like ``torch.cuda.set_per_process_memory_fraction``; None means no cap."""
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None):
         self.expandable_segments = expandable_segments
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.wanted_peak_bytes = 0
+        self.wanted_peak_bytes = 0  # largest sum of reserved bytes and a request; caps from there on change nothing
+        # [operation, bytes] each time memory is taken from the driver. Operations are calls of `allocate`, `free` and
+        # `empty_cache`, counted from 0.
         self.growth: list[list[int]] = []
         self._operations = 0
         self._next_address = 0
@@ -175,7 +162,7 @@ class CachingAllocator:
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
         """Returns a block of `size_bytes` on `stream`, or None for zero bytes. Raises ValueError for a negative size,
-        and SimulatedOutOfMemory if the block does not fit under `limit_bytes`."""
+        and SimulatedOutOfMemory if the block does not fit."""
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
         self._operations += 1
@@ -208,7 +195,6 @@ class CachingAllocator:
         self._release_cached()
 
     def reset_peaks(self) -> None:
-        """Sets both peaks (allocated and reserved bytes) back to the current figures."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -223,9 +209,8 @@ class CachingAllocator:
         return self._next_address - size
 
     def _grow(self, arena: _Arena, size: int) -> int:
-        """Takes memory from the driver, so that `arena` has a free range of at least `size` bytes. Returns the index of
-        this range in the arena's `by_size`. At the cap, releases cached memory first. Raises SimulatedOutOfMemory if
-        that is not enough."""
+        """Takes memory from the driver, so that `arena` has a free range of `size` bytes. Returns the range's index in
+        `by_size`."""
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:
@@ -257,8 +242,6 @@ class CachingAllocator:
 
 
 def _segment_bytes(size: int) -> int:
-    """Returns the number of bytes that the allocator takes from the driver for a request. `size`: bytes of the request,
-    already rounded up to a multiple of ROUNDING."""
     if size <= SMALL_LARGEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SEGMENT_OF_ITS_OWN else round_up(size, SEGMENT_ROUNDING)

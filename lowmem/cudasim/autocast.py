@@ -1,13 +1,8 @@
-"""Applies CUDA's autocast rules to tensors without data.
+"""Applies CUDA's autocast rules (aten/src/ATen/autocast_mode.h) to tensors without data.
 
-`torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. So
-CUDA's rules (aten/src/ATen/autocast_mode.h) are applied to the functions that Python calls. Matmuls and attention run
-in 16 bit; softmax, norms, losses and sums in fp32. A weight's 16-bit copy is cached. The cache is cleared when autocast
-ends, and backward may hold the copy longer.
-
-CUDA has rules for operators. Here functions that are written in Python have rules, too: cross_entropy, not only the
-nll_loss inside. A test compares the names with PyTorch's own test lists. Functions of those lists without a rule here
-are refused by name.
+`torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. CUDA
+has rules for operators. Here functions that are written in Python have rules, too, such as cross_entropy. A test
+compares the names with PyTorch's own test lists.
 """
 
 from typing import ClassVar
@@ -31,6 +26,7 @@ IN_FP32 = (
 ).split()
 # CUDA's autocast casts the arguments of these functions to their widest dtype. Here different float dtypes are refused.
 WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
+# functions of PyTorch's lists that have no rule here
 REFUSED = (
     "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "
     "conv_transpose2d conv_transpose3d binary_cross_entropy cdist pdist renorm poisson_nll_loss "
@@ -41,7 +37,6 @@ _HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  
 
 
 def _functions(names: list[str]) -> dict:
-    """Returns {function: name} for all functions of these names in torch, torch.Tensor and torch.nn.functional."""
     return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
 
 
@@ -50,8 +45,8 @@ _IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, W
 
 class CudaAutocast(TorchFunctionMode):
     """Simulates torch.autocast("cuda", dtype) around a forward pass. A dtype of None switches autocast off inside
-    another one. Raises InputError if a function without a rule here (in REFUSED) is called. Also raises it if a
-    function that casts to the widest dtype (in WIDEST) gets different float dtypes."""
+    another one. Raises InputError if a function in REFUSED is called, or if one in WIDEST gets different float
+    dtypes."""
 
     _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one, which is the last, decides
 
@@ -66,6 +61,7 @@ class CudaAutocast(TorchFunctionMode):
 
     def __exit__(self, *exception):
         self._open.remove(self)
+        # Backward may hold the copies longer.
         self._copies.clear()
         return super().__exit__(*exception)
 

@@ -1,16 +1,7 @@
-"""Simulates time with two clocks: the host's clock h, and the time g at which the GPU will have finished all launched
-work.
+"""Simulates time with two clocks, of the host and of the GPU (docs/cuda-memory.md).
 
-Four numbers describe how a region (a sequence of operations) changes both clocks:
-
-    h' = max(h + host, g + wait)
-    g' = max(h + lead, g + gpu)
-
-    host, gpu    seconds of work of the host and of the GPU
-    lead         seconds from the region's start on the host until an idle GPU is done; -inf without kernels
-    wait         seconds from g until the host is done, if the host waits for the GPU in the region; else -inf
-
-So a region is recorded once and replayed in constant time (docs/cuda-memory.md).
+A Span of four numbers describes how a region (a sequence of operations) changes both. So a region is recorded once and
+replayed in constant time.
 """
 
 import math
@@ -19,24 +10,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Describes how a region (a sequence of operations) changes two clocks: the host's time h, and the time g at which
-    the GPU will have finished all launched work. They become max(h + host, g + wait) and max(h + lead, g + gpu).
-    `host`, `gpu`: seconds of work. `lead`: seconds from the region's start on the host until an idle GPU is done; -inf
-    without kernels. `wait`: seconds from g until the host is done; -inf if the host does not wait for the GPU."""
+    """Describes how a region (a sequence of operations) changes the host's time h and the GPU's time g, in seconds. At
+    g the GPU will have finished all launched work.
 
-    host: float
-    gpu: float
-    lead: float
-    wait: float = -math.inf
+        h' = max(h + host, g + wait)
+        g' = max(h + lead, g + gpu)
+    """
+
+    host: float  # work of the host
+    gpu: float  # work of the GPU
+    lead: float  # from the region's start on the host until an idle GPU is done; -inf without kernels
+    wait: float = -math.inf  # from g until the host is done; -inf if the host does not wait for the GPU
 
     @staticmethod
     def of_operation(host: float, gpu: float) -> "Span":
-        """Returns the effect of one operation on the clocks of host and GPU. The operation takes the host `host`
-        seconds and the GPU `gpu` seconds. If `gpu` is 0, no kernel is launched."""
+        """Returns the span of one operation, which takes the host and the GPU so many seconds. If `gpu` is 0, no kernel
+        is launched."""
         return Span(host, gpu, host + gpu if gpu > 0 else -math.inf)
 
     def then(self, other: "Span") -> "Span":
-        """Returns the effect on the clocks of this region (a sequence of operations) followed by the region `other`."""
+        """Returns the span of this region (a sequence of operations) followed by the region `other`."""
         return Span(
             host=max(self.host + other.host, self.lead + other.wait),
             gpu=max(self.gpu + other.gpu, self.wait + other.lead),
@@ -50,12 +43,11 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Keeps two simulated times in seconds. `host` is the present time of the host. `gpu` is the time at which the
-    compute stream will have finished all work launched so far."""
+    """Keeps two simulated times in seconds."""
 
     def __init__(self):
-        self.host = 0.0
-        self.gpu = 0.0
+        self.host = 0.0  # the present time of the host
+        self.gpu = 0.0  # when the compute stream will have finished all work launched so far
 
     def advance(self, span: Span) -> None:
         self.host, self.gpu = (
@@ -64,5 +56,5 @@ class Clock:
         )
 
     def wait(self, until: float) -> None:
-        """Makes the compute stream wait until the time `until`; the host does not wait."""
+        # the compute stream waits; the host does not
         self.gpu = max(self.gpu, until)

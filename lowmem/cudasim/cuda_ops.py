@@ -1,11 +1,8 @@
 """Makes meta tensors use the operators that PyTorch uses on CUDA, and computes the workspaces of matmuls.
 
-For meta tensors, PyTorch takes its generic path. On a GPU some functions are fused operators, which save other tensors
-for backward. `CudaFunctions` calls the fused operators. temporaries.py has the memory that kernels take while they run.
-
-Each function names its source below aten/src/ATen, and the version that was read. "2.13" is the version that torch
-2.13.0 installs. "recent" is close to it, and "main" is newer. tests/cuda compares all replaced functions with PyTorch
-2.14.1's CUDA build; docs/cuda-memory.md has the result.
+On CUDA some functions are fused operators, which save other tensors for backward. Each function names its source below
+aten/src/ATen, and the version read: 2.13, "recent" (close to it) or "main" (newer). A test compares all replaced
+functions with PyTorch 2.14.1's CUDA build.
 """
 
 import functools
@@ -36,8 +33,7 @@ CUBLAS_OPERATORS = {
 
 class CudaFunctions(TorchFunctionMode):
     """Makes PyTorch functions, such as softmax and attention, call the operators to which they would dispatch on CUDA.
-    Is a torch function mode. cuDNN's attention is never chosen. Acts only on tensors without data: meta tensors, or
-    FakeTensors of any device. If a replacement returns NotImplemented, runs the original function."""
+    Acts only on tensors without data: meta tensors, or FakeTensors of any device. Never chooses cuDNN's attention."""
 
     def __init__(self, capability: Capability, torch_version: tuple[int, int] = (2, 13)):
         super().__init__()
@@ -72,14 +68,14 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash" if it supports these arguments,
-    else "efficient" if that does, else "math". From PyTorch 2.14 on, "efficient" supports grouped-query attention, and
-    both support one head of keys for all queries (observed). Sources: PyTorch's native/transformers/cuda/sdp_utils.cpp
-    (main branch) and sdp_utils_cpp.h (2.13 and 2.14)."""
+    else "efficient" if that does, else "math". Sources: native/transformers/cuda/sdp_utils.cpp (main) and
+    sdp_utils_cpp.h (2.13 and 2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
         return "math"
     width, value_width, dtype = query.shape[-1], value.shape[-1], query.dtype
     contiguous_rows = all(t.stride(-1) == 1 for t in tensors)
+    # then "efficient" supports grouped-query attention, and both support one head of keys for all queries (observed)
     newer = torch_version >= (2, 14)
     one_head = query.shape[1] == key.shape[1] == value.shape[1] or (newer and key.shape[1] == value.shape[1] == 1)
     groups = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
@@ -111,8 +107,7 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the attention kernel that `chosen` (attention_kernel) returns for these arguments. Returns NotImplemented
-    for tensors with data. Source: native/transformers/attention.cpp (a recent version)."""
+    """Runs the kernel that `chosen` (attention_kernel) returns. Source: native/transformers/attention.cpp (recent)."""
     if not _without_data(query):
         return NotImplemented
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -143,8 +138,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp (a recent version) does on CUDA: with a fused dropout,
-    and the mask added in place. Frees tensors in the order in which the C++ code does."""
+    """Computes attention from single operators, as attention.cpp (recent) does on CUDA. Frees tensors in the order of
+    the C++ code."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -167,25 +162,24 @@ def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable
 
 
 def _linear(input, weight, bias=None):
-    """Runs F.linear as native/Linear.cpp does on CUDA. If the input cannot be viewed as a matrix, CUDA adds the bias in
-    place. PyTorch would make a new tensor for tensors without data, and under a dispatch mode. Returns NotImplemented
-    for tensors with data, and if both ways allocate the same."""
+    """Runs F.linear as native/Linear.cpp does on CUDA."""
+    # If the input cannot be viewed as a matrix, CUDA adds the bias in place. Without data, and under a dispatch mode,
+    # PyTorch would make a new tensor.
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
     return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as PyTorch does on CUDA: as one operator that saves a mask of bools. Returns NotImplemented for
-    tensors with data, if `p` is 0 or 1, and outside of training. Also does so for `inplace`, with which the mask has
-    the input's dtype. Source: native/Dropout.cpp (a recent version)."""
+    """Runs dropout as on CUDA: as one operator that saves a mask of bools. Source: native/Dropout.cpp (recent)."""
+    # With `inplace`, the mask has the input's dtype.
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def _softmax(input, dim, dtype=None):
-    """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. Returns NotImplemented for
-    all others, such as bf16 inputs. Source: native/SoftMax.cpp (main branch)."""
+    """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. Source: native/SoftMax.cpp
+    (main)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)
@@ -193,10 +187,11 @@ def _softmax(input, dim, dtype=None):
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
     """Returns the results of an aten operator that are allocated on the device, in order of allocation (seen on
-    2.14.1). Dropout allocates its mask first (cuda/Dropout.cu). Efficient attention with dropout also returns two
-    random numbers in RAM, which are left out."""
+    2.14.1)."""
+    # the mask first (cuda/Dropout.cu)
     if func is _aten.native_dropout.default:
         return results[::-1]
+    # With dropout, two results are random numbers in RAM.
     if func is _aten._scaled_dot_product_efficient_attention.default:
         dropout_p = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
         return results[:2] if dropout_p > 0 else results
@@ -204,14 +199,11 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the bytes of the workspaces that a thread allocates at its first matmul, and keeps. The first workspace
-    is cuBLAS's. PyTorch 2.12 and older have another one for cuBLASLt, which computes addmm with a bias vector. Only
-    forward needs the second.
-
-    `config`: the value of CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count"; None if it is not set. Source:
-    cuda/CublasHandlePool.cpp of PyTorch 2.13. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: PyTorch's
-    main branch, whose threads free the workspace after each matmul.
-    """
+    """Returns the bytes of the workspaces that a thread allocates at its first matmul, and keeps. The second is
+    cuBLASLt's, which PyTorch 2.12 and older have, and only forward needs. `config`: CUBLAS_WORKSPACE_CONFIG, pairs of
+    ":KiB:count", or None. Source: cuda/CublasHandlePool.cpp (2.13)."""
+    # cuBLASLt computes addmm with a bias vector. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: the
+    # main branch, whose threads free the workspace after each matmul.
     shared_with_blaslt = torch_version >= (2, 13)
     pairs = re.findall(":([0-9]+):([0-9]+)", config or "")
     large = capability[0] in (9, 10, 12) if shared_with_blaslt else capability == (9, 0)

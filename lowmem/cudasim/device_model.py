@@ -15,9 +15,8 @@ from lowmem.cudasim.gpus import Card
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Describes a simulated device. Three fields are functions that the recorder calls for each new operation:
-    `hidden_bytes` and `seconds` with (func, args, kwargs, result), and `allocated` with (func, args, kwargs, list of
-    results)."""
+    """Describes a simulated device. The recorder calls `hidden_bytes` and `seconds` with (func, args, kwargs, result)
+    for each new operation, and `allocated` with a list of results."""
 
     functions: Callable[[], AbstractContextManager] = nullcontext  # returns a context with the device's operators
     hidden_bytes: Callable = lambda *_: ()  # returns the bytes of each temporary
@@ -35,8 +34,8 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Tells the simulation that the custom operator `packet` multiplies two matrices through cuBLAS. `first_factor`:
-    index (from 0) of the left matrix among its arguments; the right matrix follows it. `host_seconds`: seconds that the
-    host needs for a call in addition to those for any operator."""
+    index of the left matrix among its arguments; the right one follows. `host_seconds`: those of a call in addition to
+    those for any operator."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.CUBLAS_OPERATORS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product
@@ -44,9 +43,8 @@ def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, hos
 
 
 def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int] = TORCH_VERSION) -> DeviceModel:
-    """Describes the GPU `card` to the simulation. With `plain`, PyTorch's settings are its defaults: kernels need not
-    be deterministic, and cuBLAS chooses its workspaces. Otherwise the settings are those that training makes
-    (device.py). `torch_version`: (major, minor)."""
+    """Describes the GPU `card`, with the settings of PyTorch that training makes (device.py). With `plain`, they are
+    the defaults: kernels need not be deterministic, and cuBLAS chooses its workspaces."""
     workspaces = None if plain else os.environ.get("CUBLAS_WORKSPACE_CONFIG", device.CUBLAS_WORKSPACES)
     gpu = temporaries.Gpu(card.capability, card.multiprocessors, deterministic=not plain)
     return DeviceModel(

@@ -1,12 +1,8 @@
 """Lists the kinds of GPU that can be simulated, with the memory and speed of each.
 
-cards.csv has GPUs whose matmuls somebody measured. geforce.csv has the other GeForce GPUs, and professional.csv those
-of workstations and data centers, both by their data sheets. Rates are in FLOP/s, without sparsity, with sums in fp32,
-as PyTorch computes. A `share` is the part of the data sheet's rate that PyTorch reaches with square matmuls of 8,192.
-docs/cuda-memory.md has the sources, and the way to add a GPU.
-
-This file needs no PyTorch, because stand_in/ reads it before PyTorch can be imported. (stand_in/ is a simulated GPU
-under PyTorch's CUDA build.)
+Rates are in FLOP/s, without sparsity, with sums in fp32, as PyTorch computes. A `share` is the part of them that
+PyTorch reaches with square matmuls of 8,192. See docs/cuda-memory.md for sources, and to add a GPU. This file needs no
+PyTorch, because stand_in/ reads it before PyTorch can be imported.
 """
 
 import csv
@@ -47,11 +43,8 @@ BY_CAPABILITY = {
 
 
 class Multiprocessor(NamedTuple):
-    """Holds the limits of one streaming multiprocessor (SM): threads, shared memory (in all, and of one block), and
-    blocks."""
-
     threads: int
-    shared_bytes: int
+    shared_bytes: int  # of shared memory in all
     shared_bytes_of_block: int
     blocks: int
 
@@ -74,18 +67,14 @@ MULTIPROCESSORS = {  # NVIDIA, CUDA C++ Programming Guide, "Technical Specificat
 
 
 def multiprocessor(capability: Capability) -> Multiprocessor:
-    """Returns the limits of a streaming multiprocessor of GPUs with this compute capability. If the table lacks it,
-    returns those of the nearest older one, or of the oldest in the table."""
+    """Returns the limits of a streaming multiprocessor of this compute capability, or of the nearest older one."""
     known = max((listed for listed in MULTIPROCESSORS if listed <= capability), default=min(MULTIPROCESSORS))
     return MULTIPROCESSORS[known]
 
 
 class Rate(NamedTuple):
-    """Holds `peak`, the FLOP/s of the data sheet without sparsity, and `share`, the part of it that large matmuls
-    reach."""
-
-    peak: float
-    share: float
+    peak: float  # FLOP/s of the data sheet, without sparsity
+    share: float  # the part of `peak` that large matmuls reach
 
     @property
     def sustained(self) -> float:
@@ -94,7 +83,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """Describes one kind of GPU: memory, compute capability, multiprocessors, and the speed of matmuls and copies."""
+    """Describes one kind of GPU: its memory, and the speed of matmuls and copies."""
 
     name: str
     memory_bytes: int  # the total that CUDA reports
@@ -112,24 +101,22 @@ class Card:
 
     @property
     def clocks_per_second(self) -> float:
-        """Returns the clock of the multiprocessors in Hz, computed from the data sheet's fp32 rate."""
+        """Returns the clock of the multiprocessors in Hz, by the data sheet's fp32 rate."""
         per_clock = BY_CAPABILITY.get(self.capability, BY_CAPABILITY[9, 0])[0]
         return self.rates["fp32"].peak / (self.multiprocessors * per_clock)
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """Returns the bytes per second that a card receives from other cards over NVLink; None without NVLink."""
+        """Returns the bytes per second that a card receives over NVLink; None without NVLink."""
         return None if self.nvlink_bytes_per_second is None else NVLINK_SHARE * self.nvlink_bytes_per_second
 
     @property
     def copy_bytes_per_second(self) -> float:
-        """Returns the bytes per second of page-locked copies in each direction of the PCIe bus if both directions are
-        busy."""
+        """Returns the bytes per second of page-locked copies in each direction of the PCIe bus, if both are busy."""
         return self.bus_bytes_per_second * DUPLEX_SHARE
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
-        """Returns the FLOP/s that large matmuls of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32. If the
-        GPU has no units for `dtype`, it emulates matmuls at half of the rate of fp32."""
+        """Returns the FLOP/s that large matmuls of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32."""
         precision = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
         if precision not in self.rates:
             return self.rates["fp32"].sustained * EMULATED_SHARE
@@ -193,9 +180,8 @@ _SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
 
 
 def card_named(name: str) -> Card:
-    """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``RTX 4070 Ti
-    SUPER``, ``GeForce RTX 4060 Laptop GPU``, ``Tesla V100-SXM2-32GB``, ``RTX A6000``. Raises InputError for a name that
-    is not in the table."""
+    """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``Tesla
+    V100-SXM2-32GB``. Raises InputError for a name that is not in the table."""
     plain = name.lower().replace("mobile", "laptop")
     short = _SAYS_NOTHING.sub("", plain)
     if (found := _exactly(short) or _of_size(plain)) is not None:
@@ -212,8 +198,6 @@ def card_named(name: str) -> Card:
 
 
 def _forms(short: str) -> tuple[str, ...]:
-    """Returns the names that the GPU `short` may have in the table: this name, the name with "rtx" or "gtx" before it,
-    and the name without its "rtx"."""
     return short, f"rtx{short}", f"gtx{short}", short.removeprefix("rtx")
 
 
@@ -222,8 +206,7 @@ def _exactly(short: str) -> Card | None:
 
 
 def _of_size(name: str) -> Card | None:
-    """Looks up the GPU for a `name` with a suffix that its name in the table of GPUs lacks. The suffix is a memory size
-    or a board type, as in "rtx 3060 12gb" or "v100-sxm2-32gb". Returns None if no GPU matches."""
+    # a memory size or a board type, as in "rtx 3060 12gb" or "v100-sxm2-32gb"
     size = re.search(r"(?<!\d)(\d{1,3})\s*gi?b\b", name)
     short = name if size is None else name[: size.start()] + name[size.end() :]
     short = _SAYS_NOTHING.sub("", re.sub(r"sxm\d?|pcie|hbm\d?e?", "", short))
@@ -235,8 +218,8 @@ def _of_size(name: str) -> Card | None:
 
 
 def card_of_name_reported(name: str, memory_bytes: int | None = None) -> Card | None:
-    """Returns the GPU that torch.cuda.get_device_name calls `name`, None if the table lacks it. If several GPUs have
-    this name, returns the one with memory nearest to `memory_bytes`, or the first if `memory_bytes` is None."""
+    """Returns the GPU that torch.cuda.get_device_name calls `name`, None if the table lacks it. Of several, returns the
+    one with memory nearest to `memory_bytes`."""
     name = name.strip().removeprefix("NVIDIA ").lower()
     found = [card for card in CARDS.values() if name in map(str.lower, card.reported_names)]
     return min(found, key=lambda card: abs(card.memory_bytes - (memory_bytes or card.memory_bytes)), default=None)

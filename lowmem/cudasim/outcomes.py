@@ -1,8 +1,4 @@
-"""Defines the cache of operations' costs: allocations and time, which depend only on the arguments' shapes, not values.
-
-The cache key of an Outcome is the operation's signature: its function, and the shapes, strides and dtypes of its
-arguments.
-"""
+"""Defines the cache of operations' costs (allocations and time), which depend on the arguments' shapes, not values."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +13,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the cached costs of an operation that has run once: what it allocates, and how it changes the simulated
-    clock."""
+    """Holds the cached costs of an operation: what it allocates, and its time."""
 
     allocated: tuple[int, ...]  # indices of the results that are allocated on the device, in order
     temporaries: tuple[int, ...]  # bytes
@@ -31,32 +26,27 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if all results of the operator `func` are views of its arguments, according to its schema. Such an
-    operation allocates nothing, and takes equally long for all arguments. So all its calls can share one cached Outcome
-    (allocations and time)."""
+    """Returns True if all results of the operator `func` are views of its arguments: then all calls cost the same."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags
 
 
 def is_simulated(tensor: Tensor) -> bool:
-    """Returns True if `tensor` has no data: a meta tensor, or a FakeTensor. A FakeTensor's `device` may be another one,
-    but its storage is on meta."""
+    """Returns True if `tensor` has no data: a meta tensor, or a FakeTensor."""
+    # A FakeTensor's `device` may be another one.
     return tensor.untyped_storage().device.type == "meta"
 
 
 @cache
 def may_resize(func) -> bool:
-    """Returns True if an operator may change the size of the storages of its results: `resize_`, `resize_as_`, or an
-    operator with an `out` argument."""
     resizes = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
     return func in resizes or any(a.is_out for a in func._schema.arguments)
 
 
 def signature_of(func, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns the cache key of an operation, for its costs. Returns None if the costs cannot be cached. These arguments
-    prevent it: a tensor with data, a tensor that is passed twice, and a value that is neither a tensor nor plain (such
-    as a number)."""
+    """Returns the cache key of an operation: its function, and the shapes, strides and dtypes of its arguments. Returns
+    None for a tensor with data, a tensor passed twice, or an object that is no plain value."""
     signature = [func]
     known = _add_to_signature(signature, (*args, *kwargs, *kwargs.values()), set())
     return tuple(signature) if known else None

@@ -1,9 +1,7 @@
 """Predicts the GPU memory that any PyTorch code would take with PyTorch's own allocator, without a GPU (`cuda_peak`).
 
-The code runs on the meta device. It may say `device="cuda"`, `.cuda()` or `torch.autocast("cuda")`: `_CudaIsMeta` maps
-the devices to meta, and `_autocast_simulated` applies CUDA's rules. Meta tensors say that they are on "cuda:0", so the
-code takes the branches of a GPU. AdamW, for example, then updates lists of tensors. Code that needs numbers or a real
-GPU is refused.
+The code runs on the meta device, and may say "cuda". Meta tensors say that they are on "cuda:0", so the code takes the
+branches of a GPU. Code that needs numbers or a real GPU is refused.
 """
 
 import sys
@@ -43,7 +41,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Peak:
-    """Holds the memory peaks in bytes that are predicted for a function, and its time on the card in seconds."""
+    """Holds the peaks that are predicted for a function, and its seconds on the card."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -59,9 +57,8 @@ def cuda_peak(
     and optimizer itself.
 
     `limit`, a size like "11GiB", caps the allocator like torch.cuda.set_per_process_memory_fraction. Raises
-    SimulatedOutOfMemory if the function does not complete under the cap. `expandable_segments` is the allocator's
-    setting of that name. Raises InputError for code that needs numbers or a real GPU: .item(), boolean masks, custom
-    CUDA extensions, most functions of torch.cuda.
+    SimulatedOutOfMemory if the function does not complete under the cap. Raises InputError for code that needs numbers
+    or a real GPU: .item(), boolean masks, custom CUDA extensions, most functions of torch.cuda.
     """
     try:
         limit_bytes = parse_size(f"{limit}") if limit is not None else None
@@ -83,9 +80,8 @@ def cuda_peak(
 def record(
     function: Callable[[Recorder], object], device_model: DeviceModel, name_of: Callable | None = None
 ) -> Recorder:
-    """Calls `function` with a new recorder, and returns the recorder, which then has all allocations and frees.
-    `name_of` names storages by the code that made them (see Recorder); None names them after the phase: forward,
-    backward, update. Raises InputError for code that needs a GPU."""
+    """Calls `function` with a new recorder, and returns the recorder. `name_of` names storages by the code that made
+    them (see Recorder); None: by the phase (forward, backward, update). Raises InputError for code that needs a GPU."""
     recorder = Recorder(device_model, name_of or _phase, {})
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
@@ -103,9 +99,8 @@ def record(
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Lets code for CUDA run without a GPU: its tensors are created on the meta device, and say that they are on CUDA.
-    `note`: called with each tensor that is made from Python numbers, as by torch.tensor (see _FROM_NUMBERS). Dispatch
-    modes do not see how such tensors are made."""
+    """Creates tensors of code for CUDA on the meta device, and lets them say that they are on CUDA. `note`: called with
+    each tensor that is made from Python numbers, as by torch.tensor."""
 
     def __init__(self, note: Callable[[Tensor], None]):
         super().__init__()
@@ -132,6 +127,7 @@ class _CudaIsMeta(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = _by_number(kwargs["device"])
         result = func(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+        # Dispatch modes do not see how such tensors are made.
         if func in _FROM_NUMBERS:
             self._note(result)
         return result
@@ -139,10 +135,9 @@ class _CudaIsMeta(TorchFunctionMode):
 
 @contextmanager
 def modes_in_backward(*modes: Callable) -> Iterator[None]:
-    """Keeps `modes` active in backward passes inside `with`; PyTorch would disable them there. Backward needs them
-    because activation checkpointing runs the model's forward code again. `modes`: functions that each create a torch
-    function or dispatch mode. Also disables checkpoint's check of recomputed tensors, which would take device "meta"
-    for a difference from "cuda"."""
+    """Keeps `modes` active in backward passes inside `with`; PyTorch would disable them there. `modes`: functions that
+    each create a torch function or dispatch mode."""
+    # Activation checkpointing runs the model's forward code again in backward.
     run = torch.autograd._engine_run_backward
 
     def run_under_modes(*args, **kwargs):
@@ -151,6 +146,7 @@ def modes_in_backward(*modes: Callable) -> Iterator[None]:
                 stack.enter_context(mode())
             return run(*args, **kwargs)
 
+    # Checkpoint's check of recomputed tensors would take device "meta" for a difference from "cuda".
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     with patch.object(torch.autograd, "_engine_run_backward", run_under_modes):
         with patch.dict(checks, default=checks["none"]):
@@ -158,15 +154,13 @@ def modes_in_backward(*modes: Callable) -> Iterator[None]:
 
 
 def _devices_by_number() -> AbstractContextManager:
-    """Makes `module.to(0)` inside `with` mean the first GPU."""
+    # makes `module.to(0)` mean the first GPU
     parse = torch._C._nn._parse_to
     parsed = lambda *args, **options: parse(*map(_by_number, args), **options)  # noqa: E731
     return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
 def _storages_resized(recorder: Recorder) -> AbstractContextManager:
-    """Makes `recorder` record, inside `with`, the memory that `tensor.untyped_storage().resize_(size)` frees and
-    allocates."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int):
@@ -190,12 +184,12 @@ def _on_meta(value):
 
 
 def _refuse_number() -> None:
-    """Handles reads of a tensor's value, which meta tensors lack. Raises InputError if the user's own code reads it.
-    Code of an installed package may read values: transformers asks whether a mask is all ones, and gets the value 1."""
+    """Raises InputError if the user's own code reads a tensor's value, which meta tensors lack."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES:
         frame = frame.f_back
     file = Path(frame.f_code.co_filename)
+    # Installed packages may: transformers asks whether a mask is all ones, and gets the value 1.
     if not {"site-packages", "dist-packages"} & set(file.parts):
         raise InputError(
             f"{file.name}:{frame.f_lineno} reads a tensor's value, and the simulation has none; leave it out"
@@ -204,8 +198,7 @@ def _refuse_number() -> None:
 
 @contextmanager
 def _autocast_simulated() -> Iterator[None]:
-    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to meta tensors. Also sets PyTorch's autocast
-    flags, because checkpoint reads them to recompute blocks as they ran."""
+    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to meta tensors."""
     autocast = torch.autocast
     make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
     modes: list[CudaAutocast] = []
@@ -222,6 +215,7 @@ def _autocast_simulated() -> Iterator[None]:
         if getattr(self, "simulated", False):
             modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
             modes[-1].__enter__()
+        # sets PyTorch's autocast flags, too: checkpoint reads them to recompute blocks as they ran
         return enter(self)
 
     def left(self, *exception):
@@ -235,9 +229,7 @@ def _autocast_simulated() -> Iterator[None]:
 
 @contextmanager
 def _named(recorder: Recorder) -> Iterator[None]:
-    """Names weights, buffers, gradients and optimizer states in the recorded allocations, when modules and optimizers
-    use them inside `with`. Also makes modules that are moved to meta keep their parameter objects, as on CUDA, so that
-    tied weights stay tied."""
+    """Names weights, buffers, gradients and optimizer states on the tape when modules and optimizers use them."""
 
     def name_module(module: nn.Module, *_) -> None:
         for name, tensors in (("weights", module._parameters), ("buffers", module._buffers)):
@@ -263,6 +255,7 @@ def _named(recorder: Recorder) -> Iterator[None]:
         optimizers.register_optimizer_step_pre_hook(name_gradients),
         optimizers.register_optimizer_step_post_hook(name_states),
     )
+    # Modules that are moved to meta keep their parameter objects, as on CUDA, so that tied weights stay tied.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield

@@ -1,11 +1,8 @@
 """Records what PyTorch code allocates and frees, and how long it would take, by running it on tensors without data.
 
-The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory and no numbers. A `Recorder`
-sees each operation. It appends each allocation and free of a storage to a list, its `tape`, and adds costs to its
-`clock`. A `Region` is a part of the tape. Replaying a region appends the same operations as running its code again, at
-almost no cost. Recording an operation takes 0.1 ms, or a tenth of that if the cache `outcomes` has its costs.
-
-FakeTensors would be slower, and transformers builds other masks for them.
+The code runs on the *meta* device: tensors have shapes, dtypes and storages, but no memory. FakeTensors would be
+slower, and transformers builds other masks for them. An operation takes 0.1 ms, or a tenth of that if the cache has its
+costs.
 """
 
 import gc
@@ -40,15 +37,13 @@ _aten = torch.ops.aten
 
 @dataclass
 class Region:
-    """Holds a part of a tape (a list of allocations and frees), so that it can be replayed. `base`: number of the
-    region's first storage on the tape. `count`: how many it has. `operations`: its allocations and frees, with storages
-    numbered from 0. They may free storages of an earlier region: storage n of that region has the number -1 - n here.
-    `span`: the region's effect on the clock."""
+    """Holds a part of a tape (a list of allocations and frees), so that it can be replayed."""
 
-    base: int
-    count: int = 0
+    base: int  # number of its first storage on the tape
+    count: int = 0  # of its storages
+    # Its storages are numbered from 0. If it frees storage n of an earlier region, that has the number -1 - n.
     operations: list[Operation] = field(default_factory=list)
-    span: Span = NOTHING
+    span: Span = NOTHING  # the effect on the clock
 
     def relative(self, storage: int, earlier: "Region | None") -> int:
         if storage >= self.base:
@@ -60,9 +55,8 @@ class Region:
 
 class Recorder(TorchDispatchMode):
     """Records the allocations, frees and time of the PyTorch code inside `with recorder:`, which runs on meta tensors.
-    `name_of(frame)` returns a name for the storages that the code of a Python frame allocates; None means the name of
-    the calling frame. `outcomes`: a cache {signature: Outcome} of operations' costs, for recorders of one
-    `device_model`; None disables it."""
+    `name_of(frame)` names the storages that the code of a Python frame allocates; None: the calling frame decides.
+    `outcomes`: a cache {signature: Outcome} for recorders of one `device_model`, or None."""
 
     def __init__(
         self, device_model: DeviceModel | None = None, name_of: Callable = lambda frame: None,
@@ -175,9 +169,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def region(self, name: str, earlier: Region | None = None) -> Iterator[Region]:
-        """Records the code inside `with` as a region, a part of the tape (list of allocations) that `replay` can
-        repeat. Its storages get the name `name`. Regions may be nested. The code may free only storages that were
-        allocated in the region or in the region `earlier`. Raises AssertionError if it frees others."""
+        """Records the code inside `with` as a region of the tape, which `replay` can repeat. Its storages get the name
+        `name`. Raises AssertionError if the code frees storages from before it, unless those are of `earlier`."""
         self.take_workspaces()  # not inside the region: a replay would take them again
         self._settle()
         region = Region(self._count)
@@ -200,9 +193,8 @@ class Recorder(TorchDispatchMode):
             self.tape.chunks[first] = Chunk(operations, region.base, earlier_base, chunks[0].seconds)
 
     def replay(self, region: Region, earlier_base: int = 0) -> int:
-        """Appends the operations of `region` to the tape (list of allocations) again. Returns the tape's number of the
-        first storage that they allocate. `earlier_base`: if `region` frees storages of an earlier region, the number
-        that the replay of that one returned."""
+        """Appends the operations of `region` to the tape again, and returns the number of their first storage. If
+        `region` frees storages of an earlier region, `earlier_base` is the number that its replay returned."""
         self._settle()
         base = self._count
         self._count += region.count
@@ -212,16 +204,15 @@ class Recorder(TorchDispatchMode):
         return base
 
     def stand_in(self, size: int, number: int, *, held: bool = False) -> torch.UntypedStorage:
-        """Returns a storage of `size` bytes without data. It stands for the storage that a replay has allocated on the
-        tape (list of allocations) under this `number`. If `held`, freeing it is not recorded, because the replay of a
-        backward frees this number."""
+        """Returns a storage of `size` bytes without data, for the storage that a replay allocated under this `number`.
+        If `held`, freeing it is not recorded, because the replay of a backward frees this number."""
         self._bind(storage := torch.UntypedStorage(size, device="meta"), number, held)
         return storage
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside `with` on a temporary tape (list of allocations) and clock, then restores the
-        recorder's own. Regions recorded inside can be replayed later. The code must free all that it allocates."""
+        """Records the code inside `with` on a temporary tape and clock, for regions to be replayed later. The code must
+        free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []
@@ -236,17 +227,17 @@ class Recorder(TorchDispatchMode):
         return patch.object(self, "_paused", True)
 
     def take_workspaces(self) -> None:
-        """Allocates the cuBLAS workspaces of the forward and the backward thread, unless they are allocated already."""
+        """Allocates the cuBLAS workspaces of the forward and the backward thread, if they are missing."""
         for thread in (FORWARD, BACKWARD):
             self._take_workspace(thread)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number of the storage of `tensor` on the tape (list of allocations), None if it is not there."""
+        # None if it is not on the tape
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
-        """Records the storage of `tensor` as allocated now, unless it is recorded already. `name`: its name on the tape
-        (list of allocations), None for the name that an allocation here would get."""
+        """Records the storage of `tensor` as allocated now, unless it is on the tape already. If `name` is None, it
+        gets the name that an allocation here would get."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:
@@ -263,13 +254,11 @@ class Recorder(TorchDispatchMode):
                 self._freed(old)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Keeps the storage of `tensor` off the list of allocations, so that it takes no simulated memory. The tensor
-        must have been made inside `paused`."""
+        """Keeps the storage of `tensor` off the tape. The tensor must have been made inside `paused`."""
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Gives the storage of `tensor` the name `name` in the list of allocations. Does nothing if the storage is
-        freed, not in the list, or part of a replay."""
+        """Renames the storage of `tensor` on the tape, unless it is freed or part of a replay."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)
@@ -311,11 +300,10 @@ class Recorder(TorchDispatchMode):
         if not held:
             self._freed(number)
 
+    # Without a dispatch mode, autograd adds a second gradient to the first in place, if nothing else holds the first.
+    # So `_record` leaves the sum's storage open. If the first is freed next, `_died` gives its storage to the sum. Any
+    # other event calls `_settle` first, which records a new storage.
     def _settle(self) -> None:
-        """Records a new storage for the pending sum of two gradients, if there is one. Without a dispatch mode,
-        autograd adds the second gradient to the first in place if nothing else holds the first. So `_record` leaves the
-        sum's storage open. If the first is freed next, `_died` gives its storage to the sum. Any other event calls this
-        method first."""
         if self._sum is not None:
             (storage, *_), self._sum = self._sum, None
             on_device = storage.device.type == "meta"
@@ -343,8 +331,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _called_by_the_engine() -> bool:
-    """Returns True if autograd's engine, or a backward in C++, called the current operation."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
+    # autograd's engine itself, or a backward in C++
     return frame.f_code.co_name == "_engine_run_backward"

@@ -1,17 +1,8 @@
-"""Computes the temporary buffers of PyTorch's reductions on CUDA: sums over the rows of a matrix, norms, largest
-entries.
+"""Computes the temporary buffers of PyTorch's reductions on CUDA, such as sums over rows and norms.
 
-One kernel template runs them all (aten/src/ATen/native/cuda/Reduce.cuh). If the outputs are fewer than the card's
-threads, several blocks share an output. Each block writes a partial result to a buffer, and the last block adds them
-up. The number of entries in the buffer is
-
-    outputs x blocks that share an output x threads of a block in x
-
-so it grows with the card: summing a bias's gradient over 65,536 x 1,280 takes 40 MiB on 28 multiprocessors and 108 MiB
-on 108. (The last factor is waste: only one of these threads has an output.)
-
-Source: the header Reduce.cuh that torch 2.14.1 installs. The order of its loops comes from TensorIterator.cpp, which is
-not installed, so the order is inferred. tests/cuda compares the sizes with PyTorch's allocator.
+If the outputs are fewer than the card's threads, several blocks share an output. Each writes partial results to a
+buffer, which grows with the card. Source: aten/src/ATen/native/cuda/Reduce.cuh of torch 2.14.1. The order of its loops
+comes from TensorIterator.cpp, which is not installed, so the order is inferred.
 """
 
 import math
@@ -51,11 +42,9 @@ def staging_bytes(
     gpu: Gpu, tensor: Tensor, dims: Sequence[int] | int | None, result_bytes: int, *,
     partial_bytes: int | None = None, vector: int = 4,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns the sizes in bytes of the temporary buffers that a CUDA reduction of `tensor` over `dims` allocates. They
-    hold partial results, counters, and one kernel's output for the next kernel. Returns () if there are none. `dims`:
-    None or [] means all. `result_bytes`: bytes per element of the result. `partial_bytes`: bytes per element of a
-    partial result; None means those of `tensor`, but at least 4. `vector`: how many 16-bit elements of a row a thread
-    loads at once."""
+    """Returns the bytes of each temporary buffer of a CUDA reduction of `tensor` over `dims` (None or []: all).
+    `result_bytes`, `partial_bytes`: bytes per element of the result and of a partial result. None means those of
+    `tensor`, but at least 4. `vector`: how many 16-bit elements of a row a thread loads at once."""
     dims = range(tensor.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     sum_bytes = max(4, tensor.itemsize) if partial_bytes is None else partial_bytes
     input_vector = vector if tensor.itemsize == 2 else 4
@@ -63,15 +52,15 @@ def staging_bytes(
     if not reduced or not all(loop.size for loop in (*reduced, *kept)):
         return ()
     parts = list(_parts(tensor.storage_offset(), reduced, kept, tensor.itemsize))
+    # one kernel's output for the next kernel
     handed_on = len(parts) > 1 and result_bytes < sum_bytes
     buffers = (_buffers(gpu, *part, sum_bytes, input_vector) for part in parts)
     return *max(buffers, key=sum), *([math.prod(loop.size for loop in kept) * sum_bytes] if handed_on else [])
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Splits a CUDA reduction into kernels, and yields (offset, reduced loops, kept loops) for each kernel. A loop is
-    the size and stride of a dimension. A kernel can reach less than 2 GiB of memory. A reduction that spans more is
-    halved at the loop that spans the most."""
+    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each."""
+    # A kernel can reach less than 2 GiB. A reduction that spans more is halved at the loop that spans the most.
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:
@@ -111,26 +100,25 @@ def _buffers(
     blocks = min(max(-(-resident // grid), -(-values // _MOST_VALUES)), -(-values // _FEWEST_VALUES))
     if blocks == 1:
         return ()
+    # the threads of a block in x, of which only one has an output
     in_a_row = 1 if along_rows else block_width * output_vector
+    # partial results, and counters
     return sum_bytes * outputs * blocks * in_a_row, 4 * grid
 
 
 def _loops(tensor: Tensor, dims: set[int]) -> tuple[list[_Loop], list[_Loop]]:
-    """Returns two lists of loops (size, stride) over the elements of `tensor`, as TensorIterator orders them. The first
-    has the loops over the reduced `dims`, the second the others. In each list the fastest loop comes first. Loops that
-    follow each other in memory are merged."""
     all_loops = [_Loop(*loop) for loop in zip(tensor.shape, tensor.stride(), strict=True)]
     reduced = [loop for dim, loop in enumerate(all_loops) if dim in dims and loop.size != 1]
     kept = [loop for dim, loop in enumerate(all_loops) if dim not in dims and loop.size != 1]
+    # in the order of TensorIterator: the fastest first
     return _merged(_in_order(reduced[::-1])), _merged(kept[::-1])
 
 
 def _in_order(loops: list[_Loop]) -> list[_Loop]:
-    """Sorts loops (size, stride) by stride, with TensorIterator's insertion sort. Skips comparisons with loops of
-    stride 0."""
     for place in range(1, len(loops)):
         for before in range(place - 1, -1, -1):
             first, second = loops[before], loops[place]
+            # TensorIterator's insertion sort skips comparisons with loops of stride 0.
             if first.stride == 0 or second.stride == 0:
                 continue
             if first.stride < second.stride:
@@ -144,6 +132,7 @@ def _in_order(loops: list[_Loop]) -> list[_Loop]:
 def _merged(loops: list[_Loop]) -> list[_Loop]:
     merged: list[_Loop] = []
     for loop in loops:
+        # the loops follow each other in memory
         if merged and loop.stride == merged[-1].size * merged[-1].stride:
             merged[-1] = _Loop(merged[-1].size * loop.size, merged[-1].stride)
         else:
@@ -152,13 +141,11 @@ def _merged(loops: list[_Loop]) -> list[_Loop]:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    """Returns the shape (threads per row, number of rows) of a CUDA thread block for `width` x `height` elements. The
-    block has at most `threads` threads."""
     most_width, most_height = _power_of_two(min(width, threads)), _power_of_two(min(height, threads))
     block_height = min(most_height, threads // min(most_width, _WARP))
     return min(most_width, threads // block_height), block_height
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the largest power of two up to `number`, 1 for numbers below 1."""
+    # the largest power of two up to `number`
     return 1 << max(0, number.bit_length() - 1)

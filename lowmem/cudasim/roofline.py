@@ -3,10 +3,7 @@
     seconds = KERNEL_SECONDS + max(flops / (sustained flops x share of the card in use), bytes / (bandwidth x share),
                                    elements / elements per second)    (less for bytes in a large last-level cache)
 
-Matrix products and attention count FLOPs. Most operations read each input once and write each output once. A card's
-sustained rates are those of large square products (gpus.py); `_share_in_use` reduces them for smaller ones. Some
-kernels process elements more slowly than fast memory delivers them. Seconds are good enough to order plans; they may be
-off by a third. Constants without a source are assumed.
+The seconds may be off by a third. Constants without a source are assumed.
 """
 
 import math
@@ -87,8 +84,8 @@ _SCATTERS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put
 
 
 def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
-    """Estimates the seconds that the GPU works on an aten operation, by a roofline model. Returns 0 if no kernel runs
-    (views, empty tensors, `.item()`). The tensors need no data. A call takes about 5 microseconds."""
+    """Estimates the seconds that the GPU works on an aten operation. Returns 0 if no kernel runs (views, empty tensors,
+    `.item()`). The tensors need no data."""
     traffic = _traffic(func)
     if traffic is None:
         return 0.0
@@ -111,21 +108,19 @@ def operation_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwar
 
 
 class _Traffic(NamedTuple):
-    """Holds how often each argument and each result of an operator is read from or written to GPU memory."""
-
-    arguments: dict[str, int]  # in the order of the schema
+    # times that each is read from or written to GPU memory; arguments in the order of the schema
+    arguments: dict[str, int]
     results: int
 
 
 @cache
 def _traffic(func: torch._ops.OpOverload) -> _Traffic | None:
-    """Returns how often an operator's arguments and results are read from or written to GPU memory, by its schema.
-    Returns None if the operator runs no kernel."""
     schema, name = func._schema, func._overloadpacket.__name__
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     aliases = any(r.alias_info is not None for r in schema.returns)
     tensors = any("Tensor" in str(r.type) for r in schema.returns)
     is_view = torch.Tag.inplace_view in func.tags or (aliases and not any(written))
+    # no kernel
     if is_view or name.startswith(_NO_KERNEL) or not (tensors or any(written)):
         return None
     once = name in _OVERWRITES
@@ -149,8 +144,6 @@ def _bytes_moved(traffic: _Traffic, args: tuple, kwargs: dict, result: Any) -> i
 
 
 def _bytes_of(value: Any, seen: set[int]) -> int:
-    """Returns the bytes of the tensors in `value`, a tensor or nested lists of tensors. Other values count 0. Skips
-    tensors whose ids are in `seen`, and adds the ids of the others to `seen`."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return 0
@@ -160,8 +153,7 @@ def _bytes_of(value: Any, seen: set[int]) -> int:
 
 
 def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result: Any) -> float:
-    """Estimates the seconds of a kernel that is limited by instruction throughput, not by memory bandwidth. Returns 0
-    for all other kernels."""
+    """Estimates the seconds of a kernel that instructions limit, not memory bandwidth; 0 for all others."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     if not tensors:
         return 0.0
@@ -184,8 +176,8 @@ def _issue_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, result:
 
 
 def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
-    """Estimates the seconds of the matmul of `left` [(B,) M, K] and `right` [(B,) K, N]. If only one of them has a
-    dimension B, the matmul is grouped: M, K or N is cut into B groups."""
+    """Estimates the seconds of the matmul of `left` [(B,) M, K] and `right` [(B,) K, N]."""
+    # If only one has a dimension B, the matmul is grouped: M, K or N is cut into B groups.
     batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
     rows, terms, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     flops = 2 * batch * rows * terms * columns
@@ -201,10 +193,10 @@ def _product_seconds(card: Card, left: Tensor, right: Tensor) -> float:
 def _share_in_use(
     multiprocessors: int, batch: int, rows: int, columns: int, terms: int, tile: tuple[int, int]
 ) -> float:
-    """Returns the share (0 to 1) of the GPU that `batch` matmuls of [rows, terms] and [terms, columns] keep busy. A
-    multiprocessor computes one tile of the result at a time. Parts of tiles beyond the result's edges are lost. So are
-    multiprocessors without a tile in the last round (wave quantization). If there are fewer tiles than multiprocessors,
-    several share a long sum (split-K)."""
+    """Returns the share (0 to 1) of the GPU that `batch` matmuls of [rows, terms] and [terms, columns] keep busy."""
+    # A multiprocessor computes one tile of the result at a time. Parts of tiles beyond the edges are lost, and so are
+    # multiprocessors without a tile in the last round (wave quantization). If tiles are few, several share a long sum
+    # (split-K).
     height, width = _tile_side(rows, tile[0]), _tile_side(columns, tile[1])
     tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
     splits = max(1, min(multiprocessors // tiles, terms // _SMALLEST_SPLIT))
@@ -217,14 +209,14 @@ def _tile_side(size: int, largest: int) -> int:
 
 
 def _attention_seconds(card: Card, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> float:
-    """Estimates the seconds of a fused attention kernel, forward or backward. Query, key and value are [B, H, T, E].
-    Causal attention skips tiles above the diagonal."""
+    """Estimates the seconds of a fused attention kernel. Query, key and value are [B, H, T, E]."""
     kernel, backward, first, over_query, over_value = _ATTENTION[func._overloadpacket]
     query, key, value = args[first : first + 3]
     inner = over_query * query.shape[3] + over_value * value.shape[3]
     flops = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * inner
     position = _position_of_causal(func)
     if args[position] if position < len(args) else kwargs.get("is_causal", False):
+        # skips tiles above the diagonal
         flops *= 0.5 * (1 + min(1.0, _ATTENTION_TILE / key.shape[2]))
     if not flops:
         return 0.0

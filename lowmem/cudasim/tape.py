@@ -1,11 +1,4 @@
-"""Lists what code allocates and frees, in order (a `Tape`), and computes how much GPU memory this takes.
-
-`under_cap` replays a tape with the model of CUDA's allocator (allocator.py). Code fits under a memory cap if this
-replay completes. `named_at_peak` and `most_bytes` count requested bytes, without an allocator.
-
-A tape consists of chunks. Each chunk refers to a list of allocations and frees, and says at which number its storages
-begin. All replays of a region (a part of the tape) share one list.
-"""
+"""Lists what code allocates and frees, in order (a `Tape`), and computes how much GPU memory this takes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,9 +14,8 @@ Operation = tuple[int, int, str]  # (storage, bytes or FREED, name)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Holds a part of a tape (a list of allocations and frees). Several chunks may share one list `operations`, which
-    has its own numbers of storages. Its number n >= 0 stands for storage `base` + n of the tape. Its number -1 - n,
-    with n >= 0, stands for a storage that was allocated earlier: `earlier_base` + n of the tape."""
+    """Holds a part of a tape (a list of allocations and frees). Replays share one list `operations`, with its own
+    numbers of storages, which `number` converts to those of the tape."""
 
     operations: list[Operation]
     base: int  # the number of storage 0
@@ -31,14 +23,14 @@ class Chunk:
     seconds: float  # the GPU's clock at the start
 
     def number(self, storage: int) -> int:
+        # -1 - n is a storage that was allocated earlier: `earlier_base` + n
         return self.base + storage if storage >= 0 else self.earlier_base - 1 - storage
 
 
 @dataclass
 class Tape:
-    """Lists allocations and frees of GPU memory in the order in which code makes them. Iterating yields (number of a
-    storage, bytes, name) for an allocation, and (the same number, FREED, "") when it is freed. The name says what the
-    storage holds. No two storages have the same number."""
+    """Lists allocations and frees of GPU memory in order. Iterating yields (number of a storage, bytes, name), and (the
+    same number, FREED, "") when it is freed. No two storages have the same number."""
 
     chunks: list[Chunk] = field(default_factory=list)
 
@@ -48,9 +40,8 @@ class Tape:
                 yield chunk.number(storage), size, name
 
     def peak_bytes(self, rounding: int = 1, summaries: dict | None = None) -> int:
-        """Returns the largest sum of bytes that are allocated at once. Rounds each size up to a multiple of `rounding`.
-        `summaries`: a dict that caches the totals of replayed regions (repeated parts of the tape), None for no cache.
-        Later calls with the same dict are faster if their tapes have the same regions."""
+        """Returns the most bytes that are allocated at once, each size rounded up to a multiple of `rounding`.
+        `summaries`: a dict that caches the totals of replayed regions, or None."""
         sizes: dict[int, int] = {}  # of the storages that are alive between two chunks
         summaries = {} if summaries is None else summaries
         now = peak = 0
@@ -70,10 +61,8 @@ class Tape:
 
 
 def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, int, list[tuple[int, int]], list[int]]:
-    """Returns (bytes at the end, bytes at the peak, allocated, freed) of a chunk, a part of a list of allocations and
-    frees. The bytes are relative to the chunk's start. `allocated`: a list of (storage, bytes) that the chunk allocates
-    and does not free. `freed`: a list of storages from before the chunk that it frees. `sizes`: {number: bytes} of all
-    storages from before the chunk."""
+    """Returns (bytes at the end, bytes at the peak, [(storage, bytes)] left, earlier storages freed) of a chunk. Bytes
+    are relative to its start. `sizes`: {number: bytes} of earlier storages."""
     own: dict[int, int] = {}
     ended = []
     now = highest = 0
@@ -92,7 +81,7 @@ def _summary(chunk: Chunk, sizes: dict[int, int], rounding: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds how much GPU memory a recorded list of allocations takes, in the model of PyTorch's caching allocator."""
+    """Holds how much GPU memory a list of allocations and frees takes in the model of the caching allocator."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -102,7 +91,7 @@ class Memory:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Returns {name of what takes memory: bytes} at the peak of allocated bytes. The values add up to that peak."""
+        """Returns {name: bytes} at the peak of allocated bytes. The values add up to that peak."""
         return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 
@@ -110,10 +99,10 @@ def under_cap(
     tape: Tape, limit_bytes: int | None = None, *, expandable_segments: bool | None = None,
     streams: Mapping[str, int] | None = None,
 ) -> Memory:  # fmt: skip
-    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator. Returns the peaks of
-    reserved and allocated bytes, and a timeline. `limit_bytes`: memory cap, None for no cap. Raises
-    SimulatedOutOfMemory if the replay does not complete. `expandable_segments`: the allocator's setting; None takes
-    that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on stream 0."""
+    """Replays `tape`, a list of allocations and frees, in a model of the caching allocator, and returns its memory.
+    Raises SimulatedOutOfMemory if it does not complete under `limit_bytes` (None: no cap). `expandable_segments`: the
+    allocator's setting; None: that of training (device.py). `streams`: {name: CUDA stream} of storages that are not on
+    stream 0."""
     expands = environment_expands() if expandable_segments is None else expandable_segments
     allocator = CachingAllocator(expandable_segments=expands, limit_bytes=limit_bytes)
     allocate, free = allocator.allocate, allocator.free
@@ -139,9 +128,8 @@ def under_cap(
 
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
-    """Returns {name: bytes}, largest first, at the moment when the storages on `tape` take the most bytes.
-    `peak_bytes`: the peak in a model of the allocator, None if there is none. If it is given, the entry "rounding" has
-    the difference between `peak_bytes` and the sum of the storages."""
+    """Returns {name: bytes}, largest first, at the moment when storages take the most bytes. `peak_bytes`: the peak in
+    a model of the allocator, or None. The entry "rounding" is its difference from their sum."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}
@@ -161,8 +149,8 @@ def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
 
 
 def most_bytes(tape: Tape, name: str, below_bytes: float = math.inf) -> int:
-    """Returns the most bytes that storages with this `name` take at once, on a tape (list of allocations and frees).
-    Counts only storages of less than `below_bytes` bytes."""
+    """Returns the most bytes that storages with this `name` take at once. Counts only storages of less than
+    `below_bytes`."""
     live: dict[int, int] = {}
     now = most = 0
     for storage, size, called in tape:

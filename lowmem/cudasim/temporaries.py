@@ -1,11 +1,8 @@
-"""Computes the temporaries of PyTorch's CUDA kernels: memory that a kernel takes from the caching allocator while it
-runs.
+"""Computes the temporaries of PyTorch's CUDA kernels: memory that a kernel takes from the allocator while it runs.
 
-Temporaries are copies of operands, sums in fp32, staging buffers, and sorted indices. TEMPORARIES maps each operator to
-the function that computes its temporaries; any other operator takes less than 1 KiB. Each function returns the bytes of
-each temporary, and names its source below aten/src/ATen/native. tests/cuda compares all of them with PyTorch's own
-allocator. docs/cuda-memory.md says how each was found and what is left out. "assumed" marks figures that no test can
-show.
+TEMPORARIES maps each operator to the function that returns the bytes of each temporary. Any other operator takes less
+than 1 KiB. Sources are below aten/src/ATen/native. A test compares all functions with PyTorch's own allocator.
+"assumed" marks figures that no test can show.
 """
 
 import math
@@ -25,9 +22,9 @@ _WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
-    """Returns the bytes of each temporary tensor that the aten operator `func` allocates on CUDA. Returns () for
-    tensors on the CPU, and for operators that TEMPORARIES lacks. All these temporaries exist at the same time. They are
-    allocated after the results, or before them for operators in COPIED_FIRST."""
+    """Returns the bytes of each temporary tensor that the aten operator `func` allocates on CUDA; () for tensors on the
+    CPU. All exist at the same time. They are allocated after the results, but before those of operators in
+    COPIED_FIRST."""
     if func not in TEMPORARIES or (args[0].is_cpu and not isinstance(args[0], FakeTensor)):
         return ()
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
@@ -41,17 +38,15 @@ def _bytes(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the bytes of each copy that attention's backward makes of `tensors`, gradients and outputs [B, H, T, D].
-    A tensor is copied unless it is stored in memory as [B, T, H, D]."""
+    # Attention's backward copies a tensor unless it is stored in memory as [B, T, H, D].
     return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
-    """Returns the bytes of gradients of keys and values for every query head, in grouped-query attention. The kernel
-    computes these first, and then sums them over the query heads that share a key head. Returns () if each query head
-    has its own key head."""
+    """Returns the bytes of gradients of keys and values for every query head, in grouped-query attention."""
     B, H, _, D = query.shape
     entries = B * H * key.shape[2]
+    # The kernel then sums them over the query heads that share a key head.
     return (entries * D * key.itemsize, entries * value.shape[-1] * key.itemsize) if key.shape[1] != H else ()
 
 
@@ -60,22 +55,22 @@ def _flash_width(D: int) -> int:
 
 
 def _flash_forward(gpu: Gpu, result, query, key, value, dropout_p=0.0, *_, **__):
-    """Returns the bytes of flash attention's partial results in fp32: a log-sum-exp per row, and outputs. One CUDA
-    block works on 64 queries of one head of one sequence. If this leaves multiprocessors idle, several blocks split the
-    keys of a head, and have partial results. Source: transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
+    """Returns the bytes of flash attention's partial results in fp32. Source:
+    transformers/cuda/flash_attn/flash_api.cpp, set_params_splitkv."""
     B, H, T, D = query.shape
     if dropout_p > 0:
         return ()
+    # A CUDA block works on 64 queries of one head. If this leaves multiprocessors idle, several blocks split the keys.
     keys = 256 if D <= 64 else 128 if D <= 128 else 64
     splits = _splits(B * H * -(-T // 64), 2 * gpu.multiprocessors, -(-key.shape[2] // keys))
     rows = splits * B * H * T
+    # a log-sum-exp per row, and outputs
     return (rows * 4, rows * _flash_width(D) * 4) if splits > 1 else ()
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
-    """Returns the number of parts into which flash attention splits the keys. It is the smallest that reaches 85% of
-    the best occupancy of the GPU. `blocks`: number of CUDA blocks without splitting. `slots`: number of CUDA blocks
-    that the GPU runs at once. `key_blocks`: number of blocks of keys, each of which stays whole."""
+    """Returns the number of parts of the keys in flash attention: the smallest that reaches 85% of the best occupancy.
+    `slots`: CUDA blocks that the GPU runs at once."""
     if blocks >= 0.8 * slots:
         return 1
     efficiency = {}
@@ -87,29 +82,29 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
 
 
 def _flash_backward(gpu: Gpu, result, grad_out, query, key, value, out, *_, **__):
-    """Returns the bytes of temporaries of flash attention's backward: copies, a sum per row, and the gradient of the
-    queries in fp32. If kernels must be deterministic, this gradient exists once for each part into which the keys are
-    split. Source: transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Returns the bytes of temporaries of flash attention's backward. Source:
+    transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     B, H, T, D = query.shape
     rows = B * H * round_up(T, 128)
+    # Deterministic kernels have the gradient of the queries once for each part of the keys.
     splits = -(-gpu.multiprocessors // (B * H)) if gpu.deterministic else 1
+    # copies, a sum per row, and the gradient of the queries in fp32
     return *_copies(grad_out, out), rows * 4, splits * rows * _flash_width(D) * 4, *_ungrouped(query, key, value)
 
 
 def _efficient_forward(gpu: Gpu, result, query, key, value, *_, **__):
-    """Returns the bytes of the fp32 buffer in which memory-efficient attention adds up its output. Only kernels for
-    16-bit heads wider than 128 have this buffer; others add up in registers. Source:
-    transformers/cuda/mem_eff_attention/kernel_forward.h."""
     B, H, T, D = query.shape
+    # In 16 bit, such heads add up their output in fp32; others in registers
+    # (transformers/cuda/mem_eff_attention/kernel_forward.h).
     wide = max(D, value.shape[-1]) > 128 and query.dtype in _16_BIT
     return (B * H * T * value.shape[-1] * 4,) if wide else ()
 
 
 def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> tuple[int, int, bool]:
     """Returns (queries, keys, whether dk and dv stay in registers) of the tile in memory-efficient attention's
-    backward. PyTorch takes the first kernel in transformers/cuda/mem_eff_attention/kernels/cutlassB.h for this `width`
-    that fits into shared memory. The bytes that a kernel asks for were read off its launches; those on Volta are
-    assumed."""
+    backward. Source: transformers/cuda/mem_eff_attention/kernels/cutlassB.h."""
+    # PyTorch takes the first kernel for this `width` that fits into shared memory. The bytes that a kernel asks for
+    # were read off its launches; those on Volta are assumed.
     half, shared = dtype in _16_BIT, gpu.multiprocessor.shared_bytes_of_block
     if width <= 64:
         return 64, 64, half
@@ -131,8 +126,7 @@ def _efficient_tile(gpu: Gpu, dtype: torch.dtype, width: int, dropout: bool) -> 
 def _efficient_backward(
     gpu: Gpu, result, grad_out, query, key, value, bias, out, logsumexp, seed, offset, dropout_p, *_, **__
 ):
-    """Returns the bytes of temporaries of memory-efficient attention's backward: sums of gradients in fp32, and copies.
-    Some buffers exist only before the kernel, and some only while it runs: counts the larger set. Sources:
+    """Returns the bytes of temporaries of memory-efficient attention's backward. Sources:
     transformers/cuda/attention_backward.cu, mem_eff_attention/kernel_backward.h."""
     B, H, T, D = query.shape
     half, width = query.dtype in _16_BIT, value.shape[-1]
@@ -152,46 +146,46 @@ def _efficient_backward(
     if not half or (sums_of_dk_and_dv and (7, 0) <= gpu.capability < (7, 5)):
         sums = rows if H == 1 else 2 * rows  # those of several heads are transposed
         before = rows * width * (1 if query.dtype is torch.float32 else 3), sums
+    # Some buffers exist only before the kernel, and some only while it runs: the larger set counts.
     return *_copies(grad_out), *_ungrouped(query, key, value), *max(before, while_running, key=sum)
 
 
 # --- softmax, embeddings, norms, indexing, products
 
 
+# Source: transformers/attention.cpp.
 def _safe_softmax(gpu: Gpu, result, weights, *_, **__):
-    """Returns the bytes of two temporary bool masks of _safe_softmax. The first marks attention scores (`weights`) that
-    are minus infinity, the second rows of such scores alone. Source: transformers/attention.cpp."""
+    # bool masks: of scores that are minus infinity, and of rows of only such scores
     return weights.numel(), weights.numel() // max(1, weights.shape[-1])
 
 
+# Source: cuda/SoftMax.cu.
 def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
-    """Returns the bytes of the temporary product of gradient and output in softmax's backward. Source:
-    cuda/SoftMax.cu."""
+    # the product of gradient and output
     return (gradient.numel() * torch.promote_types(gradient.dtype, output.dtype).itemsize,)
 
 
+# Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
-    """Returns the bytes of temporaries of an embedding's backward: sorted lookups, and partial sums in fp32. A partial
-    sum is of up to ten lookups of one word. Up to 3,072 lookups need no buffer. A gradient with gaps is copied.
-    Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
     lookups = indices.numel()
     copy = () if gradient.is_contiguous() else _bytes(gradient)
     if lookups <= 3072:
         return copy
     runs = min(lookups, words)
+    # sorted lookups, and partial sums in fp32 of up to ten lookups of one word
     partial_runs = lookups // 10 + runs
     tables = lookups, lookups, lookups, runs, runs, partial_runs
     return *copy, *(entries * indices.itemsize for entries in tables), partial_runs * gradient.shape[-1] * 4
 
 
 def _norm_backward(weights: int) -> Callable:
-    """Returns a function for TEMPORARIES: it returns the bytes of temporaries in the backward of LayerNorm or RMSNorm.
-    `weights`: 2 for weight and bias, 1 for only a weight. There are temporaries if there are more than 65,536 rows, and
-    too few columns to keep all multiprocessors busy. Then the weights' gradients are first summed over blocks of rows.
-    Source: cuda/layer_norm_kernel.cu."""
+    """Returns a function for TEMPORARIES, for LayerNorm (`weights`: 2, weight and bias) or RMSNorm (1). Source:
+    cuda/layer_norm_kernel.cu."""
 
     def temporaries(gpu: Gpu, result, gradient, input, shape: list[int], *_, **__):
         columns, rows = math.prod(shape), gradient.numel() // math.prod(shape)
+        # With more rows, and too few columns to keep all multiprocessors busy, the weights' gradients are first summed
+        # over blocks of rows.
         if rows <= 64 * 1024 or columns // 32 >= gpu.multiprocessors // 2:
             return ()
         blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
@@ -202,25 +196,24 @@ def _norm_backward(weights: int) -> Callable:
     return temporaries
 
 
+# Source: TensorAdvancedIndexing.cpp.
 def _index(gpu: Gpu, result, tensor, indices, *_, **__):
-    """Returns the bytes of the 64-bit copies that `tensor[indices]` makes of its indices. PyTorch makes the copies if
-    the indices, expanded to one shape, have different strides. Source: TensorAdvancedIndexing.cpp."""
     indices = [index for index in indices if index is not None]
     if len(indices) < 2 or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
         return ()
     expanded = torch.broadcast_tensors(*indices)
+    # Indices with different strides in one shape are copied as 64-bit numbers.
     if all(index.stride() == expanded[0].stride() for index in expanded):
         return ()
     return tuple(index.numel() * 8 for index in expanded if not index.is_contiguous())
 
 
+# Source: cuda/Indexing.cu, index_put_with_sort_kernel.
 def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
-    """Returns the bytes of temporaries of scatter_add with deterministic algorithms: sorted indices and their
-    positions. Otherwise returns (). A sort of more than 2,048 indices has two more buffers. A smaller one takes one
-    more byte. Source: cuda/Indexing.cu, index_put_with_sort_kernel."""
     if not gpu.deterministic:
         return ()
     table = index.numel() * 8
+    # sorted indices and their positions; a sort of more than 2,048 has two more buffers, any other a byte
     return (table,) * 5 + (1,) if index.numel() <= 2048 else (table,) * 7
 
 
@@ -240,30 +233,28 @@ def _fits_cublas(matrix: Tensor) -> bool:
 # --- reductions
 
 
+# Sources: cuda/ReduceSumProdKernel.cu, ReduceMomentKernel.cu.
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the bytes of temporaries of sums and means: partial results, and a copy of `tensor` in the dtype of the
-    result if that differs. A sum from 16 bit to fp32 makes no copy. Sources: cuda/ReduceSumProdKernel.cu,
-    ReduceMomentKernel.cu."""
+    # no copy in the dtype of the result
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return staging_bytes(gpu, tensor, dims, result.itemsize, vector=_WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
     return *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
+# Source: cuda/ReduceNormKernel.cu.
 def _norm(gpu: Gpu, result, tensor, order=2, dims=None, *_, **__):
-    """Returns the bytes of buffers for partial results of a vector norm. Source: cuda/ReduceNormKernel.cu."""
     return staging_bytes(gpu, tensor, dims, result.itemsize)
 
 
+# Sources: cuda/ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu.
 def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
-    """Returns the bytes of buffers for partial results of amax and amin. Sources: cuda/ReduceMaxValuesKernel.cu,
-    ReduceMinValuesKernel.cu."""
     return staging_bytes(gpu, tensor, dims, result.itemsize, partial_bytes=tensor.itemsize)
 
 
+# Source: ReduceOps.cpp, logsumexp_out_impl.
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
-    """Returns the bytes of temporaries of logsumexp: largest entries, exponentials, and partial results of reductions.
-    Source: ReduceOps.cpp, logsumexp_out_impl."""
+    # largest entries, exponentials, and partial results
     copy = torch.empty_like(tensor, device="meta")
     return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 

@@ -1,11 +1,4 @@
-"""Formats the plan of a training run as a few lines of text: whether it fits, what it takes, and what would be faster.
-
-    Fits: 10.9 of 11.0 GiB GPU, 15.8 of 16.0 GiB RAM, about 40 s a step on rtx3060, 3 h 20 min for 300 steps, 58 GiB of
-    disk
-    Faster: 36 s a step with --ram-limit 17GiB
-
-`Plan.describe` returns the table with all figures.
-"""
+"""Formats a plan in a few lines: whether training fits, what it takes, and what would be faster (docs/plan.md)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -27,8 +20,8 @@ _WORTH_RAISING = 1.1  # Suggests a higher cap if the card has more than this man
 
 
 def answer(plan: "Plan", done: int = 0) -> list[str]:
-    """Returns the plan as a list of sentences. `done`: number of steps that the run made before it was resumed. If
-    `done` is not 0, returns only one sentence, about the remaining steps."""
+    """Returns the plan as a list of sentences. If `done` steps were made before a resume, returns only one sentence,
+    about the steps left."""
     where = "" if plan.ranks == 1 else f" {'in' if plan.card is None else 'on'} each of {_ranks(plan)}"
     fits = f"Fits{where}: {', '.join(_figures(plan, done))}"
     if done:
@@ -38,9 +31,7 @@ def answer(plan: "Plan", done: int = 0) -> list[str]:
 
 
 def refused(settings: Settings, error: PlanError) -> dict:
-    """Returns the content of plan.json for a training run that does not fit: its predicted figures are None. `error`:
-    the PlanError that was raised. `error.ways_out` lists options with which the model fits, and the bytes that training
-    then takes."""
+    """Returns the content of plan.json for a training run that does not fit; its predicted figures are None."""
     unknown = dict.fromkeys(("parameters", "choice", "predicted", "breakdown"))
     return {
         "fits": False,
@@ -71,10 +62,10 @@ def _ranks(plan: "Plan") -> str:
 
 
 def _of(size_bytes: int, limit_bytes: int | None) -> str:
-    """Returns a size and its limit as text, such as `10.9 of 11.0 GiB`. Returns only the size if the limit is None."""
     if limit_bytes is None:
         return format_size(size_bytes)
     size, limit = format_size(size_bytes), format_size(limit_bytes)
+    # such as "10.9 of 11.0 GiB"
     return f"{size.removesuffix(limit[limit.index(' ') :])} of {limit}"
 
 
@@ -94,8 +85,6 @@ def _time(plan: "Plan", done: int) -> Iterator[str]:
 
 
 def _about_card(plan: "Plan") -> Iterator[str]:
-    """Yields a sentence if the settings name no GPU and this machine has none, so that one is assumed. Yields another
-    if --gpu-limit exceeds the memory of the GPU. Yields nothing if the plan is for the CPU."""
     if plan.card is None:
         return
     settings, asked = plan.settings, plan.settings.gpu_limit_bytes
@@ -108,8 +97,6 @@ def _about_card(plan: "Plan") -> Iterator[str]:
 
 
 def _faster(plan: "Plan") -> Iterator[str]:
-    """Yields a clause for each known way to make the steps of `plan` faster: more RAM, or a higher cap of GPU
-    memory."""
     settings, limit = plan.settings, plan.settings.ram_limit_bytes
     if plan.faster_with_ram is not None:
         ram_bytes, seconds = plan.faster_with_ram

@@ -1,5 +1,5 @@
-"""Computes how much GPU memory a training step may take under a memory cap, less a safety margin that stays free. Also
-writes the error message for caps that are too small."""
+"""Computes how much GPU memory a training step may take under a cap. Also writes the error message for caps that are
+too small."""
 
 import math
 
@@ -13,30 +13,26 @@ MARGINS_IN_A_CAP = 200  # A margin is at least this part of a cap: a 200th.
 
 
 def room_under(gpu_limit: int, margins: int = 1) -> int:
-    """Returns the bytes that a training step may allocate under a cap of `gpu_limit` bytes of GPU memory. The rest
-    stays free: `margins` safety margins, each of 64 MiB or 0.5% of the cap, whichever is more."""
+    """Returns the bytes that a training step may allocate under a cap of GPU memory. `margins` safety margins stay
+    free, each of 64 MiB or 0.5% of the cap, whichever is more."""
     return gpu_limit - max(margins * MARGIN_BYTES, margins * gpu_limit // MARGINS_IN_A_CAP)
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap of GPU memory, in bytes, that leaves `room` bytes to a training step. The other bytes
-    are `margins` safety margins (see `room_under`)."""
+    """Returns the smallest cap of GPU memory under which `room_under` returns at least `room` bytes."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 
 
 def margins(needs_all_gradients: bool) -> int:
-    """Returns how many safety margins of GPU memory stay free, 1 or 2. `needs_all_gradients`: whether optimizer updates
-    wait for all gradients, for example to clip them by their norm. If they do not, returns 2. Backward may then update
-    weights, so a step that runs out of memory cannot be repeated."""
+    """Returns how many safety margins of GPU memory stay free: 1 if updates wait for all gradients, else 2."""
+    # Otherwise backward may update weights. If memory runs out after that, the step cannot be made again.
     return 1 if needs_all_gradients else 2
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the error message for memory caps that are too small. It names the given caps, and the smallest ones that
-    would do. All figures are bytes. `gpu_limit`: the given cap of GPU memory, None to leave it out. `gpu_cap`: the
-    smallest sufficient cap of GPU memory, None to leave it out. `ram`: the smallest sufficient cap of RAM, for all
-    processes on the machine."""
+    """Returns the message that the given caps are too small. It names the smallest sufficient ones. All figures are
+    bytes; `ram` is for all processes on the machine. None leaves out a cap."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))
@@ -47,15 +43,13 @@ def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram:
 
 
 def cap_options(gpu_cap: int | None, ram: int) -> list[str]:
-    """Returns the command-line options that set memory caps of `gpu_cap` and `ram` bytes, such as ["--gpu-limit
-    800MiB", "--ram-limit 900MiB"]. Leaves out --gpu-limit if `gpu_cap` is None."""
+    """Returns the options that set caps of so many bytes, such as ["--gpu-limit 800MiB", "--ram-limit 900MiB"]."""
     caps = [("--gpu-limit", gpu_cap), ("--ram-limit", ram)]
     return [f"{name} {math.ceil(size / MIB)}MiB" for name, size in caps if size is not None]
 
 
 def described(question: Question) -> str:
-    """Returns a phrase that names the model, batch size and sequence length of `question`, and the number of processes
-    if there are several. Messages use it as their subject. Example: "gpt2 at 64 x 1024 tokens"."""
+    """Returns the subject of messages, such as "gpt2 at 64 x 1024 tokens"."""
     settings, processes = question.settings, question.mesh.count
     each = "" if processes == 1 else f" in each of {processes} processes"
     return f"{settings.model} at {settings.batch} x {settings.seq} tokens{each}"

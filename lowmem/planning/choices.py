@@ -1,7 +1,4 @@
-"""Lists the layouts of a training step that the settings allow, in the order in which the search tries them.
-
-A layout says how the batch is cut, what is recomputed, and where tensors are stored.
-"""
+"""Lists the layouts of a training step that the settings allow, in the order in which the search tries them."""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -22,34 +19,22 @@ SEGMENTS, SEGMENTS_OF_A_BATCH = (1, 2, 3, 4), (1, 2, 4, 6, 8)  # blocks; the sec
 
 @dataclass(frozen=True)
 class Choices:
-    """Describes a set of layouts (ways to compute a training step) to search. They have the fields of `base`, such as
-    the Fate of gradients, except for these, whose values to try are listed in ascending order:
-
-        micro_batches   values of `Layout.micro_batch`: sequences per micro-batch
-        groups          values of `Layout.group`: micro-batches that pass each block together; None allows any size
-        segments        values of `Layout.segment_blocks`: consecutive blocks that are recomputed together
-        kept            values of `Layout.kept`: how much blocks save for backward; in steps of 1
-        units_on_gpu    numbers of units (such as blocks) stored on the GPU, in steps of 1: of units with weights there
-                        if `base` has weights in RAM, else of units with optimizer states there
-
-    `whole_batch`: whether the whole batch must be one group. `disk`: how many units have their optimizer states on a
-    disk. 0 means none, and 1 means as few as RAM demands, perhaps none. A larger number is a minimum.
-    """
+    """Describes a set of layouts of a training step: `base`, with each combination of the listed values."""
 
     base: Layout
-    micro_batches: Sequence[int]
-    groups: Sequence[int] | None
-    segments: Sequence[int]
-    kept: range
+    micro_batches: Sequence[int]  # sequences in a micro-batch; in ascending order, like all values below
+    groups: Sequence[int] | None  # micro-batches that pass each block together; None: any number
+    segments: Sequence[int]  # consecutive blocks that are recomputed together
+    kept: range  # how much blocks save for backward (Layout.kept), in steps of 1
+    # numbers of units (such as blocks) on the GPU, in steps of 1: of units with weights there if `base` has weights in
+    # RAM, else of units with optimizer states there
     units_on_gpu: range
-    whole_batch: bool = False
-    disk: int = 0
+    whole_batch: bool = False  # whether the whole batch must be one group
+    disk: int = 0  # least number of units with states on a disk; 0: none; 1: as few as RAM demands, perhaps none
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the group sizes to try, in ascending order. A group size is a number of micro-batches that pass each
-        block together. `batch` and `micro_batch` are in sequences. With `whole_batch`, the only size is the whole
-        batch. If `groups` is None, the sizes are 1 and some larger divisors of the number of micro-batches. Each is at
-        least twice the size before. Returns [] if no size in `groups` is possible."""
+        """Returns the numbers of micro-batches to try that pass each block together, in ascending order. Returns [] if
+        none is possible. `batch` and `micro_batch` are in sequences."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -75,8 +60,8 @@ def only(number: int) -> range:
 
 
 def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCase:
-    """Returns a description of the training step for the simulation. `precision`: such as "bf16". `mesh`: the ranks
-    that train together. The step's layout is a placeholder: each simulation replaces it."""
+    """Returns the training step to simulate, in `precision` (such as "bf16"). Its layout is a placeholder, which each
+    simulation replaces."""
     return StepCase(
         settings.seq, settings.batch, Layout(settings.micro_batch or 1), WORKING_DTYPES[precision],
         OPTIMIZERS[settings.optimizer], settings.clip_norm, settings.masks_documents,
@@ -85,15 +70,9 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
-    """Returns all Choices (sets of layouts to search) that the settings allow, in the order to try them. There is one
-    list for each way to place weights, block inputs and optimizer states. In the first list, weights and block inputs
-    are on the GPU. In the next lists, weights are in RAM, then block inputs, then both. If states may be on a disk, the
-    same lists follow with states there. With --states disk, there are no other lists.
-
-    The Choices in a list differ in the Fate of gradients (where they wait for the update; see _fates). With several
-    ranks, each of them is listed twice. In the first, all blocks all-gather their weights for forward, and again for
-    backward. In the second, all blocks keep the gathered weights in between.
-    """
+    """Returns all Choices (sets of layouts) that the settings allow, in the order to try them. There is one list for
+    each way to place weights, block inputs and optimizer states. Its entries differ in the Fate of gradients and, with
+    several ranks, in how many blocks keep gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -101,9 +80,11 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     disk = (0,) if settings.states_folder is None else (0, 1)
     disk = (simulations.units,) if settings.states == "disk" else disk
     by_home = []
+    # All on the GPU, weights in RAM, block inputs in RAM, both; then the same with states on a disk, if allowed.
     for home in product(disk, inputs, weights):
         of_home = list(_fates(settings, _with_home(settings, simulations, *home), simulations.base))
         if simulations.base.mesh.count > 1:
+            # numbers of blocks that keep their gathered weights; the others gather twice
             counts = (0, simulations.blocks)
             of_home = [replace(each, base=replace(each.base, gathered=n)) for each in of_home for n in counts]
         if of_home:
@@ -112,8 +93,7 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns the Choices (sets of layouts) of `by_home` whose gradients have one of `fates`, such as waiting in RAM.
-    Leaves out lists that would be empty."""
+    """Returns the Choices (sets of layouts) with one of these Fates of gradients, without lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 
@@ -133,7 +113,7 @@ def _with_home(
 
 
 def open_choices(settings: Settings, simulations: Simulations) -> Choices:
-    """Returns the set of layouts that the settings allow if weights, block inputs and gradients are on the GPU."""
+    """Returns the layouts that the settings allow if weights, block inputs and gradients are on the GPU."""
     units, blocks = simulations.units, simulations.blocks
     kept = {"auto": range(2 * blocks + 1), "on": only(0), "products": only(blocks), "off": only(2 * blocks)}
     units_on_gpu = {"auto": range(units + 1), "resident": only(units)}
@@ -153,19 +133,11 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields a copy of `choices` for each Fate of gradients (how they wait for the optimizer update) that the settings
-    allow:
-
-        HELD      gradients stay on the GPU until the update
-        HELD      the same, with the whole batch as one group (micro-batches that pass each block together)
-        SENT      gradients wait in RAM; the whole batch is one group
-        DROPPED   gradients are freed, but for their norm, and a second pass computes them again; one group
-
-    If no update waits for the gradient norm, APPLIED takes the place of SENT and DROPPED: backward updates each block
-    at once. With several ranks, leaves out the first of these items. `case`: the training step to plan.
-    """
+    """Yields a copy of `choices` for each allowed Fate of gradients (how they wait for the optimizer update). Also
+    yields HELD a second time, with the whole batch as one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
+    # HELD: gradients stay on the GPU until the update. Several ranks always make one group of the whole batch.
     if held and case.mesh.count == 1:
         yield choices
     segments = SEGMENTS_OF_A_BATCH if settings.segment_blocks is None else choices.segments
@@ -178,14 +150,17 @@ def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Cho
         held_sizes = tuple(size for size in possible if settings.batch // size <= FEW_MICRO_BATCHES)
         if held_sizes:
             yield replace(whole, micro_batches=held_sizes)
+    # No update waits for the gradient norm, so backward can update each block at once.
     if not needs_all:
         yield replace(whole, base=replace(whole.base, fate=Fate.APPLIED))
         return
     smallest, *larger = whole.micro_batches
     whole = replace(whole, micro_batches=(smallest, *(size for size in larger if size <= FEW_SEQUENCES)))
     if settings.gradients != "resident" and settings.states != "resident":
+        # gradients wait in RAM
         sent = replace(whole.base, fate=Fate.SENT)
         units_on_gpu = choices.units_on_gpu if sent.weights_on_gpu is not None else only(0)
         yield replace(whole, base=sent, units_on_gpu=units_on_gpu)
     if settings.gradients != "streamed":
+        # gradients are freed, but for their norm, and a second pass computes them again
         yield replace(whole, base=replace(whole.base, fate=Fate.DROPPED))

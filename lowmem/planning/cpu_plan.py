@@ -1,10 +1,4 @@
-"""Chooses how a training step is computed on the CPU: takes the first layout that fits into RAM, and predicts no time.
-
-Layouts with micro-batches of at most 4,096 tokens come first, from the largest to the smallest. Next come layouts that
-never store all gradients at once. They run forward and backward twice, or update weights in backward. Layouts with
-optimizer states on a disk come last. All activations are kept if that takes at most a quarter of the free RAM. The
-simulated peak counts RAM. The peak of the blocks' small activations (below 6 MiB) is added to it, because malloc does
-not reuse all of their memory. That is a rule of thumb (experiments/memory_estimation has figures of four models).
+"""Chooses how a training step is computed on the CPU: by the first layout that fits into RAM. Predicts no time.
 
 The micro-batch changes the bits of the result, so neither free RAM nor measured time may influence it.
 """
@@ -33,14 +27,14 @@ CPU_MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds the input of planning (model, settings and so on) and the simulations for it."""
-
     question: Question
     simulations: Simulations
 
     def plan(self, layout: Layout) -> Plan:
         question, simulations, simulated = self.question, self.simulations, self.simulations.record(layout)
         train = named_at_peak(simulated.tape) | {name: size for name, size in simulated.in_ram.items() if size}
+        # malloc does not reuse all memory of small activations, so their peak is added. A rule of thumb:
+        # experiments/memory_estimation has figures of four models.
         train["freed_and_kept"] = most_bytes(simulated.tape, "live_blocks", RETURNED_FROM_BYTES)
         drawn_bytes = simulations.largest_drawn_bytes(question.settings.init)
         ram = on_the_cpu(question.process.now_bytes + CPU_TRAINING_BYTES, train, drawn_bytes)
@@ -51,41 +45,38 @@ class _Case:
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
-        """Returns True if the plan's RAM is within the user's cap, or if there is no cap."""
         return within(plan.ram_bytes, self.question.settings.ram_limit_bytes)
 
     def fits_here(self, plan: Plan) -> bool:
-        """Returns True if the plan's RAM is within the user's cap and free on this machine."""
         return within(plan.ram_bytes, self.question.ram_here_bytes) and self.fits(plan)
 
     def first(self, layouts: Iterable[Layout], fits: Callable[[Plan], bool]) -> Plan | None:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns a list with one layout: `layout`, changed so that gradients never exist all at once. Backward then
-        updates the weights. If updates wait for the gradient norm, forward and backward run twice instead. Returns []
-        if gradients of `layout` are not held until the update, or if the settings ask for another group size."""
+        """Returns `layout` with gradients that never exist all at once, in a list; [] if that is impossible."""
         whole = self.question.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.question.settings.group not in (None, whole):
             return []
+        # Backward updates weights. If updates wait for the gradient norm, forward and backward run twice instead.
         fate = Fate.DROPPED if self.simulations.base.needs_all_gradients else Fate.APPLIED
         return [replace(layout, fate=fate, group=whole)]
 
     def on_disk(self, layout: Layout, units: int) -> Layout:
-        """Returns `layout` with the optimizer states of `units` units (such as blocks) on the disk, and all other
-        states in RAM."""
+        # On the CPU, states that are not streamed are in RAM.
         resident = self.simulations.units - units if layout.weights_on_gpu is None else 0
         return replace(layout, states_on_gpu=resident, states_on_disk=units)
 
 
 def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     """Returns the plan for training on the CPU. Raises PlanError if nothing fits into RAM. With `ways_out`, the error
-    also names settings that would fit under the same cap."""
+    also names settings that would fit."""
     settings = question.settings
     base = step_case(settings, question.precision, question.mesh)
     simulations = Simulations(question.make_decoder, base, cpu_target())
     case = _Case(question, simulations)
     once = _layouts(settings, simulations)
+    # In this order: with all gradients at once, without them, and last with optimizer states on a disk.
     layouts = once + [layout for each in once for layout in case.without_gradients(each)]
     plan = case.first(layouts, case.fits)
     if settings.states_folder is not None and (plan is None or not case.fits_here(plan)):
@@ -108,13 +99,13 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
     free_bytes = question.ram_free_bytes
     if settings.recompute == "auto" and free_bytes is not None and not streamed:
         kept = case.plan(replace(plan.layout, kept=2 * simulations.blocks, segment_blocks=1))
+        # All activations are kept if that takes at most a quarter of the free RAM.
         if case.fits_here(kept) and kept.ram_bytes - plan.ram_bytes <= free_bytes // 4:
             return kept
     return plan
 
 
 def _ways_out(question: Question) -> Iterator[WayOut]:
-    """Yields changed settings with which training fits under the same cap of RAM, such as an 8-bit optimizer."""
     settings = question.settings
     shorter = settings.seq // 4
     may_be_on_disk = settings.states_folder is None and question.mesh.count == 1
@@ -131,8 +122,6 @@ def _ways_out(question: Question) -> Iterator[WayOut]:
 
 
 def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
-    """Returns the layouts to try, the largest micro-batch first. All tensors are in RAM. With --states disk, optimizer
-    states are on the disk."""
     choices = open_choices(settings, simulations)
     base = Layout(
         1, segment_blocks=choices.segments[0], kept=choices.kept[0], states_on_gpu=choices.units_on_gpu[-1],
@@ -148,6 +137,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
     most = max(CPU_MICRO_BATCH_TOKENS // settings.seq, 1)
     groups = {size: found for size in choices.micro_batches if (found := choices.groups_of(settings.batch, size))}
     sizes = [size for size in groups if size <= most] or list(groups)[:1]
+    # the largest micro-batch first
     layouts = [replace(base, micro_batch=size, group=groups[size][0]) for size in reversed(sizes)]
     if simulations.base.needs_all_gradients:
         return layouts
@@ -156,9 +146,7 @@ def _layouts(settings: Settings, simulations: Simulations) -> list[Layout]:
 
 
 def _with_fewer_on_disk(case: _Case, plan: Plan) -> Plan:
-    """Returns a plan with the optimizer states of as few units (such as blocks) on the disk as RAM allows: its cap, and
-    what is free. `plan`: a plan that fits, with states on the disk. Bisects between 0 and the number of units in
-    `plan`."""
+    # bisects the number of units (mostly blocks) on the disk
     too_few = 0
     while plan.layout.states_on_disk - too_few > 1:
         fewer = case.plan(case.on_disk(plan.layout, (plan.layout.states_on_disk + too_few) // 2))

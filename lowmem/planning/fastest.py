@@ -1,11 +1,7 @@
-"""Finds the fastest layout of a training step that fits under caps of GPU memory and RAM. If none fits, finds the
-smallest caps that would do.
+"""Finds the fastest layout of a training step under caps of GPU memory and RAM, or the smallest sufficient caps.
 
-A layout says how the batch is cut, what is recomputed, and where tensors are stored. The search counts allocated bytes,
-but PyTorch's caching allocator may need more. So the layout that the search finds is run through a model of the
-allocator. If memory runs out there, the search is repeated without this layout. If the search finds nothing, the
-layouts that take the least memory are tried. The smallest caps, which an error message names, are computed from these
-layouts, too. So there is a plan under each cap that a message names.
+The search counts allocated bytes. A layout that it finds must also complete in a model of PyTorch's caching allocator.
+The smallest caps come from layouts that plans try, too, so each cap that a message names has a plan.
 """
 
 import math
@@ -24,13 +20,15 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout of `by_home` that fits into `room` (limits of GPU memory and RAM), None if nothing
-    fits. A layout fits if its step completes in the model of PyTorch's caching allocator."""
+    """Returns the fastest layout that fits into `room` (limits of GPU memory and RAM), or None. A layout fits if its
+    step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
             return found
         search = replace(search, failed=(*search.failed, (found, _too_much(simulations, found, room))))
+    # The layouts that need the least memory may complete under a smaller cap, because the allocator then frees its
+    # cache at another moment.
     fitting = [
         Found(small.layout, simulations.record(small.layout), small.column)
         for small in candidates(by_home, simulations, room)
@@ -40,22 +38,22 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` (Layout.kept: how much blocks save for backward) with which the layout of `found` would run out
-    of memory in the model of the caching allocator. `found` itself must run out there. With one less, the layout
-    completes, unless the result is the column's smallest `kept`. First tries the two values below that of `found`, then
-    bisects. Then tries some values above the result. If one of these completes although it is larger, bisects again
-    above it."""
+    """Returns a `kept` (how much blocks save for backward) with which layouts like `found` run out of memory. `found`
+    itself must run out in the model of the caching allocator."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)
 
     least, kept = found.column.least_kept, found.layout.kept
+    # First the two values below that of `found`, then bisection. One value less than the result completes, unless it is
+    # the column's smallest.
     for fewer in range(kept - 1, max(kept - 3, least - 1), -1):
         if not fails(fewer):
             return fewer + 1
     beyond = max(kept - 2, least)  # fails: either `found`, or the last amount tried
     failing = bisect_left(range(beyond), True, lo=least, key=fails)
     more = 1
+    # A larger value may complete although this one fails. Then bisects again above it.
     while failing + more < beyond:
         if not fails(failing + more):
             failing, more = bisect_left(range(beyond), True, lo=failing + more + 1, key=fails), 0
@@ -64,17 +62,14 @@ def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
 
 
 def _fastest(by_home: ByHome, search: Search) -> Found | None:
-    """Returns the fastest layout whose allocated bytes fit, None if none does. `by_home`: sets of layouts, by the
-    places (GPU, RAM, disk) of weights, block inputs and states. Tries them in order. Stops if the fastest layout so far
-    has weights and gradients on the GPU, and saves each block's matmul outputs. If it saves less, tries weights in RAM
-    before it stops. Goes on in both cases if a layout that ran out of memory (Search.failed) was much faster. Tries a
-    disk only if nothing else fits, or if the fastest layout so far runs forward and backward twice."""
+    """Returns the fastest layout whose allocated bytes fit, or None."""
     best: Found | None = None
     on_gpu = False
     for of_home in by_home:
         disk = of_home[0].disk
         if on_gpu and of_home[0].base.boundaries_in_ram:
             break
+        # A disk is tried only if nothing else fits, or if forward and backward would run twice.
         if disk and best is not None and best.layout.fate is not Fate.DROPPED:
             break
         for choices in reversed(of_home) if disk else of_home:  # on a disk, those that need the least RAM first
@@ -87,6 +82,8 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
             leaves = choices.base.weights_on_gpu is not None and best is not None and best.layout.weights_on_gpu is None
             if not leaves or found.seconds < _WORTH_STREAMING * best.seconds:
                 best = found
+        # Weights and gradients are on the GPU: the search ends, unless a layout that ran out of memory was much faster.
+        # If blocks save less than their matmul outputs, it ends after weights in RAM.
         here = best is not None and best.layout.weights_on_gpu is None and best.layout.fate in (Fate.HELD, Fate.APPLIED)
         if here and all(best.seconds <= _MUCH_SLOWER * failed.seconds for failed, _ in search.failed):
             on_gpu = True
@@ -96,9 +93,8 @@ def _fastest(by_home: ByHome, search: Search) -> Found | None:
 
 
 def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room:
-    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if none fits
-    into `room`. If only RAM is short, raises the RAM limit of `room` and keeps its GPU limit. Otherwise raises the GPU
-    limit. Raises the RAM limit, too, if every layout exceeds it."""
+    """Returns the smallest limits of GPU memory and RAM under which a layout fits. Must be called only if nothing fits
+    into `room`. Keeps its GPU limit if more RAM is enough."""
     small_layouts = candidates(by_home, simulations, room)
     for small in sorted(small_layouts, key=lambda small: small.ram_bytes):
         # Weights in RAM are no help if RAM is short.
@@ -116,14 +112,14 @@ def smallest_room(by_home: ByHome, simulations: Simulations, room: Room) -> Room
 
 
 def least_ram(by_home: ByHome, simulations: Simulations, gpu: int | None) -> Layout | None:
-    """Returns the layout of a training step that needs the least RAM among those that fit into `gpu` bytes of GPU
-    memory (None: no limit). Returns None if none fits."""
+    """Returns the layout with the least RAM of those that fit into `gpu` bytes of GPU memory (None: no limit), or
+    None."""
     least_first = sorted(candidates(by_home, simulations, Room(gpu, None)), key=lambda small: small.ram_bytes)
     return next((small.layout for small in least_first if small.fits(simulations, gpu)), None)
 
 
 def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
-    """Returns the layout of a training step that needs the least GPU memory, whatever RAM it needs."""
+    """Returns the layout that needs the least GPU memory, whatever RAM it needs."""
     least: Layout | None = None
     small_layouts = candidates(by_home, simulations, Room(None, None))
     for small in sorted(small_layouts, key=lambda small: small.least_gpu_bytes):
@@ -135,8 +131,7 @@ def least_gpu(by_home: ByHome, simulations: Simulations) -> Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds a step layout that may take the least memory, and its column (a set of similar layouts). The bytes are
-    computed from those of another layout of the column, because simulating each layout would take longer."""
+    """Holds a layout that may take the least memory, and its column (a set of similar layouts)."""
 
     layout: Layout
     column: Column
@@ -148,11 +143,8 @@ class Candidate:
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts that may need the least memory: those that have the smallest micro-batch and group, and save the
-    least for backward. For each length of segments (blocks that are recomputed together), there are up to six. They
-    differ in the number of units (such as blocks) stored on the GPU. One has the fewest that the RAM of `room` allows,
-    and one has the most that the Choices allow. The others have the most that the GPU memory of `room` allows, or up to
-    three fewer, because the allocator may need more memory."""
+    """Returns layouts that may need the least memory. They have the smallest micro-batch and group, and save the least
+    for backward."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)
@@ -164,7 +156,10 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
             column = replace(columns.smallest(choices), segment=segment)
             fitting_ram = Search(columns, Room(None, ram)).fitting(column)
             fitting_gpu = Search(columns, Room(room.gpu, None)).fitting(column)
+            # The fewest that RAM allows, the most of all, and the most that GPU memory allows. Up to three fewer, too,
+            # because the allocator may need more memory.
             for units in sorted({*fitting_ram[:1], *fitting_gpu[-4:], choices.units_on_gpu[-1]}):
+                # Bytes come from another layout of the column, because simulating each layout would take longer.
                 layout, ram_bytes = column.layout(column.least_kept, units), columns.streamed_bytes(column, units)
                 if choices.disk:
                     layout = replace(layout, states_on_disk=simulations.units)
@@ -177,11 +172,8 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that a run can change to if GPU memory runs out, in the order of `shares`. For each share,
-    searches for the fastest layout that allocates at most this share of the GPU bytes of `found`. The layout has the
-    micro-batch and the `fixed_homes` (places of weights, for example) of `found`. It has no more units with optimizer
-    states on the GPU. Leaves out a share if nothing is found, and layouts that are equal to `found` or to an earlier
-    one."""
+    """Returns layouts that a run can change to if GPU memory runs out. Each is the fastest that allocates at most a
+    share of the GPU bytes of `found`. All keep its micro-batch and Layout.fixed_homes."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

@@ -37,27 +37,21 @@ _SMALLER = (0.95, 0.85, 0.7, 0.5)  # Smaller layouts allocate at most these shar
 
 @dataclass(frozen=True)
 class _Case:
-    """Holds the input of planning (model, settings, GPU and so on) and the simulations for it. `gpu_limit`: cap of GPU
-    memory in bytes, at most the memory that the card has for PyTorch."""
-
     question: Question
     simulations: Simulations
-    gpu_limit: int
+    gpu_limit: int  # cap of GPU memory in bytes, at most the memory that the card has for PyTorch
 
     @property
     def process_bytes(self) -> int:
-        """Returns the bytes of RAM that the training process takes. Leaves out weights, optimizer states and other
-        tensors that are stored in RAM and copied to the GPU when needed."""
+        # RAM of the training process, without tensors that are copied to the GPU when needed
         process = self.question.process
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int) -> Room:
-        """Returns the bytes that a training step may take on the GPU, and the bytes of tensors that it may store in
-        RAM. `ram_limit`: cap of the process's RAM in bytes, None for no cap. `margins`: number of safety margins that
-        stay free on the GPU (caps.py)."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:
+            # of the process's RAM, the part for tensors that are copied to the GPU when needed
             ram_limit = most_streamed(ram_limit, self.process_bytes, self.drawn_bytes, base.optimizer, base.dtype)
         return Room(gpu, ram_limit)
 
@@ -70,13 +64,13 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout of a step, None if nothing fits, and the memory limits of the search. `ram_limit`:
-        cap of the process's RAM in bytes, None for no cap. If backward may update weights, also searches layouts in
-        which it does not. Those leave only one safety margin free, because their steps can be made again."""
+        """Returns the fastest layout of a step, or None, and the limits of the search. `ram_limit`: cap of the
+        process's RAM in bytes, or None."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)
         if self.margins == 1:
             return found, room
+        # A step that does not update weights in backward can be made again, so one margin is enough.
         wider = self.room(ram_limit, margins=1)
         other = fastest_layout(with_fates(by_home, set(Fate) - {Fate.APPLIED}), self.simulations, wider)
         applied = found is not None and found.layout.fate is Fate.APPLIED
@@ -103,10 +97,9 @@ class _Case:
         )  # fmt: skip
 
     def plan_with_smaller(self, found: Found, room: Room) -> Plan:
-        """Returns the plan for the layout `found`, with layouts that need less GPU memory. Training changes to one of
-        these if memory runs out. Adds none if no training follows (`plan_only`). Adds none for several ranks, because
-        these cannot change their layout."""
+        """Returns the plan for `found`, with layouts to which training changes if GPU memory runs out."""
         plan, alone = self.plan(found), self.question.mesh.count == 1
+        # Several ranks cannot change their layout.
         if plan.settings.plan_only or not alone:
             return plan
         return replace(plan, smaller_layouts=tuple(smaller_layouts(self.simulations, found, room, _SMALLER)))
@@ -116,9 +109,9 @@ class _Case:
         return on_a_gpu(self.process_bytes, in_ram, self.drawn_bytes, base.optimizer, base.dtype)
 
     def _memory(self, layout: Layout) -> tuple[Memory, int | None]:
-        """Runs a step with this layout through the model of the caching allocator, under the cap that training sets.
-        This cap is a little larger than the memory that the search fills. Tries smaller caps if memory runs out.
-        Returns the memory figures, and the smaller cap in bytes, None if none was needed."""
+        """Runs a step through the model of the caching allocator, under the cap that training sets. Returns the memory
+        figures, and a smaller cap in bytes if only that suffices, else None."""
+        # a little larger than the memory that the search fills
         cap = self.gpu_limit - OVERSHOOT_BYTES
         searched = (room_under(self.gpu_limit, left_free) for left_free in {1, self.margins})
         memory, found = self.simulations.memory_under(layout, cap, *searched)
@@ -126,9 +119,8 @@ class _Case:
 
 
 def gpu_plan(question: Question) -> Plan:
-    """Returns the plan for training on a GPU. Raises PlanError if nothing fits under the memory caps. If the plan needs
-    more RAM than is free, returns a plan with less RAM and the same micro-batch. If there is none, returns the plan
-    that needs too much."""
+    """Returns the plan for training on a GPU. Raises PlanError if nothing fits under the memory caps. If the fastest
+    plan needs more RAM than is free, returns one that needs less, if possible. That one has the same micro-batch."""
     settings, card = question.settings, question.card
     kernels = fused.expected(card.capability) if question.fused_kernels is None else question.fused_kernels
     target = gpu_target(card, kernels & used_in(question.precision), settings.disk_rate_bytes)
@@ -161,20 +153,18 @@ def gpu_plan(question: Question) -> Plan:
 
 
 def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
-    """Returns `plan` with a hint for the user: with the RAM of the plan `other`, a step would take the time of
-    `other`."""
     return replace(plan, faster_with_ram=(other.ram_bytes, other.step_seconds))
 
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns a hint for the user: (a RAM limit in bytes, 1 GiB above the present one, seconds of a step under it).
-    Returns None if that saves less than 0.5% of the time. Also returns None if there is no RAM limit, or if it has room
-    for the optimizer states of another unit (such as a block). The same holds if all states are in RAM already, or some
-    on a disk. Keeps the way in which `found` cuts the batch. `reserved_bytes`: GPU memory that `found` reserves."""
+    """Returns (RAM limit in bytes, seconds of a step under it) with 1 GiB more RAM. Returns None if that saves less
+    than 0.5% of a step. `reserved_bytes`: GPU memory that `found` reserves."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
+    # no limit, all states in RAM already, or some on a disk
     if room.ram is None or not units or found.layout.states_on_disk:
         return None
+    # RAM has room for the states of another unit, so it is not short.
     if simulated.streamed_bytes + simulated.state_bytes[units - 1] <= room.ram:
         return None
     wasted = reserved_bytes - simulations.allocated_bytes(found.layout)
@@ -186,9 +176,8 @@ def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -
 
 
 def _refused(case: _Case, room: Room, card_limit: int | None) -> PlanError:
-    """Returns the error to raise if nothing fits into `room` (limits of GPU memory and RAM). It names the smallest caps
-    that would do, and settings that fit under the given GPU cap. `card_limit`: usable bytes of the GPU, None if the
-    kind of GPU is only assumed."""
+    """Returns the error to raise if nothing fits into `room`. It names the smallest sufficient caps, and settings that
+    fit. `card_limit`: usable bytes of the GPU, None if the kind of GPU is only assumed."""
     question, simulations = case.question, case.simulations
     settings = question.settings
     varies = 0 if question.process is None else PROCESS_VARIES_BYTES

@@ -1,8 +1,6 @@
 """Defines the plan of a training run: how a step is computed, and the bytes and seconds that its simulation predicts.
 
-planner.py makes plans. A plan is written as `plan.json` for programs, and printed as an answer of a few lines
-(answer.py). With --verbose, it is printed as a table. The figures depend on the kind of GPU and on the versions of
-torch and transformers, so plan.json names them.
+A plan is written as `plan.json`, and printed as a few lines (answer.py) or, with --verbose, as a table.
 """
 
 import math
@@ -28,9 +26,8 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the layout of a training step (how the batch is cut, what is recomputed, and where tensors are stored) and
-    its predicted figures. If several ranks train together, bytes and seconds are those of one rank. On the CPU, the
-    card, the peaks of GPU memory and the seconds are None."""
+    """Holds the layout of a training step (where tensors are stored, and so on) and its predicted figures. With several
+    ranks, they are those of one rank. On the CPU, the card, GPU memory and seconds are None."""
 
     settings: Settings
     parameters: int  # of the model
@@ -72,7 +69,6 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
-        """Returns {name of what takes RAM: bytes} in the phase of the training run that takes the most RAM."""
         return largest(self.ram)
 
     @property
@@ -81,13 +77,11 @@ class Plan:
 
     @property
     def ram_phases(self) -> dict[str, int]:
-        """Returns {phase of the training run: bytes of RAM}."""
         return {phase: sum(held.values()) for phase, held in self.ram.items()}
 
     @property
     def most_saves(self) -> int | None:
-        """Returns the largest number of checkpoints that training can write. Returns None if the number of steps
-        depends on the data, or if --save-every is a time and the time of a step is unknown."""
+        """Returns the largest number of checkpoints that training can write, or None if that is unknown."""
         settings, steps = self.settings, self.steps
         every, seconds = settings.save_every, interval_seconds(settings.save_every)
         if steps is None or (seconds is not None and self.step_seconds is None):
@@ -98,9 +92,7 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Returns {name: bytes} of all that training has on disks when it takes the most. The names stand for finished
-        checkpoints, the checkpoint that is being written, exported weights, the files beside them, and optimizer states
-        in --states-folder."""
+        """Returns {name: bytes} of all that training has on disks when it takes the most."""
         kept = (self.settings.keep_last + self.settings.keep_best) * self.checkpoint_bytes
         exported = WORKING_DTYPES[self.settings.export_dtype].itemsize
         states = {"states": self.disk_state_bytes} if self.disk_state_bytes else {}
@@ -153,7 +145,6 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        """Returns the plan in a few lines for people: whether it fits, what it takes, what would be faster."""
         return for_terminal("\n".join(answer(self)), sys.stdout)
 
     def describe(self) -> str:
@@ -219,8 +210,7 @@ class Plan:
 
 
 def kept_in_words(layout: Layout, blocks: int) -> str:
-    """Returns a clause for users: how many of the model's `blocks` backward recomputes, recomputes except for their
-    matmuls, and does not recompute."""
+    """Returns a clause for users: how many of the model's `blocks` are recomputed, in whole or in part."""
     if not layout.recomputes(blocks):
         return "nothing recomputed"
     at_a_time = f", {layout.segment_blocks} at a time" if layout.segment_blocks > 1 else ""

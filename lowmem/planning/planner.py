@@ -30,10 +30,9 @@ _COLLECTIONS = 200_000, 20, 100  # for gc.set_threshold: new objects, younger co
 
 
 def make_plan(question: Question) -> Plan:
-    """Returns the plan for `question`: how to train, and the memory and time that this takes. For a GPU, first prints
-    at a terminal that planning takes a while. Raises PlanError if nothing fits; the message names the smallest caps
-    that would do. Also raises it if too little RAM is free here, or if the process has already exceeded its cap of RAM.
-    Raises InputError if the architecture cannot be trained block by block."""
+    """Returns the plan for `question`: how to train, and the memory and time that this takes. Raises PlanError if
+    nothing fits; the message names sufficient caps. Raises it, too, if too little RAM is free, or if the process has
+    exceeded its cap. Raises InputError if the architecture cannot be trained block by block."""
     settings, precision, card = question.settings, question.precision, question.card
     if card is not None and sys.stderr is not None and sys.stderr.isatty():
         print(f"planning {settings.model} for {card.name}; a large model takes a while", file=sys.stderr)
@@ -64,8 +63,7 @@ def make_plan(question: Question) -> Plan:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely inside `with`, and skip all objects that exist at its start. Otherwise
-    the collector would take a sixth of the time of planning."""
+    # Otherwise Python's cycle collector would take a sixth of the time of planning.
     before, freezes = gc.get_threshold(), freeze_objects()
     gc.set_threshold(*_COLLECTIONS)
     try:
@@ -77,9 +75,8 @@ def _rare_collections() -> Iterator[None]:
 
 
 def timed_with(plan: Plan, config: PretrainedConfig, lengths: Sequence[int]) -> Plan:
-    """Returns `plan` with the seconds of a step whose sequences have `lengths` tokens. The bytes do not change, because
-    such sequences take no more memory than full ones. The time with more RAM (`faster_with_ram`) changes by the same
-    factor. On the CPU, only `typical_tokens` changes."""
+    """Returns `plan` with the seconds of a step whose sequences have `lengths` tokens. The bytes stay, because such
+    sequences take no more memory than full ones. On the CPU, only `typical_tokens` changes."""
     settings = plan.settings
     plan = replace(plan, typical_tokens=sum(lengths))
     if plan.card is None:

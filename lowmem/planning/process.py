@@ -1,12 +1,7 @@
-"""Makes plans in a separate process, so that planning takes no memory from the process that trains.
+"""Makes plans in a forked process, so that planning takes no memory from the process that trains.
 
 A simulated step leaves some hundred MiB of Python objects behind. The peak of RAM, which the cap is compared with,
-would include them for the rest of the run. So the process forks before it uses CUDA, while it is small and its imports
-are done. The fork executes the calls that it is sent, and returns their results. It sees no GPU. Nothing is imported a
-second time, and a script needs no `if __name__ == "__main__"`.
-
-The plan is made in the same process if a fork is not safe. It is not safe on systems other than Linux, if CUDA is
-initialised already, or if autograd has started its threads, which are not forked.
+would include them for the rest of the run.
 """
 
 import os
@@ -27,12 +22,14 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def process_aside() -> Iterator[Callable]:
-    """Forks a process for planning, and yields the function `aside`. `aside(function, *arguments)` calls `function` in
-    that process, and returns its result or raises its error. Arguments and results must be picklable. If a fork is not
-    safe, `aside` calls `function` in this process."""
+    """Yields `aside(function, *arguments)`, which calls `function` in a forked process. Returns its result or raises
+    its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls `function` in this
+    process."""
+    # A fork is safe before CUDA is initialised and before autograd starts its threads, which are not forked.
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():
         yield lambda function, *arguments: function(*arguments)
         return
+    # Nothing is imported a second time, and a script needs no `if __name__ == "__main__"`.
     context = get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(ours, theirs), daemon=True)
@@ -69,12 +66,10 @@ def _autograd_has_threads() -> bool:
 
 
 def _serve(ours: connection.Connection, theirs: connection.Connection) -> None:
-    """Runs in the forked process. Executes the calls that come through `theirs`, the fork's end of the pipe, until the
-    parent closes its own end. `ours` is the fork's copy of the parent's end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a terminal or job: the
         signal.signal(number, signal.SIG_IGN)  # parent answers them
     threading.Thread(target=_end_with, args=(parent_process().sentinel,), daemon=True).start()
-    ours.close()
+    ours.close()  # the fork's copy of the parent's end
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or autograd would look for devices
     torch.set_num_threads(1)  # OpenMP's threads are not forked
     with suppress(EOFError, ConnectionError):

@@ -20,12 +20,11 @@ from lowmem.settings import Settings
 
 @dataclass(frozen=True)
 class Question:
-    """Holds the input of planning: the model of `config` is to be trained with `settings`, in `precision` (such as
-    "bf16"), on the GPU `card` (None: on the CPU)."""
+    """Holds the input of planning: the model of `config`, the settings of its training, and the device."""
 
     settings: Settings
     config: PretrainedConfig
-    precision: str
+    precision: str  # such as "bf16"
     card: Card | None  # None: the CPU
     ram_free_bytes: int | None = None  # RAM that is free for the process; None: not a limit, only the cap counts
     fused_kernels: Kernels | None = None  # those that run; None: those expected to run on the card
@@ -45,22 +44,18 @@ class Question:
 
     @property
     def ram_here_bytes(self) -> int | None:
-        """Returns the most bytes of RAM that the process can take on this machine: those that it has now, and those
-        that are free. Returns None if either is not given."""
+        """Returns the most bytes of RAM that the process can take here, or None if that is not given."""
         if self.ram_free_bytes is None or self.process is None:
             return None
         return self.process.now_bytes + self.ram_free_bytes
 
 
 def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
-    """Returns the precision (such as "bf16") and the GPU that a plan is for; the GPU is None for the CPU. Training uses
-    this machine's device. With `plan_only` the plan is for a GPU, even if this machine has none, unless the settings
-    ask for the CPU.
-
-    Raises InputError if the GPU is unknown, or if bf16 is asked for and the GPU lacks it. Also raises it if training
-    needs a GPU that is not here, and for settings of CUDA's allocator that no plan can be made for.
-    """
+    """Returns the precision (such as "bf16") and the GPU of a plan, None for the CPU. Raises InputError if the GPU is
+    unknown, not here, or lacks bf16 that is asked for. Raises it, too, for settings of CUDA's allocator that no plan
+    can be made for."""
     if settings.plan_only:
+        # for a GPU, even if this machine has none
         on_gpu = settings.device != "cpu"
     else:
         on_gpu = select_device(settings.device).type == "cuda"
@@ -83,10 +78,8 @@ def precision_and_card(settings: Settings) -> tuple[str, Card | None]:
 
 
 def card_for(settings: Settings) -> Card:
-    """Returns the GPU that the settings name, or else the one in this machine. A named GPU gets at most the memory of
-    the GPU here, unless the settings are `plan_only`. If no GPU is named and none is here, takes one from the table,
-    among those with measured speed. It takes the one with bf16 and the least memory in which the memory cap fits. If
-    there is none, it takes the one with the most memory."""
+    """Returns the GPU that the settings name, or else the one in this machine. If there is neither, returns one of the
+    table with measured speed, into which the memory cap fits if possible."""
     here = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     if settings.gpu is not None:
         named = card_named(settings.gpu)
@@ -101,13 +94,12 @@ def card_for(settings: Settings) -> Card:
     wanted = (settings.gpu_limit_bytes or 0) + CONTEXT_BYTES
     measured = [card for card in CARDS.values() if card.measured]
     enough = [card for card in measured if "bf16" in card.rates and card.memory_bytes >= wanted]
+    # The smallest that is enough, else the largest.
     return min(enough or measured, key=lambda card: card.memory_bytes * (1 if enough else -1))
 
 
 def _nearest(capability: tuple[int, int], properties) -> Card:
-    """Describes this machine's GPU if the table of GPUs lacks it. Takes the speeds of the table's most similar GPU.
-    Does not time the GPU, because no choice may depend on measured time (cpu_plan.py). `properties`: as from
-    torch.cuda.get_device_properties."""
+    # Does not time the GPU, because no choice may depend on measured time (cpu_plan.py).
     alike = min(
         CARDS.values(),
         key=lambda card: (

@@ -1,15 +1,4 @@
-"""Predicts RAM over a whole training run, by phase and by name. A cap holds in all phases, so the largest counts.
-
-    prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
-    load       weights are read or made, a part at a time; optimizer states get their memory
-    evaluate   the model and its states, and a forward pass
-    train      the model and its states, and on the CPU gradients and activations
-    save       the model and its states, and a buffer for copies from a GPU
-    export     the model and its states, and the buffers in which weights are converted
-
-The rest of the process is one number: the RAM in use at planning time plus TRAINING_BYTES (CPU_TRAINING_BYTES on the
-CPU). A plan without training adds DATA_BYTES. For a GPU that is not here, the number is CUDA_PROCESS_BYTES instead.
-"""
+"""Predicts RAM over a whole training run, by phase and by name. A cap holds in all phases, so the largest counts."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +9,12 @@ from lowmem.core.optimizers import BLOCK, Optimizer, state_layout
 from lowmem.files import CHUNK_BYTES
 from lowmem.units import GIB, MIB
 
+# prepare    until the weights are read: imports, data, the GPU's libraries; measured in the process that trains
+# load       weights are read or made, a part at a time; optimizer states get their memory
+# evaluate   the model and its states, and a forward pass
+# train      the model and its states, and on the CPU gradients and activations
+# save       the model and its states, and a buffer for copies from a GPU
+# export     the model and its states, and the buffers in which weights are converted
 PHASES = ("prepare", "load", "evaluate", "train", "save", "export")
 CUDA_PROCESS_BYTES = 2 * GIB  # assumed: interpreter, libraries, CUDA's host side and data, if no GPU is here.
 # What the process takes after planning: data, buffers, and the kernels that CUDA loads at their first use. On an H200
@@ -35,23 +30,23 @@ Ram = dict[str, dict[str, int]]  # by phase, by name
 
 @dataclass(frozen=True)
 class Process:
-    """Holds the RAM of the process that will train (planning may run in another process). `now_bytes`: bytes in use
-    when planning begins. `peak_bytes`: the most that were in use until then, or 0 if no training follows."""
+    """Holds the RAM of the process that will train. Planning may run in another process."""
 
-    now_bytes: int
-    peak_bytes: int
+    now_bytes: int  # in use when planning begins
+    peak_bytes: int  # the most in use until then; 0 if no training follows
 
 
 def on_a_gpu(
     process_bytes: int, in_ram: dict[str, int], drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> Ram:
     """Predicts the RAM of training on a GPU, and returns {phase of the run: {name: bytes}}. `in_ram`: {name: bytes} of
-    tensors that are stored in RAM and copied to the GPU when needed. `process_bytes`: RAM of all else in the process.
-    `drawn_bytes`: the largest tensor that is whole in RAM while weights are made. Gradients, saved inputs and buffers
-    get their memory after the phase "load"."""
+    tensors that are copied from RAM to the GPU when needed. `process_bytes`: RAM of all else. `drawn_bytes`: the
+    largest tensor that is whole in RAM while weights are made."""
     streamed = {name: size for name, size in in_ram.items() if size or name == "streamed_states"}
     held = streamed | {"process": process_bytes}
+    # Gradients, saved inputs and buffers get their memory later.
     loaded = {name: held[name] for name in ("streamed_states", "process", "streamed_weights") if name in held}
+    # While weights are loaded, moments are zeros and take no RAM. They take it when they are page-locked after that.
     moments = int(in_ram["streamed_states"] * _share_of_moments(optimizer, dtype))
     return {
         "load": loaded | {"loading": max(drawn_bytes + RUNS_BYTES - moments, 0)},
@@ -65,10 +60,10 @@ def on_a_gpu(
 def most_streamed(
     limit_bytes: int, process_bytes: int, drawn_bytes: int, optimizer: Optimizer, dtype: torch.dtype
 ) -> int:
-    """Returns how many bytes of tensors (weights, optimizer states and so on) may be stored in RAM and copied to the
-    GPU. With so many, no phase of `on_a_gpu` exceeds `limit_bytes`. The result is negative if training exceeds the
-    limit even without them. The other arguments are those of `on_a_gpu`."""
+    """Returns how many bytes of tensors may be in RAM, to be copied to the GPU when needed. With so many, no phase of
+    `on_a_gpu` exceeds `limit_bytes`. The result is negative if training exceeds the limit without them."""
     room = limit_bytes - process_bytes - RUNS_BYTES
+    # Moments take no RAM while weights are loaded (on_a_gpu).
     low = 1 - _share_of_moments(optimizer, dtype)
     while_loading = room - drawn_bytes
     if while_loading < 0:
@@ -79,17 +74,16 @@ def most_streamed(
 
 
 def _share_of_moments(optimizer: Optimizer, dtype: torch.dtype) -> Fraction:
-    """Returns the share (0 to 1) of the optimizer states' bytes that the moments take, such as Adam's. During loading,
-    the moments are zeros and take no RAM. They take it when they are page-locked after loading."""
     layout = {name: entries * kind.itemsize for name, (entries, kind) in state_layout(optimizer, BLOCK, dtype).items()}
     total = sum(layout.values())
+    # All states but the low halves of weights are moments, such as Adam's.
     return Fraction(total - layout.get("low", 0), total or 1)
 
 
 def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> Ram:
-    """Predicts the RAM of training on the CPU, and returns {phase of the run: {name: bytes}}. `process_bytes`: RAM of
-    the process without the entries of `train`. `train`: {name: bytes} in use at the peak of a step. `drawn_bytes`: the
-    largest tensor that is whole in RAM while weights are made."""
+    """Predicts the RAM of training on the CPU, and returns {phase of the run: {name: bytes}}. `train`: {name: bytes} at
+    the peak of a step. `process_bytes`: RAM of all else. `drawn_bytes`: the largest tensor that is whole in RAM while
+    weights are made."""
     names = (
         *("working_weights", "buffers", "resident_states", "streamed_states", "streamed_weights", "weight_slots"),
         *("streamed_boundaries", "streamed_gradients", "freed_and_kept"),
@@ -106,5 +100,5 @@ def on_the_cpu(process_bytes: int, train: dict[str, int], drawn_bytes: int) -> R
 
 
 def largest(ram: Ram) -> dict[str, int]:
-    """Returns {name: bytes} of the phase of a training run that takes the most RAM."""
+    """Returns {name: bytes} of the phase that takes the most RAM."""
     return max(ram.values(), key=lambda held: sum(held.values()))

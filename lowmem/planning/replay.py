@@ -1,11 +1,8 @@
 """Speeds up the simulation of a training step: executes each operation once per shape, and replays its allocations
 later.
 
-A step repeats a few computations: forward and backward of a segment (some blocks), the head, the embeddings, and the
-update of some weights. `ReplayedOperations` replaces the step's operations (core/operations.py). A replay appends the
-allocations and frees to the recorder's list of them, the tape. It returns new tensors without data, as the executed
-operation did. Whole groups of micro-batches are replayed too. A test compares this tape, entry by entry, with the tape
-of a step that executes every operation.
+A replay appends the recorded allocations and frees to the tape (their list), and returns new tensors without data. A
+test compares this tape, entry by entry, with that of a step that executes every operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +28,6 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class _Place:
-    """Describes a tensor that a recorded call returned: its storage, and its shape, strides and offset there."""
-
     storage: int  # its number in the recording of the call; -1 - n: the storage of argument n
     size: int  # bytes of the storage
     offset: int
@@ -43,19 +38,15 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """Holds the recording of an operation that was executed once. Later calls replay the recorded allocations, and
-    return new tensors like the recorded results."""
-
     region: Region  # its allocations
     leaves: list  # of its result, with a _Place for each tensor that is new or views an argument
     structure: TreeSpec  # the containers in its result
 
 
 class ReplayedOperations:
-    """Replaces the Operations of a training step (such as the forward pass of some blocks) in a simulation. Executes
-    each operation once per shape, and records its allocations and time. Later calls replay this recording. `known`:
-    dict in which recordings are cached. If it is None, caches nothing and executes all operations. `functions`: returns
-    a context in which the device's functions (DeviceModel) replace PyTorch's."""
+    """Replaces the Operations of a training step in a simulation: executes each once per shape, then replays its
+    recording. `known`: dict that caches recordings; None executes all operations. `functions`: returns a context in
+    which the device's functions (DeviceModel) replace PyTorch's."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,
@@ -81,11 +72,10 @@ class ReplayedOperations:
         operations.recordings = None  # this class replays instead
 
     def begin(self) -> None:
-        """Does nothing. Operations.begin looks for changes of the model, and a simulation makes none."""
+        """Does nothing: Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def group(self, run: Callable, *key):
-        """Returns `run()`, which runs a group of micro-batches forward and backward. Executes it once for each `key`
-        and for each set of weights that have gradients already. Later calls replay its allocations."""
+        """Returns `run()`, forward and backward of a group of micro-batches. Replays it if `key` is known."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):
@@ -156,11 +146,8 @@ class ReplayedOperations:
         )  # fmt: skip
 
     def _rehearse(self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> None:
-        """Executes `segment` (consecutive blocks) forward and backward twice, off the recorder's tape (its list of
-        allocations). The recordings stay, so that the step can replay both passes. A replayed forward makes no graph,
-        so it needs a recording of its backward. The first backward allocates the gradients' accumulators, and the
-        second adds to them. Does nothing if a segment with the same key (`_kind`) and input shape was rehearsed before,
-        or if nothing is cached (`known` is None)."""
+        """Records forward and backward of `segment` (consecutive blocks) off the tape, so that the step can replay
+        both."""
         key = ("rehearsed", *self._kind(segment, extras), hidden.shape)
         if self._known is None or key in self._known:
             return
@@ -183,10 +170,8 @@ class ReplayedOperations:
                 part.gradient = gradient
 
     def _kind(self, segment: Segment, extras: Sequence[Extra]) -> tuple:
-        """Returns a cache key of a segment (consecutive blocks that are recomputed together). Segments with equal keys
-        make equal allocations: their blocks are alike (kind_of), and save the same for backward. `extras`: for each
-        block, its arguments other than its input. For equal keys, they come from token ids of equal shapes."""
         kinds = tuple(self._kinds[index] for index in segment.blocks)
+        # Segments with equal keys make equal allocations. Extras come from token ids, so the shape of these is enough.
         return segment.keep, kinds, segment.blocks.start == 0, self._shapes[id(extras)]
 
     def _parts_of(self, segment: Segment) -> list[Part]:
@@ -196,14 +181,11 @@ class ReplayedOperations:
         self, key: tuple, name: str, call: Callable, parts: Sequence[Part] = (), *, renamed: str | None = None,
         arguments: Sequence[Tensor] = (), forward: Region | int | None = None,
     ):  # fmt: skip
-        """Returns the result of `call`. Executes it, or replays an earlier execution with the same `key`.
-
-        On the tape (the list of allocations), new storages get the name `name`. The result's storage gets the name
-        `renamed`, unless that is None. `parts`: weights to whose gradients `call` adds; it allocates missing
-        accumulators. `arguments`: input tensors of `call`, which it may return. `forward`: the forward pass whose graph
-        `call` frees, None if it frees none. It is a Region if it was executed, and the number of its first storage if
-        it was replayed.
-        """
+        """Returns the result of `call`, executed or replayed from an earlier execution with the same `key`. On the
+        tape, new storages are called `name`, and the result's storage `renamed`. `parts`: weights to whose gradients
+        `call` adds. `arguments`: input tensors that `call` may return. `forward`: the forward pass whose graph `call`
+        frees. If executed, it is a Region; if replayed, the number of its first storage."""
+        # A call that must make accumulators of gradients is recorded by itself.
         key = (*key, tuple(part.gradient is None for part in parts))
         new = [part for part in parts if part.gradient is None]
         if self._known is not None and key in self._known and not isinstance(forward, Region):
@@ -242,10 +224,8 @@ class ReplayedOperations:
         self._known[key] = _Known(region, list(map(place, leaves)), structure)
 
     def _results(self, known: _Known, base: int, arguments: Sequence[Tensor] = (), *, held: bool = False):
-        """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the first
-        storage that this replay allocates on the tape (the list of allocations). `arguments`: input tensors of the
-        call. A result may share the storage of one of them. `held`: whether autograd keeps the results until the call's
-        backward pass. If so, freeing them earlier is not recorded."""
+        """Returns the results of the replayed call `known`, as new tensors without data. `base`: number of the replay's
+        first storage on the tape. If autograd `held` the results until backward, earlier frees are not recorded."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(place: _Place) -> Tensor:
@@ -267,8 +247,8 @@ def _tensors_of(micro_batch: Batch) -> list[Tensor]:
 
 
 def _traffic_of_8_bit(master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, *_) -> None:
-    """Stands in for bitsandbytes' 8-bit update (an Optimizer.rule) in a simulation. Reads and writes as many bytes as
-    that update and the scaling of the gradient before it, and allocates nothing."""
+    """Stands in for bitsandbytes' 8-bit update. Moves as many bytes as the update and the scaling of its gradient, and
+    allocates nothing."""
     master.add_(gradient.mul_(hyper.gradient_scale))
     state["m"].bitwise_not_()
     state["v"].bitwise_not_()

@@ -1,15 +1,7 @@
-"""Searches for the fastest layout of a training step that fits into given GPU memory and RAM.
+"""Searches for the fastest layout of a training step that fits into given GPU memory and RAM (docs/planning.md).
 
-    for each Choices (set of layouts):     in the order of choices.py
-        for micro_batch:                   from the smallest on, until nothing fits
-            for group of micro-batches:    from the smallest on, as long as copies are waited for and that is faster
-                for blocks per segment:    from one on, as long as recomputing more blocks together is faster
-                    bisect units_on_gpu:   blocks whose states are stored there, until no copies are waited for
-                        bisect `kept`:     the most that blocks can save for backward
-
-Figures come from simulated steps, which do not depend on memory caps. Choices are skipped if they are not expected to
-beat the best layout so far. A loop stops if the next layout is no faster. Tests compare the search with trying every
-layout (docs/planning.md).
+Figures come from simulated steps, which do not depend on memory caps. Tests compare the search with trying every
+layout.
 """
 
 from bisect import bisect_left
@@ -27,18 +19,15 @@ _TRIES = 5  # guesses at the largest `kept` that fits, before plain bisection
 
 @dataclass(frozen=True)
 class Room:
-    """Holds two memory limits of a training step in bytes, None for no limit. `gpu` limits all memory that the step
-    allocates on the GPU. `ram` limits the weights, optimizer states and other tensors that are stored in RAM and copied
-    to the GPU when needed."""
+    """Holds two memory limits of a training step in bytes, None for no limit."""
 
-    gpu: int | None
-    ram: int | None
+    gpu: int | None  # of all that the step allocates on the GPU
+    ram: int | None  # of tensors that are stored in RAM, and copied to the GPU when needed
 
 
 @dataclass(frozen=True)
 class Found:
-    """Holds a layout of a training step that the search has found, its simulation, and its column (a set of similar
-    layouts)."""
+    """Holds a layout that the search has found, its simulation, and its column (a set of similar layouts)."""
 
     layout: Layout
     simulated: SimulatedStep
@@ -46,8 +35,8 @@ class Found:
 
     @property
     def units_on_gpu(self) -> int:
-        """Returns the number of units (such as blocks) that are stored on the GPU. These are units with weights there
-        if the layout has weights in RAM. Otherwise they are units with optimizer states there."""
+        """Returns the number of units (such as blocks) with weights on the GPU if the layout has weights in RAM.
+        Otherwise, counts units with optimizer states on the GPU."""
         return self.layout.states_on_gpu if self.layout.weights_on_gpu is None else self.layout.weights_on_gpu
 
     @property
@@ -60,9 +49,8 @@ class Found:
 
 
 def faster(one: Found | None, other: Found | None) -> Found | None:
-    """Returns the faster of two layouts, `one` if both are equally fast. Ignores a layout that is None; returns None if
-    both are. If either has optimizer states on a disk and their times differ by at most 0.2%, returns the one with
-    fewer bytes on the disk. If these bytes are equal, too, returns the one with less computing time."""
+    """Returns the faster of two layouts, `one` if both are equally fast; ignores None. With states on a disk, times
+    within 0.2% count as equal, and fewer bytes on the disk win."""
     found = [each for each in (one, other) if each is not None]
     best = min(found, key=lambda each: each.seconds, default=None)
     if best is None or not any(each.layout.states_on_disk for each in found):
@@ -73,11 +61,9 @@ def faster(one: Found | None, other: Found | None) -> Found | None:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for the fastest layout of a step whose allocated bytes fit into `room`, limits of GPU memory and RAM.
-    `failed`: pairs (found, kept) for layouts whose allocated bytes fit, but which run out of memory in the model of the
-    caching allocator. The search skips similar layouts (of the same column) that need as much memory or more. These
-    save at least `kept` for backward (Layout.kept), and store at least as many units (such as blocks) on the GPU as
-    `found`."""
+    """Searches for the fastest layout of a step whose allocated bytes fit into `room`. `failed`: pairs (found, kept) of
+    layouts that ran out of memory in the allocator's model. Skips layouts of the same column that save at least `kept`
+    for backward, with as many units on the GPU or more."""
 
     columns: Columns
     room: Room
@@ -85,8 +71,8 @@ class Search:
     _fitting: dict[Column, list[int]] = field(default_factory=dict, init=False, repr=False)  # results of `fitting`
 
     def fastest(self, choices: Choices, best: Found | None = None) -> Found | None:
-        """Returns the fastest step layout in the set `choices`, or `best` if none is faster. Returns None if nothing
-        fits and `best` is None."""
+        """Returns the fastest layout of `choices`, or `best` if none is faster. Returns None if nothing fits and `best`
+        is None."""
         for micro_batch in choices.micro_batches:
             if best is not None and self.columns.least_seconds(choices, micro_batch) >= best.seconds:
                 continue
@@ -121,8 +107,8 @@ class Search:
         return fastest
 
     def fastest_in(self, column: Column, best: Found | None = None) -> Found | None:
-        """Returns the fastest layout of `column` (a set of similar step layouts), None if nothing fits. If none of them
-        is expected to be faster than `best`, returns any that fits."""
+        """Returns the fastest layout of `column` (a set of similar layouts), None if nothing fits. If none is expected
+        to beat `best`, returns any that fits."""
         columns, fitting, least = self.columns, self.fitting(column), column.least_kept
         if not fitting:
             return None
@@ -142,10 +128,10 @@ class Search:
         return fastest
 
     def _bisected(self, column: Column, fewest: int, most: int, best: Found | None) -> Found:
-        """Returns the fastest layout with `fewest` to `most` units (such as blocks) stored on the GPU, found by
-        bisection. With more units there, a step waits less for copies. But less memory is left for activations, so more
-        is recomputed. So a step's time first falls with the number of units, until no copy is waited for, and then
-        rises. Stops early if no layout left is expected to beat `best`."""
+        """Returns the fastest layout with `fewest` to `most` units (mostly blocks) on the GPU. Stops early if no layout
+        left is expected to beat `best`."""
+        # With more units on the GPU, a step waits less for copies, and recomputes more. So its time first falls, until
+        # no copy is waited for, and then rises (docs/planning.md).
         fastest = found = self._with_most_kept(column, fewest)
         least_waiting = 0.0  # with `most` units or fewer
         while found.units_on_gpu < most and found.waits:
@@ -168,43 +154,36 @@ class Search:
         return fastest
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns each number of units (such as blocks) that the GPU can store, in ascending order. With such a number,
-        some layout of `column` fits into GPU memory and RAM. Tries only layouts that save the least for backward."""
+        """Returns the numbers of units (mostly blocks) on the GPU with which some layout of `column` fits, in ascending
+        order."""
         if column not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]
         return self._fitting[column]
 
     def _least_disk_seconds(self, column: Column) -> float:
-        """Returns a lower bound for the seconds of a step of any layout in `column`: the time in which the disk reads
-        and writes the optimizer states on it. Counts the layout with the most units (such as blocks) on the GPU, which
-        has the fewest states on the disk. Returns 0 if states may not be on a disk, or if nothing fits."""
         fitting, simulations = self.fitting(column) if column.choices.disk else (), self.columns.simulations
         if not fitting:
             return 0.0
+        # The most units on the GPU have the fewest states on the disk, which reads and writes them.
         layout = self._layout(column, column.least_kept, fitting[-1])
         return 2 * simulations.bytes_on_disk(layout) / simulations.target.disk
 
     def _fitting_ram(self, column: Column) -> list[int]:
-        """Returns each number of units (such as blocks) on the GPU with which RAM has room for the other units. If the
-        Choices allow a disk, optimizer states that do not fit into RAM are there. Returns all numbers if there is no
-        RAM limit. Also returns all if the column certainly exceeds the GPU memory; then simulates nothing."""
         numbers, limit = column.choices.units_on_gpu, self.room.ram
+        # A column that certainly exceeds the GPU memory is not simulated.
         if limit is None or not self.columns.may_fit(column, column.least_kept, column.fewest_on_gpu, self.room.gpu):
             return list(numbers)
         return [units for units in numbers if self.columns.least_on_disk(column, units, limit) is not None]
 
     def _with_most_kept(self, column: Column, units_on_gpu: int) -> Found:
-        """Returns the layout with `units_on_gpu` units (such as blocks) on the GPU that saves the most for backward and
-        fits. If memory is left for more units on the GPU, returns the layout with as many as fit."""
         kept, units = self._most_kept(column, units_on_gpu), units_on_gpu
+        # Memory may be left for more units.
         while units < column.choices.units_on_gpu[-1] and self._fits(column, kept, units + 1):
             units += 1
         return self._found(column, kept, units)
 
     def _layout(self, column: Column, kept: int, units_on_gpu: int) -> Layout:
-        """Returns the layout of `column` that saves `kept` for backward (Layout.kept) and stores `units_on_gpu` units
-        (such as blocks) on the GPU. As few units as RAM allows have their optimizer states on a disk."""
         on_disk = self.columns.least_on_disk(column, units_on_gpu, self.room.ram)
         return replace(column.layout(kept, units_on_gpu), states_on_disk=on_disk)
 
@@ -213,11 +192,10 @@ class Search:
         return Found(layout, self.columns.simulations.record(layout), column)
 
     def _most_kept(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the largest `kept` (Layout.kept: how much blocks save for backward) with which a layout of `column`
-        fits into GPU memory. The layout has `units_on_gpu` units there. The column's smallest `kept` must fit."""
         columns, least = self.columns, column.least_kept
         after = columns.most_kept(column) + 1
         known = columns.known_kept(column)
+        # The column's smallest is known to fit.
         fits = max((kept for kept in known if self._fits(column, kept, units_on_gpu)), default=least)
         beyond = min((kept for kept in known if kept > fits), default=after)
         tried = columns.first_kept(column)
@@ -230,9 +208,8 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the `kept` (Layout.kept: how much blocks save for backward) to try next. `fits`: the largest value
-        that is known to fit. `beyond`: the smallest that is known not to fit, or the first that the column does not
-        allow. The result is between them. Returns `fits` if no larger value is expected to fit."""
+        """Returns the `kept` to try next. `fits` is known to fit. `beyond` is known not to fit, or more than the column
+        allows. Returns `fits` if no larger value is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

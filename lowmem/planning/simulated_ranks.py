@@ -1,14 +1,4 @@
-"""Simulates one of several ranks that train together: memory and time of all-gathering weights and summing gradients.
-
-PyTorch's FSDP2 gathers the weights of a unit (such as a block) into a buffer. It copies them into a tensor whose views
-are the model's parameters, and frees the buffer. Here the tape (the list of allocations) has the buffer and that
-tensor. The parameters are views of a third tensor, which is not on the tape.
-
-A rank's link to other ranks makes one transfer after the other. Without NVLink every byte goes through the machine's
-RAM: it is written there and read again, for all GPUs at once. So the link is as fast as a copy over the bus or, if that
-is slower, the GPU's share of half the RAM's speed. A second link, which all GPUs of a machine share, leads to other
-machines.
-"""
+"""Simulates one of several ranks that train together: memory and time of gathered weights and summed gradients."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,8 +18,8 @@ RAM_BYTES_PER_SECOND = 40e9  # of two channels of DDR4-3200, whose limit is 51.2
 
 @dataclass(frozen=True)
 class Mesh:
-    """Describes the ranks that train together. One copy of the model is sharded over `sharing` ranks, and there are
-    `replicas` copies. `network`: bytes per second that each of the `machines` receives from the others."""
+    """Describes the ranks that train together: `replicas` copies of the model, each sharded over `sharing` ranks.
+    `network`: bytes per second that each of the `machines` receives from the others."""
 
     sharing: int = 1
     replicas: int = 1
@@ -42,10 +32,12 @@ class Mesh:
 
     def rates(self, bus: float, link: float | None) -> dict[Among, float]:
         """Returns {Among: bytes per second that a rank receives in a collective}. Among.SHARES are the ranks that shard
-        one copy of the model, and Among.REPLICAS those with the same shard. `bus`: bytes per second of a copy from RAM
-        to a GPU. `link`: bytes per second between GPUs of a machine, None if they send through RAM."""
+        one copy of the model, and Among.REPLICAS those with the same shard. `bus`: bytes per second from RAM to a GPU.
+        `link`: between GPUs of a machine, None if they send through RAM."""
         on_each = self.count // self.machines
+        # Without NVLink, every byte goes through RAM: it is written there and read again, for all GPUs at once.
         inside = link or min(bus, RAM_BYTES_PER_SECOND / (2 * on_each))
+        # All GPUs of a machine share its link to other machines.
         outside = min(inside, self.network / on_each)
         return {Among.SHARES: inside if self.replicas == self.machines else outside, Among.REPLICAS: outside}
 
@@ -54,13 +46,13 @@ ALONE = Mesh()
 
 
 class SimulatedRanks(Shares):
-    """Simulates the collectives of the first rank of `mesh`, the ranks that train together. `rates`: bytes per second
-    of the rank's links (Mesh.rates), None if sending takes no time. `exposed_seconds`: seconds in which its GPU was
-    idle only because of transfers between ranks. `sent_bytes`: bytes that it has sent so far."""
+    """Simulates the collectives of the first rank of `mesh`. `rates`: bytes per second of its links (Mesh.rates), None
+    if sending takes no time."""
 
     def __init__(self, mesh: Mesh, recorder: Recorder, rates: dict[Among, float] | None):
         super().__init__(mesh.count, 0)
         self.share_among(mesh.sharing)
+        # seconds in which the GPU was idle only because of transfers; bytes sent so far
         self.exposed_seconds, self.sent_bytes = 0.0, 0
         self._recorder, self._rates = recorder, rates
         self._free = dict.fromkeys(Among, 0.0)  # when each link will have made the transfers so far
@@ -101,12 +93,12 @@ class SimulatedRanks(Shares):
         clock.wait(event)
 
     def send(self, size_bytes: int, among: Among = Among.SHARES) -> float:
-        """Simulates a transfer of `size_bytes` in each direction, on the link that connects the ranks `among`. The
-        transfer begins when the link is idle and the GPU has done its earlier work. Transfers inside one `with`
-        statement of `beside` (a second stream) follow each other. Does not wait. Returns the simulated time, in
-        seconds, at which the transfer ends."""
+        """Simulates a transfer of `size_bytes` in each direction among these ranks. Does not wait. Returns the
+        simulated second at which the transfer ends."""
         clock = self._recorder.clock
         self.sent_bytes += size_bytes
+        # Begins when the link is idle and the GPU has done its earlier work. Transfers inside one `beside` (a second
+        # stream) follow each other.
         began = max(self._free[among], self._beside or 0.0, clock.gpu, clock.host)
         self._free[among] = began + (size_bytes / self._rates[among] if self._rates else 0.0)
         if self._beside is not None:
@@ -115,16 +107,15 @@ class SimulatedRanks(Shares):
 
 
 class _SimulatedGatherer(Gatherer):
-    """Simulates the memory and time of an all-gather of `part`, the matrices of one unit (such as a block). Records the
-    buffer and the gathered copy on the tape (the list of allocations), and the transfer on the rank's link.
-    `parameters`: {name: the model's parameter} of `part`. Makes these parameters views of a tensor that takes no
-    simulated memory."""
+    """Simulates memory and time of an all-gather of `part`, the matrices of one unit (mostly a block)."""
 
     def __init__(self, part: Part, ranks: SimulatedRanks, recorder: Recorder, parameters: dict[str, Tensor]):
         super().__init__(part)
         self._ranks, self._size = ranks, part.working.numel() * ranks.sharing
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
+        # FSDP2 gathers into a buffer, copies that into a tensor whose views are the parameters, and frees the buffer.
+        # Here the tape has the buffer and that tensor, but the parameters are views of a third one.
         with recorder.paused():
             weights = torch.empty(self._size, dtype=part.working.dtype, device="meta")
         recorder.leave_out(weights)  # takes no simulated memory

@@ -1,14 +1,6 @@
 """Simulates the training step on tensors without data, and predicts its allocations and its time on a GPU.
 
-`record_step` executes the `TrainingStep` that trains, on meta tensors (recorder.py). It makes an evaluation, with which
-training begins, then two optimizer steps. The second step applies the updates of the first, as all later ones do. With
-optimizer states on a disk there are two more steps, because late writes of one step delay the next. The step fits if
-its tape (list of allocations) completes under the memory cap (cudasim/tape.py).
-
-The search for a plan records many steps. To save time, the first step has one micro-batch. It is left out if a step
-applies its own updates (Fate DROPPED or APPLIED). Then reserved bytes may be off by a page or two; `whole_first_step`
-makes them exact. The CUDA context is not simulated, nor are saving and export, which take less GPU memory than
-training.
+The CUDA context is not simulated, nor are saving and export, which take less GPU memory than training.
 """
 
 import math
@@ -58,26 +50,20 @@ register_product(torch.ops.lowmem.add_product, first_factor=1, host_seconds=HOST
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the device that a step is simulated for. Rates are bytes per second.
+    """Describes the device that a step is simulated for. Rates are bytes per second."""
 
-    `device_model`: memory and time of its operators. `update`: the function that updates weights. `fused_kernels`:
-    lowmem's own kernels that the model uses there. `copies`, `link` and `disk`: rates of copies over the bus, from
-    other GPUs, and of a disk. `least_positions`: a micro-batch with fewer positions (tokens and padding) takes no less
-    time.
-    """
-
-    device_model: DeviceModel
-    update: UpdateFunction = optimizers.update
-    fused_kernels: Kernels = Kernels.NONE
+    device_model: DeviceModel  # memory and time of its operators
+    update: UpdateFunction = optimizers.update  # updates weights
+    fused_kernels: Kernels = Kernels.NONE  # lowmem's own kernels that the model uses there
     copies: float | None = None  # in each direction of the bus, if both are busy; None: no copies
     link: float | None = None  # from other cards; None if they send through RAM
     disk: float = math.inf  # of reading and writing together
-    least_positions: int = LEAST_POSITIONS["cuda"]
+    least_positions: int = LEAST_POSITIONS["cuda"]  # a micro-batch with fewer positions takes no less time
 
 
 class CpuAttention(TorchFunctionMode):
-    """Makes scaled_dot_product_attention on meta tensors call PyTorch's operator for the CPU. Calls that this operator
-    does not support, such as those with dropout, stay as they are."""
+    """Makes scaled_dot_product_attention on meta tensors call PyTorch's operator for the CPU, if that supports the
+    call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -96,8 +82,8 @@ def _attention_on_the_cpu(query, key, value, attn_mask=None, dropout_p=0.0, is_c
 
 
 def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_second: float = math.inf) -> Target:
-    """Describes a GPU of the kind `card` to the simulation. `fused_kernels`: lowmem's kernels that run there; None:
-    those expected to run on the card. `disk_bytes_per_second`: rate of the disk for optimizer states."""
+    """Describes a GPU of the kind `card`. `fused_kernels`: lowmem's kernels that run there; None: those expected to
+    run. The disk is the one for optimizer states."""
     if fused_kernels is None:
         fused_kernels = fused.expected(card.capability)
     return Target(
@@ -107,14 +93,11 @@ def gpu_target(card: Card, fused_kernels: Kernels | None = None, disk_bytes_per_
 
 
 def cpu_target() -> Target:
-    """Describes training on the CPU to the simulation. Operations on the CPU take no simulated time."""
+    """Describes training on the CPU, whose operations take no simulated time."""
     return Target(DeviceModel(CpuAttention), optimizers.update_in_slices, least_positions=LEAST_POSITIONS["cpu"])
 
 
 class _ReplayedStep(TrainingStep):
-    """Simulates a training step, and replays the recorded allocations of whole groups of micro-batches. Replays groups
-    only if gradients are held on the GPU, and if no copy or pending update makes groups differ."""
-
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
         run = partial(super()._group, work, gradients)
         copies = self._updates.waiting or self._weights.fetches or self.layout.boundaries_in_ram
@@ -125,12 +108,11 @@ class _ReplayedStep(TrainingStep):
 
 @dataclass(frozen=True)
 class StepCase:
-    """Describes a training step to be simulated. `seq`: tokens per sequence. `batch`: number of sequences. `layout`:
-    how the step is cut, what is recomputed, and where tensors are stored."""
+    """Describes a training step to be simulated."""
 
-    seq: int
-    batch: int  # of one rank
-    layout: Layout
+    seq: int  # tokens of a sequence
+    batch: int  # sequences of one rank
+    layout: Layout  # how the step is cut, what is recomputed, and where tensors are stored
     dtype: torch.dtype  # of the working matrices
     optimizer: Optimizer
     clip_norm: float | None = 1.0
@@ -141,20 +123,17 @@ class StepCase:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Returns True if updates wait for all gradients. They do so to clip gradients by their norm or, with a scaled
-        loss (fp16), to check that all are finite."""
+        """Returns True if updates wait for all gradients, for their norm or to check that all are finite (fp16)."""
         return self.clip_norm is not None or self.dtype is torch.float16
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds the results of simulated training steps. `tape`: allocations and frees of all steps, in order. `began`:
-    time on the simulated clock at which the last step began. `seconds` and `waiting_seconds` are those of the last
-    step, which is like all later ones."""
+    """Holds the results of simulated training steps. The last step is like all later ones."""
 
-    tape: Tape
-    began: float
-    seconds: float
+    tape: Tape  # allocations and frees of all steps, in order
+    began: float  # when the last step began, on the simulated clock
+    seconds: float  # of the last step
     waiting_seconds: float  # in which the GPU waits for copies or other ranks
     in_ram: dict[str, int]  # {name: bytes} of all that is in RAM and copied to the GPU when needed
     state_bytes: tuple[int, ...]  # of the optimizer, by unit, wherever stored
@@ -179,12 +158,10 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
     whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and two training steps of `case`, or four with optimizer states on a disk. The times in
-    the result are those of the last step. The first step has one micro-batch. It is left out if steps apply their own
-    updates, instead of leaving them to the next step. With `whole_first_step`, it always runs with the whole batch, and
-    the last step's updates are made at the end. `known`: dict that caches executed operations, for one decoder,
-    sequence length, dtype and target. If it is None, executes all. The decoder's parameters become meta tensors. Raises
-    ValueError if the decoder was made for other kernels than the target's."""
+    """Simulates an evaluation and a few training steps of `case`. `known`: dict that caches executed operations, for
+    one decoder, sequence length, dtype and target; None: no cache. With `whole_first_step`, reserved bytes are exact.
+    The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for other kernels than the
+    target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -218,6 +195,8 @@ def record_step(
         step.least_positions = target.least_positions
         layout = case.layout
         step.evaluate(batch_of_zeros(case, layout.micro_batch))  # as a run does before its first step
+        # The next step applies the updates of this first one, as all later steps do. To save time, the first has one
+        # micro-batch, or is left out if steps apply their own updates. Then reserved bytes may be off by a page or two.
         if layout.fate in (Fate.HELD, Fate.SENT) or whole_first_step:
             whole = whole_first_step or case.lengths is not None  # full rows take more memory than those of `lengths`
             step(batch_of_zeros(case, case.batch if whole else layout.micro_batch), 0, 1e-4)
@@ -240,7 +219,6 @@ def record_step(
 
 
 def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
-    """Tells `recorder` which tensors are on the device before the first step: buffers, weights and optimizer states."""
     for buffer in decoder.model.buffers():
         recorder.note(buffer, "buffers")
     for part in store.parts:
@@ -250,8 +228,6 @@ def _note_tensors(decoder: Decoder, store: Store, recorder: Recorder) -> None:
 
 
 def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
-    """Returns four fields of SimulatedStep, in bytes: in_ram, state_bytes, disk_bytes and weight_bytes. Counts the
-    weights, states and gradients in `store`, and the buffers of `step`."""
     units = 1 + max(part.unit for part in store.parts)
     states, on_disk = [0] * units, [0] * units
     for piece in store.pieces:
@@ -269,7 +245,7 @@ def _sizes(store: Store, step: TrainingStep) -> tuple[dict, tuple, tuple, int]:
 
 
 def batch_of_zeros(case: StepCase, rows: int) -> Batch:
-    """Returns a batch of `rows` rows of zeros, with the same tensors as real batches (batches.py and pairs.py)."""
+    """Returns a batch of `rows` rows of zeros, with the same tensors as real batches."""
     zeros = partial(torch.zeros, dtype=torch.int64)
     input_ids = zeros((rows, case.seq))
     if case.target_tokens is not None:
@@ -280,6 +256,5 @@ def batch_of_zeros(case: StepCase, rows: int) -> Batch:
 
 
 def _never_touched(entries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [entries] that stands in for a tensor in RAM. All its entries share the memory of one number.
-    `host_tensor` would allocate RAM for all of them."""
+    # All entries share the memory of one number; `host_tensor` would allocate RAM for each.
     return torch.zeros(1, dtype=dtype).expand(entries)

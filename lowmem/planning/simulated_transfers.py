@@ -1,15 +1,8 @@
 """Simulates a training step's copies between RAM, GPU and disk: moves simulated clocks instead of data.
 
-An event is a point in simulated time. Each direction of the bus is an engine that makes one copy after the other. A
-copy starts when its engine is free, the host has issued it, and all events that its lane (CUDA stream) waits for have
-happened. Updates that run concurrently still delay other kernels by all of their time.
-
-With optimizer states on a disk, the host waits for pages that were read ahead, and copies pages to and from the page
-cache. The disk makes one read or write after the other.
-
-The rates are those of a bus that is busy in both directions (gpus.py), since states go in and out together nearly
-always. Not simulated: the host's time to issue a copy (tens of microseconds), and copies of memory that is not
-page-locked, which do not overlap.
+Each direction of the bus, and the disk, makes one transfer after the other. An event is a point in simulated time. The
+host's time to issue a copy (tens of microseconds) is not simulated. Nor are copies of memory that is not page-locked,
+which do not overlap.
 """
 
 import math
@@ -26,21 +19,19 @@ ENGINES |= dict.fromkeys((Lane.STATES_OUT, Lane.RAM_OUT), OUT)
 
 
 class SimulatedTransfers(Transfers):
-    """Simulates the time of copies between GPU, RAM and disk, without copying. `exposed_seconds`: seconds in which the
-    GPU was idle only because of copies. `busy_seconds`: {IN or OUT: seconds in which this direction of the bus
-    copied}."""
+    """Simulates the time of copies between GPU, RAM and disk, without copying. `concurrent`: whether optimizer updates
+    have their own CUDA stream. `host_buffer`: a function that allocates a buffer in RAM between disk and GPU; None: no
+    disk."""
 
     def __init__(
         self, clock: Clock, in_bytes_per_second: float, out_bytes_per_second: float, *, concurrent: bool = False,
         disk_bytes_per_second: float = math.inf, host_buffer: MakeTensor | None = None,
     ):  # fmt: skip
-        """Sets the rates of the bus in both directions, and of the disk. `concurrent`: whether optimizer updates have
-        their own lane (CUDA stream). `host_buffer`: a function that allocates a buffer in RAM for copies between disk
-        and GPU; None if there is no disk."""
         self.host_buffer = host_buffer
-        self.exposed_seconds = 0.0
-        self.busy_seconds = {IN: 0.0, OUT: 0.0}
+        self.exposed_seconds = 0.0  # in which the GPU was idle only because of copies
+        self.busy_seconds = {IN: 0.0, OUT: 0.0}  # in which this direction of the bus copied
         self._clock, self._concurrent = clock, concurrent
+        # of a bus that is busy in both directions (gpus.py), because states go in and out together nearly always
         self._rates = {IN: in_bytes_per_second, OUT: out_bytes_per_second}
         self._free = {IN: 0.0, OUT: 0.0}  # when each engine will have made the copies so far
         self._ready = dict.fromkeys(Lane, 0.0)  # when the events that each lane waits for have happened
@@ -51,6 +42,7 @@ class SimulatedTransfers(Transfers):
         self.wait(lane, *after)
         engine = ENGINES[lane]
         seconds = _bytes_of(pairs) / self._rates[engine]
+        # starts when the engine is free, the host has issued it, and all events that its lane waits for have happened
         self._free[engine] = max(self._free[engine], self._ready[lane], self._clock.host) + seconds
         self.busy_seconds[engine] += seconds
         return self._free[engine]
@@ -76,6 +68,7 @@ class SimulatedTransfers(Transfers):
     def updating(self) -> Iterator[None]:
         launched, free = self._clock.host, max(self._clock.gpu, self._clock.host)
         yield
+        # Concurrent updates still delay other kernels by all of their time, because they have moved the GPU's clock.
         self._ready[Lane.UPDATES] = max(self._ready[Lane.UPDATES], launched) + self._clock.gpu - free
 
     def synchronize(self):
@@ -86,6 +79,7 @@ class SimulatedTransfers(Transfers):
         self._read[id(places[0])] = self._use_disk(sum(place.nbytes for place in places))
 
     def read(self, pairs):
+        # The host waits for pages that were read ahead, and copies them from the page cache.
         self.wait(Lane.HOST, self._read.pop(id(pairs[0][1]), 0.0))
         self._copy_pages(pairs)
 
@@ -94,16 +88,13 @@ class SimulatedTransfers(Transfers):
         self._use_disk(_bytes_of(pairs))
 
     def _is_own(self, lane: Lane) -> bool:
-        """Returns True if `lane` is UPDATES and optimizer updates have their own CUDA stream. Without one, they run on
-        the lane COMPUTE."""
+        # Without a stream of their own, updates run on the lane COMPUTE.
         return lane is Lane.UPDATES and self._concurrent
 
     def _copy_pages(self, pairs: Pairs) -> None:
         self.wait(Lane.HOST, self._clock.host + _bytes_of(pairs) / PAGE_CACHE_BYTES_PER_SECOND)
 
     def _use_disk(self, size_bytes: int) -> float:
-        """Simulates that the disk reads or writes `size_bytes`. Does not wait. Returns the simulated time, in seconds,
-        at which the disk is done."""
         self._disk_free = max(self._disk_free, self._clock.host) + size_bytes / self._disk_rate
         return self._disk_free
 

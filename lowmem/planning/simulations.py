@@ -1,8 +1,5 @@
-"""Simulates one training step in different layouts (how the batch is cut, and where tensors are stored).
-
-Predicts each layout's time, allocated GPU bytes and the smallest memory cap that suffices, and caches the results. They
-do not depend on the user's caps, so the search may ask for them in any order.
-"""
+"""Simulates one training step in different layouts, and caches the results. They do not depend on the user's memory
+caps, so the search may ask for them in any order."""
 
 import math
 from collections.abc import Callable
@@ -22,9 +19,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's training step on one target device, in different layouts, and caches the results. A
-    layout says how the batch is cut, what is recomputed, and where tensors are stored. `make_decoder` makes the
-    decoder. `base` describes the step. Methods that take a layout simulate `base` with this layout."""
+    """Simulates one decoder's training step on one device, in different layouts, and caches the results. Methods
+    simulate the step `base` with the layout that they are given."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -43,22 +39,20 @@ class Simulations:
         self._runs: dict[Layout, dict[float, Memory | None]] = {}  # by layout, then by cap
 
     def changed(self, **fields) -> "Simulations":
-        """Returns a new Simulations object for a changed training step: `self.base` with `fields` replaced. The new
-        object has an empty cache."""
+        """Returns a new Simulations, with an empty cache, for the step `self.base` with `fields` replaced."""
         return Simulations(self._make_decoder, replace(self.base, **fields), self.target)
 
     def case(self, layout: Layout) -> StepCase:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while weights are made. With `init` "random",
-        each parameter is made whole, in fp32. Returns 0 for pretrained weights, which are read in small pieces."""
+        """Returns the bytes of the largest tensor that is whole in RAM while weights are made."""
+        # in fp32; pretrained weights are read in small pieces
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
-        """Returns the simulated step for `layout`, from the cache if it is there. With `whole_first_step`, the first
-        optimizer step is not shortened (record_step). Then reserved bytes are exact, and the simulation takes twice as
-        long."""
+        """Returns the simulated step for `layout`. With `whole_first_step`, reserved bytes are exact (record_step), and
+        the simulation takes twice as long."""
         key = layout, whole_first_step
         if key not in self._steps:
             self._steps[key] = record_step(
@@ -71,10 +65,10 @@ class Simulations:
         return self.record(self.base.layout).state_bytes
 
     def bytes_on_disk(self, layout: Layout) -> int:
-        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk. Subtracts the buffers in
-        RAM through which these states are copied."""
+        """Returns how many bytes of RAM `layout` saves by having optimizer states on a disk."""
         everything = self.record(replace(self.base.layout, states_on_disk=self.units))
         sizes = everything.disk_bytes
+        # less the buffers through which these states are copied
         return sum(sizes[unit] for unit in layout.units_on_disk(self.units)) - everything.in_ram["disk_buffers"]
 
     @cached_property
@@ -84,8 +78,7 @@ class Simulations:
         return saved // (self.blocks * self.rows_at_once(self.base.layout))
 
     def rows_at_once(self, layout: Layout) -> int:
-        """Returns the number of sequences that pass a block before the next block runs. These are all sequences of a
-        group (of micro-batches) or, with several ranks, all sequences of one rank."""
+        """Returns the number of sequences that pass a block before the next block runs."""
         return self.base.batch if self.base.mesh.count > 1 else layout.group * layout.micro_batch
 
     @cached_property
@@ -96,17 +89,18 @@ class Simulations:
         return self.allocated_bytes(streamed) + sum(self.state_bytes) - self.allocated_bytes(resident)
 
     def allocated_bytes(self, layout: Layout) -> int:
-        """Returns the peak of the bytes that tensors take on the GPU in a step with this layout. Leaves out memory that
-        the caching allocator wastes."""
+        """Returns the peak of the bytes that tensors take on the GPU, without memory that the caching allocator
+        wastes."""
         if layout not in self._peaks:
             self._peaks[layout] = self.record(layout).tape.peak_bytes(ROUNDING, self._summaries)
         return self._peaks[layout]
 
     def run(self, layout: Layout, limit_bytes: int | None) -> Memory | None:
-        """Returns the memory figures of a step with this layout, by the model of the caching allocator. `limit_bytes`:
-        the memory cap, None for no cap. Returns None if memory runs out."""
+        """Returns the memory figures of a step in the allocator's model under a cap (None: no cap). Returns None if
+        memory runs out."""
         known, limit = self._runs.setdefault(layout, {}), math.inf if limit_bytes is None else limit_bytes
         if limit not in known:
+            # Under all caps of at least `wanted_peak_bytes`, memory use is the same.
             same = (run for cap, run in known.items() if run is not None and run.wanted_peak_bytes <= min(cap, limit))
             known[limit] = next(same, None)
             if known[limit] is None:
@@ -117,40 +111,35 @@ class Simulations:
         return known[limit]
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures of a step with this layout under a memory cap, and this cap in bytes. Tries
-        `widest`, the `smaller` caps, and caps between them in steps of 8 MiB, the largest first. Takes the first cap
-        under which the step completes. If all fail, takes `smallest_cap_bytes`. A step may complete only under a
-        smaller cap, because the caching allocator then frees its cache at another time."""
+        """Returns the memory figures of a step under a memory cap, and this cap. It is the largest that suffices of
+        `widest`, `smaller`, and steps of 8 MiB between them, or else `smallest_cap_bytes`."""
+        # A step may complete only under a smaller cap, because the allocator then frees its cache at another time.
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)
         cap = next(suffice, None) or self.smallest_cap_bytes(layout)
         return self.run(layout, cap), cap
 
     def completes(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step with this layout completes in the model of the caching allocator, under a memory cap
-        of `limit_bytes` (None: no cap)."""
+        """Returns True if a step completes in the allocator's model under this memory cap (None: no cap)."""
         if limit_bytes is None or self.allocated_bytes(layout) > limit_bytes:
             return limit_bytes is None
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step with this layout completes under a memory cap of `limit_bytes` (None: no cap), or
-        under a smaller one. A step may fail under a cap and complete under a smaller one, so a few smaller caps are
-        tried. Also returns True if the step reserves at most `limit_bytes` without a cap, because training sets a
-        slightly larger cap."""
+        """Returns True if a step completes under this memory cap (None: no cap), or under one of a few smaller ones."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:
             return False
         free = self.run(layout, None)
+        # Training sets a slightly larger cap, so reserving `limit_bytes` without one is enough.
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns a memory cap in bytes under which a step with this layout completes. It is a whole number of MiB, and
-        a few thousandths above the smallest such cap. Bisects between the bytes allocated and those reserved without a
-        cap. The bisection may miss the smallest cap: a step may complete under one cap and fail under a larger one.
-        Caps decide when the allocator frees its cache."""
+        """Returns a memory cap in whole MiB under which a step completes, a few thousandths above the smallest
+        found."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
+        # This may miss the smallest cap, because a step may complete under one cap and fail under a larger one.
         while high - low > low * _PRECISION:
             middle = (low + high) // 2
             if self.run(layout, middle) is None:

@@ -1,8 +1,7 @@
 """Finds settings with which training fits after all: more RAM, states on a disk, an 8-bit optimizer, shorter sequences.
 
-Each change is tried with the layouts of a step that take the least memory. The search for a plan tries these layouts,
-too. So there is a plan for each setting that an error message names. A layout says how a step is cut, and where tensors
-are stored.
+Each change is tried with the layouts that take the least memory. The search for a plan tries these layouts, too. So
+there is a plan for each setting that an error message names.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,11 @@ _SHORTEST = 32  # tokens of the shortest sequences that are tried
 
 @dataclass(frozen=True)
 class WayOut:
-    """Holds command-line options with which training fits, and the bytes of RAM and disk that it then takes. `changes`:
-    the options other than --ram-limit, "" if there are none. `ram_limit`: the RAM cap to be given, None if the present
-    one is enough."""
+    """Holds command-line options with which training fits, and the bytes of RAM and disk that it then takes."""
 
-    changes: str
+    changes: str  # the options other than --ram-limit
     ram_bytes: int
-    ram_limit: int | None = None
+    ram_limit: int | None = None  # the RAM cap to be given; None if the present one is enough
     disk_bytes: int = 0
 
     @property
@@ -38,7 +35,7 @@ class WayOut:
         return f"{self.changes} {ram}".strip()
 
     def to_dict(self) -> dict:
-        """Returns these options and bytes as an entry of the list `ways_out` in plan.json."""
+        """Returns an entry of the list `ways_out` in plan.json."""
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:
@@ -48,16 +45,15 @@ class WayOut:
 
 
 def in_a_sentence(found: list[WayOut]) -> str:
-    """Returns a sentence that names the options in `found`, with which training fits. Returns "" if `found` is
-    empty."""
+    """Returns a sentence that names the options in `found`, or "" if there are none."""
     return f" It fits with {', or with '.join(map(str, found))}." if found else ""
 
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Looks for options with which training fits on a GPU. `room`: the memory limits under which nothing fits.
-    `ram_bytes(simulations, size)` returns the RAM that training takes on the machine if `size` bytes in each process
-    are copied to the GPU when needed."""
+    """Looks for options with which training fits on a GPU. `room`: limits under which nothing fits.
+    `ram_bytes(simulations, size)`: RAM that training takes on the machine, with `size` bytes in each process for copies
+    to the GPU."""
 
     settings: Settings
     simulations: Simulations
@@ -65,7 +61,7 @@ class WaysOut:
     ram_bytes: Callable[[Simulations, int], int]
 
     def found(self) -> list[WayOut]:
-        """Returns changed settings with which training fits under the same cap of GPU memory; [] if there are none."""
+        """Returns changed settings with which training fits under the same cap of GPU memory."""
         by_home = choices_by_home(self.settings, self.simulations)
         exact = least_ram(by_home, self.simulations, self.room.gpu)
         if exact is None:
@@ -84,9 +80,8 @@ class WaysOut:
         return [way for way in found if way is not None]
 
     def _way(self, changes: str, simulations: Simulations, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut (options and their bytes) for the options `changes` with this layout of a step. Returns
-        None if the layout does not fit into GPU memory. With a `peak`, it fits if it allocates at most `peak` bytes
-        there. If `peak` is None, the model of the caching allocator decides."""
+        """Returns the WayOut for `changes` with this layout, None if the layout does not fit into GPU memory. It fits
+        if it allocates at most `peak` bytes. If `peak` is None, the allocator's model decides."""
         allocated = simulations.allocated_bytes(layout)
         if not (simulations.fits(layout, self.room.gpu) if peak is None else allocated <= peak):
             return None
@@ -110,13 +105,12 @@ class WaysOut:
         return self._way("--optimizer adamw8bit", simulations, layout, peak)
 
     def _shorter(self, layout: Layout, peak: int | None) -> WayOut | None:
-        """Returns the WayOut (options and their bytes) with the longest sequences that fit without more RAM, None if
-        there is none. Tries half of --seq, a quarter, and so on. `peak`: see `_way`."""
         lengths = [length for n in range(1, 16) if (length := self.settings.seq >> n) >= _SHORTEST]
         if not lengths or self.settings.target_tokens is not None:
             return None
         if self._with_seq(lengths[-1], layout, peak) is None:
             return None
+        # the longest sequences that fit
         return next(way for seq in lengths if (way := self._with_seq(seq, layout, peak)) is not None)
 
     def _with_seq(self, seq: int, layout: Layout, peak: int | None) -> WayOut | None:
