@@ -1,10 +1,4 @@
-"""Adds gradients to fp32 accumulators, micro-batch by micro-batch.
-
-A parameter that several blocks share gets a gradient from each block. If all blocks added to one accumulator, the order
-of the sum would depend on the order in which blocks run. So each block has a separate accumulator for a shared
-parameter. When all blocks of all micro-batches have run backward, `join` adds these accumulators in the order of the
-blocks.
-"""
+"""Adds gradients to fp32 accumulators, micro-batch by micro-batch."""
 
 from functools import partial
 
@@ -20,8 +14,8 @@ from lowmem.core.recorder import called_again
 
 
 class Accumulation:
-    """Registers hooks on the parameters of `decoder`. Each hook adds a parameter's gradient to that parameter's fp32
-    accumulator in `store`. If several blocks share a parameter, `join` must be called to add its gradients."""
+    """Registers hooks that add each gradient of `decoder` to its parameter's accumulator in `store`. If blocks share a
+    parameter, `join` must be called after all of them have run backward for all micro-batches."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:
@@ -32,6 +26,8 @@ class Accumulation:
                     accumulated_by_rows(parameter, partial(_add_rows, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
         self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, one block's summed gradient)
+        # Each block has a separate accumulator for a shared parameter: in one accumulator, the order of the sum would
+        # depend on the order in which blocks run.
         for use in decoder.shared:
             parameter = use.parameter()
             gradient = torch.zeros(parameter.shape, device=parameter.device)
@@ -40,8 +36,8 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds the blocks' gradients for shared parameters to the parameters' accumulators, in the order of the blocks.
-        Then sets these gradients to zero. A parameter is shared if several blocks use it."""
+        """Adds the blocks' gradients for shared parameters to the accumulators, in the order of the blocks. Then sets
+        these gradients to zero."""
         for name, part, gradient in self._shared:
             _add(part, name, gradient)
         self.clear()

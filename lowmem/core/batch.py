@@ -1,12 +1,4 @@
-"""Holds the token ids and labels of one optimizer step, and cuts them into micro-batches.
-
-Rows of several lengths are sorted, longest first, and each micro-batch is as wide as its longest row. No micro-batch
-may have more than the planned number of positions (rows x width). Among all such cuts, the one with the shortest
-estimated time is taken. A micro-batch's estimated time is its number of positions, or the argument `least` if that is
-more: launching kernels and reading weights take that long anyway. Each micro-batch adds `least` / 16. So if two cuts
-would take equally long otherwise, the one with fewer micro-batches is taken. The cut depends only on lengths, layout
-and device, so a repeated step gives the same bits.
-"""
+"""Holds the token ids and labels of one optimizer step, and cuts them into micro-batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,35 +17,33 @@ from lowmem.errors import InputError, first_line
 # accumulators, which takes as long as 120 positions of a large model on an RTX 3060, 260 on an H100. It also launches
 # kernels, which takes as long as 200 positions of GPT-2-Large on an RTX 4090, 400 of GPT-2. A CPU only launches.
 LEAST_POSITIONS = {"cuda": 512, "cpu": 64}
-_DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # of a Batch; other fields: int64
+_DTYPES = {"document_ids": (torch.int32, torch.int64), "source_mask": (torch.bool,)}  # other fields: int64
 WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores need multiples of 16 bytes, which are 8 numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds the token ids and labels of B rows of T positions. They are on the CPU until `to` copies them. For an
-    encoder-decoder, each row has a source of S tokens (the encoder's input), followed by T positions of the decoder."""
+    """Holds token ids and labels of B rows of T positions, on the CPU until `to`. For an encoder-decoder, each row also
+    has S source tokens."""
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
     position_ids: Tensor | None = None  # int64 [B, T], from 0 in each document; None without a document mask
-    document_ids: Tensor | None = None  # int32 [B, T]: number of a position's document; None without a document mask
+    document_ids: Tensor | None = None  # int32 or int64 [B, T]: number of a document; None without a mask
     lengths: Tensor | None = None  # int64 [B]: positions of each row without padding; None: rows are used as they are
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
     @classmethod
     def from_hf(cls, batch: Mapping, decoder_start: int | None = None, padding: int | None = None) -> "Batch":
-        """Makes a Batch from a dict in the form that transformers' collators return and `model(**batch)` takes.
+        """Makes a Batch from a dict as transformers' collators return it. Raises InputError for other keys or shapes,
+        and for padding on the left.
 
-            input_ids       int [B, T], padded on the right. For an encoder-decoder, the source
-            attention_mask  [B, T], 1 for real tokens and 0 for padding; optional. Padding is never trained on
-            labels          int [B, T], *not* shifted. For a decoder: the input_ids, with -100 for tokens that are not
-                            trained. For an encoder-decoder: the target, which may have another length
+            input_ids       int [B, T], padded on the right; for an encoder-decoder, the source
+            attention_mask  [B, T], 1 for real tokens, 0 for padding, which is not trained on; optional
+            labels          int [B, T], *not* shifted, -100 if not trained; for an encoder-decoder, the target [B, T']
 
-        `decoder_start`: token id that an encoder-decoder's targets begin with; None for a decoder. An encoder-decoder's
-        decoder reads this id, and then the target without its last token. For a label of -100 it reads the id
-        `padding`, or `decoder_start` if `padding` is None. Raises InputError for other keys or shapes, and for padding
-        on the left.
+        `decoder_start`: first id that an encoder-decoder's decoder reads; None for a decoder. `padding`: the id that is
+        read for a label of -100; None for `decoder_start`.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -92,19 +82,15 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """Returns the arguments of `Decoder.embed` (decoder.py) or `EncoderDecoder.embed` (encoder_decoder.py) for this
-        batch."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
     @property
     def sources(self) -> int:
-        """Returns the number of source tokens (the encoder's input) in each row; 0 for a decoder's batch."""
-        return 0 if self.source_mask is None else self.source_mask.shape[-1]
+        return 0 if self.source_mask is None else self.source_mask.shape[-1]  # S, and 0 for a decoder
 
     def check_fields(self) -> None:
-        """Raises InputError if a field has a wrong type, dtype, shape or value. A field may be None only if the class
-        allows it. Position ids must be from 0 to T - 1. No position with a label may be beyond its row's length."""
+        """Raises InputError if a field has a wrong type, dtype, shape or value."""
         for name, tensor in vars(self).items():
             dtypes = _DTYPES.get(name, (torch.int64,))
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -133,9 +119,8 @@ class Batch:
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch does not suit the model. `has_sources`: True if the model is an
-        encoder-decoder. Such a model needs a `source_mask`, and a decoder's batch must not have one. Each row needs as
-        many labels as positions after its source. A decoder's labels must be shifted by one token."""
+        """Raises InputError if the batch does not suit a decoder, or an encoder-decoder (`has_sources`). A decoder's
+        labels must be shifted by one token."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -153,40 +138,36 @@ class Batch:
             )
 
     def _is_not_shifted(self) -> bool:
-        """Returns True if every label is the token at its own position, and some label is not the token at the next
-        position. Ignores labels of -100."""
         trained = self.labels != IGNORED_LABEL
         if (trained & (self.labels != self.input_ids)).any():
             return False
+        # The labels are the input_ids. That is right only if each next token is the same one.
         return bool((trained[:, :-1] & (self.labels[:, :-1] != self.input_ids[:, 1:])).any())
 
     @property
     def labeled_tokens(self) -> int:
-        """Returns the number of positions with a label, which may be 0."""
         return int((self.labels != IGNORED_LABEL).sum())
 
     @property
     def trained_tokens(self) -> int:
-        """Returns the number of positions with a label; the loss is the mean over them. Raises InputError if there is
-        none."""
+        """Returns the number of positions with a label. Raises InputError if there is none."""
         count = self.labeled_tokens
         if count == 0:
             raise InputError(f"every label of the batch is {IGNORED_LABEL}: there is no token to train on")
         return count
 
     def to(self, device: torch.device) -> "Batch":
-        """Returns a copy of the batch on `device`."""
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in vars(self).values()))
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
-        """Cuts the batch into micro-batches of at most `size` x T positions. If `lengths` is None, each micro-batch is
-        a view of `size` rows, in order. Otherwise each is a copy: rows are sorted by length, and padding is cut off. A
-        micro-batch with fewer than `least` positions is assumed to take as long as one with `least`."""
+        """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths`, each is a view of
+        `size` rows. Otherwise rows are sorted, longest first, and cut by `micro_batch_shapes`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
             parts = ([None] * count if tensor is None else tensor.split(size) for tensor in tensors)
             return [Batch(*part) for part in zip(*parts, strict=True)]
+        # The cut depends only on the lengths, the layout and the device, so a repeated step has the same bits.
         order = self.lengths.argsort(descending=True, stable=True)
         shapes = micro_batch_shapes(self.lengths[order].tolist(), self.labels.shape[1], size, least)
         rows_of = order.split([rows for rows, _ in shapes])
@@ -199,27 +180,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """Holds one rank's micro-batches of a step, and how they are computed. `dropouts[i]` seeds the dropout masks of
-    `micro_batches[i]`. `scale` multiplies the sum of all tokens' losses before backward. `groups`: slices of
-    `micro_batches`. All micro-batches of one slice run through a segment (consecutive blocks) before the next segment
-    runs. `positions`: number of positions in the micro-batches of all ranks, with padding."""
-
     micro_batches: Sequence[Batch]
-    dropouts: Sequence[Dropout]
-    scale: float
-    groups: Sequence[slice] = ()
-    positions: int = 0
+    dropouts: Sequence[Dropout]  # seeds of the dropout masks of each micro-batch
+    scale: float  # multiplies the sum of all tokens' losses before backward
+    groups: Sequence[slice] = ()  # micro-batches that run through each segment (consecutive blocks) together
+    positions: int = 0  # in the micro-batches of all ranks, with padding
 
     def group(self, places: slice) -> "Work":
-        """Returns a Work with only the micro-batches of one group. `places`: the group's slice of `micro_batches`."""
         return Work(self.micro_batches[places], self.dropouts[places], self.scale)
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
-    """Returns `batch` if it is a Batch. Converts a dict by `Batch.from_hf`, for the model in `decoder`. Raises
-    InputError for anything else. `most`: the largest allowed (number of rows, tokens in a row, tokens in an
-    encoder-decoder's target); the last is None for a decoder. If `most` is given, raises InputError for a larger batch,
-    a wrong field, or a token id outside the vocabulary."""
+    """Returns `batch`, converted by `Batch.from_hf` if it is a dict. If `most` = (rows, tokens in a row, tokens in a
+    target) is given, raises InputError for a larger batch, a wrong field or a wrong token id."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):
@@ -251,10 +224,9 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
 
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Cuts rows into consecutive micro-batches with the least estimated time in total. Returns (number of rows, width)
-    of each micro-batch, in order. `lengths`: tokens of each row, longest first, at most `seq`. No micro-batch has more
-    than `size` x `seq` positions. A micro-batch with fewer than `least` positions is assumed to take as long as one
-    with `least`."""
+    """Cuts rows into consecutive micro-batches with the least estimated time, and returns (rows, width) of each.
+    `lengths`: tokens of each row, longest first. A micro-batch has at most `size` x `seq` positions. If it has fewer
+    than `least`, it takes as long as with `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # Goes from the last row to the first. `time[first]`: least time for all rows from `first` on. `rows_at[first]`:
@@ -263,6 +235,8 @@ def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) 
     for first in reversed(range(count)):
         most = min(count - first, size * seq // widths[first])
         rows = np.arange(most, 0, -1)
+        # Launching kernels and reading weights take as long as `least` positions. `least` / 16: if two cuts take
+        # equally long otherwise, the one with fewer micro-batches is taken.
         times = np.maximum(widths[first] * rows, least) + least / 16 + time[first + rows]
         best = times.argmin()
         rows_at[first], time[first] = int(rows[best]), times[best]

@@ -1,18 +1,5 @@
-"""Splits a Hugging Face decoder into three methods: `embed`, `block` and `final`.
-
-A training step runs block 7 of all micro-batches before block 8 of any, so it calls each block by itself. Other code
-runs before the blocks (the embedding) and after them (the final norm). To run only that code, this module calls the
-model's own forward with stubs in the place of the blocks:
-
-  * In `embed`, the stubs store the arguments of each block (masks, rotary tables, ...). The last stub ends the forward
-    pass.
-  * In `final`, the stubs return a given hidden state. The head (output projection) is also replaced: it ends the
-    forward pass and returns its input.
-
-A third such run finds the function that the model applies to its logits (logits.py). If a model cannot be split this
-way, InputError says why. models/compatibility.py compares the split model with the whole one. encoder_decoder.py splits
-T5.
-"""
+"""Splits a Hugging Face decoder, because a training step runs each block by itself. The code around the blocks is the
+model's own forward, with stubs in the place of the blocks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -36,23 +23,19 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # attributes with a block's
 
 @dataclass
 class Unit:
-    """Holds parameters that are updated together: the embeddings, one block, or the final norm (with the head, if the
-    head is not tied to the embeddings)."""
+    """Holds parameters that are updated together: the embeddings, one block, or the final norm (and an untied head)."""
 
     name: str
     parameters: dict[str, nn.Parameter]  # {the model's name of it: parameter}; each parameter is in exactly one unit
 
 
 class _Stop(Exception):
-    """Ends a forward pass early, and carries a tensor out of that pass."""
-
     def __init__(self, value: Tensor):
         self.value = value
 
 
 class _Stub(nn.Module):
-    """Takes the place of a block in the model, and runs `call` instead of the block's forward. Reads all other
-    attributes (`attention_type`, ...) from the block."""
+    """Takes the place of a block: runs `call`, and has the block's other attributes."""
 
     def __init__(self, block: nn.Module, call: Callable):
         super().__init__()
@@ -63,10 +46,8 @@ class _Stub(nn.Module):
 
 
 class Decoder:
-    """Splits `model`, a causal language model of transformers. `embed` computes the first block's input, `block` runs
-    one block, and `final` computes the head's input from the last block's output. The head itself is part of the loss
-    (loss.py). Parameters may be on the meta device. `fused_kernels`: kernels that a training step may use. Raises
-    InputError if the model cannot be split."""
+    """Splits `model`, a causal language model of transformers; parameters may be on the meta device. `fused_kernels`:
+    those that a training step may use. Raises InputError if the model cannot be split."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # a SharedUse (encoder_decoder.py) per block that uses a shared parameter
@@ -105,12 +86,8 @@ class Decoder:
     def embed(
         self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
     ) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, T, D] for `input_ids` [B, T] int64, and a list of the other arguments of
-        each block.
-
-        With `document_ids` [B, T], a position attends only to earlier positions with the same id, and to itself.
-        Without, it attends to all positions that the model allows. `position_ids` [B, T] default to 0, 1, 2, ...
-        """
+        """Returns the first block's input [B, T, D] for `input_ids` [B, T] int64, and each block's other arguments. If
+        `document_ids` [B, T] are given, a position attends only to positions with the same id."""
         extras: list[Extra] = []
 
         def record(hidden: Tensor, *arguments, **keywords):
@@ -123,15 +100,15 @@ class Decoder:
             return self._run(input_ids, position_ids, document_ids), extras
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Runs block number `index` on `hidden` [B, T, D]. Returns the block's output [B, T, D]. `extra`: the block's
-        other arguments, which `embed` returned."""
+        """Returns the output [B, T, D] of block `index` for its input `hidden`. `extra`: its other arguments, from
+        `embed`."""
         arguments, keywords = extra
         output = self.blocks[index](hidden, *arguments, **keywords)
         return output[0] if isinstance(output, tuple | list) else output  # blocks of OpenAI GPT return a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Registers a hook on each of the blocks `indices`. Before each forward of a block, its hook calls
-        `call(index)`. Removes the hooks that the previous call of this method registered."""
+        """Registers hooks that call `call(index)` before each forward of block `index`. Removes the previous call's
+        hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -139,8 +116,7 @@ class Decoder:
         ]
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Computes the head's input [B, T, D'] from the last block's output `hidden` [B, T, D]. In most models this
-        applies only the final normalization layer."""
+        """Returns the head's input [B, T, D'] for the last block's output `hidden` [B, T, D]."""
         # The embedding runs again, on token 0, forward only: a lookup costs little next to the head's product.
         zeros = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         head_stops = patch.object(self._head, "forward", _stop)
@@ -148,20 +124,16 @@ class Decoder:
             return self._run(zeros)
 
     def run_once(self) -> None:
-        """Runs `embed`, the blocks, `final` and the head once, on the token ids of `example`. Parameters may be on the
-        meta device."""
         with AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns sample arguments for `embed`: two rows of 8 token ids below `vocabulary_size`."""
         return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
 
     def logits(self, *inputs: Tensor | None) -> Tensor:
-        """Computes all logits [B, T, V] with `embed`, `block`, `final` and the head, one after the other. `inputs`: the
-        arguments of `embed`."""
+        """Returns all logits [B, T, V] of the split model. `inputs`: the arguments of `embed`."""
         hidden, extras = self.embed(*inputs)
         for index, extra in enumerate(extras):
             hidden = self.block(index, hidden, extra)
@@ -169,13 +141,11 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Computes the logits [B, T, V] with the model's own forward. `inputs`: the arguments of `embed`. Uses only the
-        first, the token ids."""
+        """Returns the logits [B, T, V] of the model's own forward for token ids `inputs[0]`."""
         return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """Returns the logits [B, T, V] that the model's forward computes if the head returns `output` [B, T, V].
-        `inputs`: as in `whole`."""
+        """Returns the model's logits [B, T, V] if its head returns `output` [B, T, V]."""
         with patch.object(self._head, "forward", lambda hidden: output):
             return self.whole(*inputs)
 
@@ -241,8 +211,7 @@ class Decoder:
         return units
 
     def _unit_of_parameters(self) -> dict[int, int]:
-        """Returns {id of a parameter: index of its unit}. A unit is a set of parameters that are updated together.
-        Index 0 is the embeddings, i + 1 is block i, and -1 is the final norm and an untied head."""
+        # Index 0 is the embeddings, i + 1 is block i, and -1 is the final norm and an untied head.
         before, after = self._parameters_called()
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
         if len(of_blocks) != sum(len(list(block.parameters())) for block in self.blocks):
@@ -267,14 +236,12 @@ class Decoder:
         return function
 
     def _parameters_called(self) -> tuple[set[int], set[int]]:
-        """Finds the parameters of modules that run before the blocks, and of those that run after. Returns two sets of
-        parameters' ids. Runs the model with stubs that return their input in the place of the blocks. Also finds out if
-        a stub must return a tensor or, as blocks do in some versions of transformers, a tuple. Tries a tensor first,
-        and a tuple if the model raises an error. Sets `_returns_tuple`. Raises InputError if both fail."""
         input_ids = torch.zeros((2, 3), dtype=torch.int64, device=self.head_weight.device)
         failure = ""
+        # Blocks return a tuple in some versions of transformers, and a stub must do the same: the model fails
+        # otherwise.
         for self._returns_tuple in (False, True):
-            before, after, shapes = set(), {id(p) for p in self._head.parameters()}, []
+            before, after, shapes = set(), {id(p) for p in self._head.parameters()}, []  # ids of parameters
 
             def note(module: nn.Module, _, before=before, after=after, shapes=shapes) -> None:
                 if not isinstance(module, _Stub):
@@ -300,8 +267,8 @@ class Decoder:
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Returns a key of a block's structure: its modules, their settings, and their parameters' shapes, without the
-    block's number. Blocks with equal keys allocate the same memory, and save the same tensors for backward."""
+    """Returns a key of a block's structure. Blocks with equal keys allocate the same memory and save the same
+    tensors."""
     return tuple(
         (
             name,
@@ -323,10 +290,10 @@ def _stop(value: Tensor) -> None:
 
 
 class AnswerYes(TorchFunctionMode):
-    """Makes `bool(x)` and `y in x` return True for a meta tensor x, which has no values. Models test such values in
-    their forward, for example to find out if all tokens are real. With True, the usual modules run."""
+    """Makes `bool(x)` and `y in x` return True for a meta tensor x, which has no values."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
+        # Models test, for example, if all tokens are real. With True, the usual modules run.
         if function in (Tensor.__bool__, Tensor.__contains__) and arguments[0].is_meta:
             return True
         return function(*arguments, **(keywords or {}))

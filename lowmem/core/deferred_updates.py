@@ -1,12 +1,4 @@
-"""Applies the updates of one optimizer step, unit by unit (the embeddings, each block, the final norm).
-
-The updates run in one of two orders. Either each unit is updated before the next forward pass reads its weights, first
-unit first. Or each is updated as soon as backward has finished its gradients, last unit first. A pass over all units
-may be interrupted and continued.
-
-If memory runs out in an update, that update has changed nothing (optimizers.py). The next `run_until` repeats it. So
-nothing is updated twice, and nothing is left out.
-"""
+"""Applies the updates of one optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,22 +14,16 @@ from lowmem.errors import LowmemError
 
 
 class UpdateInterrupted(LowmemError):
-    """Is raised if updates have stopped halfway, so that some weights are updated and others are not. Training must
-    resume from the newest checkpoint."""
+    """Is raised if only some weights are updated; training must resume from the newest checkpoint."""
 
 
 class Updates:
-    """Updates weights, unit by unit (the embeddings, each block, the final norm). Each optimizer step makes one pass of
-    updates over all units.
-
-    `units`: number of units. `hyper`: hyperparameters of the newest pass; `hyper.update` counts passes from 1 on.
-    `halfway`: True while backward makes updates, so that the step cannot be repeated.
-    """
+    """Makes one pass of updates over all units (embeddings, blocks, final norm) per optimizer step."""
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.state_window, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
         self._updated = None  # event of the last update; later kernels wait for it
-        self.hyper = hyper
+        self.hyper = hyper  # hyperparameters of the newest pass; `hyper.update` counts passes from 1 on
         self.units = units
         self._store, self._operations = store, operations
         self._pieces: Sequence[Piece] = ()
@@ -48,14 +34,12 @@ class Updates:
 
     @property
     def waiting(self) -> bool:
-        """Returns True if updates of the newest pass are pending."""
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass of updates over all units (the embeddings, each block, the final norm). `run_until` makes the
-        updates. Each update multiplies gradients by `gradient_scale`. `downwards`: False to update the first unit
-        first; all gradients must be final then. True to update the last unit first; then a unit's gradients must be
-        final only when `run_until` reaches it."""
+        """Begins a pass, whose updates `run_until` makes. `downwards`: False to update the first unit first; all
+        gradients must be final. True to update the last unit first, each when its gradients are final. Updates multiply
+        gradients by `gradient_scale`."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -69,19 +53,15 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Marks the optimizer step as complete: sets `halfway` to False. Must be called after backward has updated all
-        units."""
-        self.halfway = False
+        self.halfway = False  # backward has updated all units: the step is complete
 
     def refuse_halfway(self) -> None:
-        """Raises UpdateInterrupted if a step failed while it was applying updates during backward."""
         if self.halfway:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Continues the pass of updates until its first `units` units (such as blocks) are updated. Does nothing if
-        they are updated already. Kernels launched later wait for these updates. If memory runs out, raises
-        OutOfMemoryError, and the next call continues. Raises UpdateInterrupted if an earlier call was stopped inside an
+        """Continues the pass until its first `units` units are updated. Kernels launched later wait for these updates.
+        If memory runs out, the next call continues. Raises UpdateInterrupted if an earlier call was stopped inside an
         update."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
@@ -99,13 +79,13 @@ class Updates:
         self.state_window.fetch_ahead()
 
     def flush(self) -> None:
-        """Applies all pending updates. Returns when every optimizer state is back where it is stored."""
+        """Applies all pending updates, and waits until every optimizer state is back where it is stored."""
         self.run_until(self.units)
         self.state_window.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units (such as
-        blocks). May be called in the middle of a pass of updates. Returns True if the states in RAM are page-locked."""
+        """Moves optimizer states into RAM, except those of the first `states_on_gpu` units. Returns True if they are
+        page-locked."""
         self.state_window.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
@@ -113,12 +93,10 @@ class Updates:
             locked = self._store.stream(states_on_gpu)
             self.state_window.fit(self._store.pieces)
         finally:
-            self.state_window.begin(self._pieces[self._next :])
+            self.state_window.begin(self._pieces[self._next :])  # also in the middle of a pass
         return locked
 
     def _due(self, units: int) -> bool:
-        """Returns True if an update is pending and its piece (a range of a unit's elements) belongs to one of the first
-        `units` units of the pass."""
         if not self.waiting:
             return False
         unit = self._pieces[self._next].part.unit
@@ -126,12 +104,11 @@ class Updates:
 
     @torch.no_grad()
     def _update_next(self) -> None:
-        """Updates the next piece (a range of a unit's elements). After the last piece of a unit's matrices or vectors,
-        frees the gradient of these matrices or vectors."""
         piece = self._pieces[self._next]
         part, state = piece.part, self.state_window.take(piece)
         self._torn = True
         if part.has_gradient:  # else this step has used none of its parameters
+            # An update that runs out of memory has changed nothing (optimizers.py). The next `run_until` repeats it.
             with self._transfers.updating():
                 try:
                     self._operations.update(piece, state, self.hyper)
@@ -143,7 +120,7 @@ class Updates:
         self.state_window.give_back(piece)
         self._next += 1
         self._torn = False
-        if piece is part.pieces[-1]:
+        if piece is part.pieces[-1]:  # of a unit's matrices or vectors
             part.drop_gradient()
 
     def _wait_for_gradients(self) -> None:

@@ -1,5 +1,4 @@
-"""Finds out what a model's layers compute. Lists the PyTorch operations that run on tensors without data (on the meta
-device), or compares a layer's outputs with those of a formula."""
+"""Finds out what a model's layers compute, on tensors without data or by comparison with a formula."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,9 +19,8 @@ _MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to t
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Calls `run()` while the parameters of `model` are on the meta device, and returns its result. Parameters with two
-    or more dimensions have `dtype` there. If `run` raises an error, calls it again with the buffers on the meta device,
-    too. Returns None if the second call raises an error, too."""
+    """Returns the result of `run()` while the parameters of `model` are on the meta device, matrices in `dtype`. If
+    that fails, moves the buffers there, too, and tries again. Returns None if both fail."""
     for with_buffers in (False, True):  # some models read their buffers' values, others need one device
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data raise any error
             return run()
@@ -32,9 +30,8 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 def look_at_blocks(
     decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
 ) -> list[Result | None]:
-    """Inspects each block of `decoder` by calling `look(block, run)`. Returns a list with the result for each block.
-    `run()` runs the block once, on tensors without data. Equal blocks (`kind_of`) share one call. The result is None if
-    `look` raises an error, for example because the block needs data."""
+    """Returns `look(block, run)` for each block of `decoder`; None if `look` fails. `run()` runs the block once on meta
+    tensors. Blocks of equal structure share one call."""
     known: dict[tuple, Result | None] = {}
     for index, block in enumerate(decoder.blocks):
         if (kind := kind_of(block)) not in known:
@@ -49,16 +46,14 @@ def _run_block(decoder: Decoder, index: int) -> None:
 
 
 def agrees(output: object, formula: Tensor) -> bool:
-    """Returns True if `output`, computed by a model's code, equals `formula`, computed by a formula, except for
-    rounding. Returns False if `output` is no tensor, or has another shape."""
+    """Returns True if `output` is a tensor that equals `formula` except for rounding."""
     alike = isinstance(output, Tensor) and output.shape == formula.shape
     return alike and bool((output - formula).abs().max() <= _MOST_ERROR * formula.abs().max())
 
 
 def structure_of(model: nn.Module) -> list:
-    """Returns a list of the modules of `model`, their hooks and their other attributes. If the list has not changed
-    (`equal`), the model runs the same operations. The list has no tensors, training modes, or hooks that this project
-    registered."""
+    """Returns the modules of `model`, their hooks and other attributes. While the list stays `equal`, the model runs
+    the same operations."""
     found: list = []
     for module in model.modules():
         found.append(module)
@@ -70,13 +65,11 @@ def structure_of(model: nn.Module) -> list:
 
 
 def is_ours(hook: object) -> bool:
-    """Returns True if `hook` is a function of this project, or a partial of one."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lowmem.")
 
 
 def equal(structure: Sequence, other: Sequence) -> bool:
-    """Returns True if both lists have the same entries in the same order. Numbers, strings and dtypes are compared by
-    value, and all other objects by identity."""
+    """Compares two lists: numbers, strings and dtypes by value, all other objects by identity."""
     return len(structure) == len(other) and all(map(_same, structure, other))
 
 
@@ -86,9 +79,6 @@ def _same(one, other) -> bool:
 
 @contextmanager
 def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> Iterator[None]:
-    """Replaces the parameters of `model` by meta tensors inside `with`. If `with_buffers`, also replaces the buffers.
-    Parameters with two or more dimensions get `dtype`. On exit, restores all of them, also buffers that the model
-    itself has replaced (as GPT-J does with its positions)."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:
@@ -100,7 +90,7 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
                     empty = torch.empty_like(tensor, device="meta", dtype=kind)
                     table[name] = nn.Parameter(empty) if is_parameter else empty
         yield
-    finally:
+    finally:  # restores also buffers that the model itself has replaced, as GPT-J does with its positions
         for table, tensors in zip(tables, before, strict=True):
             table.clear()
             table.update(tensors)
@@ -108,29 +98,25 @@ def _without_data(model: nn.Module, dtype: torch.dtype, with_buffers: bool) -> I
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes a PyTorch operation that ran, with its arguments and result. `module`: the last module whose forward
-    was called before the operation; None if there was none."""
-
     function: torch._ops.OpOverload
     args: tuple
     kwargs: dict
     result: object
-    module: nn.Module | None
+    module: nn.Module | None  # the last one whose forward was called before; None if there was none
 
     @property
     def reads(self) -> list[Tensor]:
-        """Returns the tensors whose values the operation reads: all among its arguments, but none for a view."""
+        """Returns the tensors whose values the operation reads; none for a view."""
         is_view = self.function.is_view or self.function is torch.ops.aten._unsafe_view.default
         return [] if is_view else tensors_in((self.args, self.kwargs))
 
 
 class Trace(TorchDispatchMode):
-    """Lists in `operations` all PyTorch operations that run inside `with`; a dispatch mode. The list keeps the
-    operations' tensors alive, so different storages have different addresses."""
+    """Lists the PyTorch operations that run inside `with`."""
 
     def __init__(self):
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations: list[Operation] = []  # keeps their tensors: no two storages share an address
         self._called: nn.Module | None = None
 
     def __enter__(self):

@@ -1,9 +1,5 @@
-"""Computes the norms of final gradients. Then keeps, copies to RAM, frees or applies these gradients, as the layout's
-Fate says (layout.py).
-
-A gradient is final when nothing more is added to it. One forward and backward pass finishes the gradients of one unit
-(such as a block) after the other, from the last unit to the embeddings.
-"""
+"""Computes the norms of final gradients, to which nothing more is added, and stores, frees or applies these
+(layout.Fate)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,28 +14,21 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the gradients of one forward and backward pass when they are final, that is, fully accumulated. `fate`:
-    HELD (they stay on the device), SENT (copied to RAM), DROPPED (freed) or APPLIED (used at once to update their unit,
-    such as a block). If the loss is not finite, APPLIED becomes HELD, so that no unit is updated."""
+    """Handles the gradients of one backward pass as they become final (fully summed), from the head to the embeddings.
+    `norms_of`: returns the gradient norms [pieces] of a part (a layer's matrices or vectors)."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
         gradient_scale: float, learning_rate: float,
     ):  # fmt: skip
-        """Prepares for the gradients of one backward pass. `store`: the model's parameters. `norms_of`: function that
-        returns the gradient norms of a part (a unit's matrices or vectors), one for each piece (a range of the part's
-        elements). `window`: copies gradients to RAM, if `fate` is SENT. `updates`: updates each unit, if `fate` is
-        APPLIED. These updates use `learning_rate`, and multiply gradients by `gradient_scale`; other fates ignore
-        both."""
-        self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate
+        self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate  # scale and rate of updates if APPLIED
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # gradients of this unit and of later ones are final; no unit yet
         self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms [pieces]}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Prepares the updates that backward will make, if `fate` is APPLIED. Must be called before backward. If the
-        sum of `losses` is not finite, sets `fate` to HELD instead, so that nothing is updated. Does nothing for other
-        fates. `losses`: a scalar for each micro-batch."""
+        """Must be called before backward. If the sum of `losses` is not finite, APPLIED becomes HELD, so that no weight
+        is updated."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
@@ -48,10 +37,8 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Handles gradients that have become final. Must be called when the gradients of unit number `lowest` and of
-        all later units are final. Unit 0 is the embeddings, unit i is block i - 1. Sums the newly final gradients over
-        all ranks and computes their norms. Then keeps, copies to RAM, frees or applies them, as `fate` says. If `fate`
-        is APPLIED and a gradient is not finite, raises UpdateInterrupted."""
+        """Handles the gradients of unit `lowest` (0: the embeddings, i: block i - 1) and all later units. Raises
+        UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]
@@ -73,9 +60,7 @@ class FinalGradients:
             self._updates.run_until(self._updates.units - lowest)
 
     def end(self) -> float:
-        """Ends the backward pass: calls `finish` for all units (such as blocks) that are not finished yet. Returns the
-        norm of the gradients of all parameters over all ranks. It is computed in fp64 from the norms of pieces (ranges
-        of elements)."""
+        """Handles the remaining gradients. Returns the norm of all gradients over all ranks."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

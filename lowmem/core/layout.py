@@ -1,8 +1,4 @@
-"""Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where numbers are stored.
-
-Weights, optimizer states, gradients and saved inputs can be stored on the GPU or in RAM; states also on a disk. Only
-`micro_batch`, which decides how the batch is cut, changes the bits of training. Other fields trade memory for time.
-"""
+"""Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where numbers are stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +9,7 @@ from lowmem.core.recompute import ALL, INPUT, PRODUCTS, Segment
 
 
 class Fate(StrEnum):
-    """Names what happens to a gradient that is final, that is, fully accumulated (final_gradients.py)."""
+    """Names what happens to a final (fully summed) gradient."""
 
     HELD = "held"  # It stays on the GPU. The updates in the next forward pass use it.
     SENT = "sent"  # It is copied to RAM, and waits there for its update.
@@ -23,9 +19,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the settings that define how a training step is computed and where its numbers are stored. A unit (the
-    embeddings, one block, or the final norm) is updated as a whole. "Streamed" weights and states are stored in RAM or
-    on a disk, and copied to the GPU when they are used."""
+    """Holds the settings of how a step is computed; only `micro_batch` changes the bits of its result. A unit is the
+    embeddings, one block, or the final norm. "Streamed" numbers are in RAM or on a disk, and copied to the GPU for
+    use."""
 
     micro_batch: int  # sequences in a micro-batch
     group: int = 1  # micro-batches that pass one segment together before the next segment runs
@@ -39,7 +35,7 @@ class Layout:
     states_on_disk: int = 0  # number of units with streamed states that have their matrices' states on a disk
     # number of units, from unit 0 on, with weights on the GPU; None: all. Those of the first and last are always there
     weights_on_gpu: int | None = None
-    boundaries_in_ram: bool = False  # whether the inputs of segments are in RAM until backward
+    boundaries_in_ram: bool = False  # True: the inputs of segments are in RAM until backward
     fate: Fate = Fate.HELD  # if not HELD, the whole batch is one group; APPLIED: no update may need the norm
     gathered: int = 0  # with several ranks: last blocks whose weights stay gathered until backward; others gather twice
     evaluation_rows: int | None = None  # sequences in a micro-batch of an evaluation, if fewer than `micro_batch`
@@ -51,33 +47,27 @@ class Layout:
 
     @property
     def whole_batch(self) -> bool:
-        """Returns True if all micro-batches of a step must be one group. All micro-batches of a group run through each
-        segment (consecutive blocks) together. This is so if gradients are sent to RAM, dropped or applied during
-        backward, because each gradient must be complete by then."""
+        """Returns True if all micro-batches of a step must be one group."""
+        # Each gradient must be complete before it leaves its accumulator in backward.
         return self.fate is not Fate.HELD
 
     @property
     def fixed_homes(self) -> tuple:
-        """Returns the settings of storage that a training run cannot change. These are the number of units (such as
-        blocks) with weights on the GPU, True if gradients wait in RAM, and the number of units with states on a
-        disk."""
+        # A training run cannot change these settings. The second says if gradients wait in RAM.
         return self.weights_on_gpu, self.fate is Fate.SENT, self.states_on_disk
 
     @property
     def passes(self) -> int:
-        """Returns how often a step runs each group of micro-batches through the blocks: forward and backward, both
-        twice if gradients are dropped."""
+        """Returns how often a step runs through the blocks, forward or backward."""
         return 4 if self.fate is Fate.DROPPED else 2
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Cuts a step's micro-batches into consecutive groups, and returns a slice for each group. The micro-batches of
-        a group run through each segment (consecutive blocks) together. `positions[i]`: number of positions of
-        micro-batch i, padding included. `seq`: number of positions in a row of the batch. A group has at most
-        `self.group` x `self.micro_batch` x `seq` positions, so short micro-batches make larger groups. Raises
-        ValueError if there are several groups although `whole_batch` is True."""
+        """Cuts micro-batches with `positions[i]` positions into consecutive groups. `seq`: positions in a row. Raises
+        ValueError if there are several groups although `whole_batch`."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:
+                # A limit in positions, so short micro-batches make larger groups.
                 left = self.micro_batch * seq * self.group
                 starts.append(index)
             left -= size
@@ -86,9 +76,8 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Returns the numbers of the units (mostly blocks) whose matrices have optimizer states on a disk. These units
-        are spread evenly over those with streamed states, so that a slow disk is busy during all updates of a step.
-        `units`: the total number of units."""
+        """Returns the numbers of the units whose matrices have states on a disk, out of `units`."""
+        # Spread evenly over the units with streamed states: a slow disk is busy during all updates of a step.
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
         return [
@@ -97,13 +86,11 @@ class Layout:
         ]  # fmt: skip
 
     def recomputes(self, blocks: int) -> bool:
-        """Returns True if backward recomputes any activations. `blocks`: the model's number of blocks."""
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:
-        """Divides a model's `blocks` blocks into segments (consecutive blocks that are recomputed together). A block
-        that saves more than its input for backward is a segment by itself. Raises ValueError if weights are streamed
-        and the field `kept` lets a block save its whole graph."""
+        """Divides `blocks` blocks into segments (blocks that are recomputed together). Raises ValueError if a block
+        would keep its graph although weights are streamed."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

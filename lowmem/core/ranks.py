@@ -1,9 +1,5 @@
-"""Defines the methods that a training step calls to communicate with other ranks, the processes that train one model.
-
-`Ranks` is for a process that trains alone. Its subclass for several ranks is in shares.py. The ranks of one machine, or
-of all machines, shard one copy of the model. Each of these ranks stores an equal share of every unit's matrices (a unit
-is mostly a block), and of the gradients and optimizer states of these matrices. Each rank stores all vectors.
-"""
+"""Defines how a training step communicates with other ranks, the processes that train one model
+(docs/several-gpus.md)."""
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -16,67 +12,57 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """Represents the ranks of a run with one process. `rank`: this process's number, from 0 to `count` - 1. `sharing`:
-    number of processes that shard one copy of the model; this process stores share number `place` of that copy."""
+    """Represents a process that trains alone; shares.py is for several."""
 
-    count, rank = 1, 0
-    sharing, place = 1, 0
-    machines, alike = 1, True  # alike: all machines have the same number of processes
+    count, rank = 1, 0  # number of processes; this process's number, from 0
+    sharing, place = 1, 0  # number of processes that shard one copy of the model; this process's number among them
+    machines, alike = 1, True  # number of machines; True: all have the same number of processes
     on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
-        """Divides the processes into groups of `sharing` consecutive ranks. The processes of each group shard one copy
-        of the model. Must be called before a Store is made."""
+        """Divides the ranks into groups of `sharing`, each of which shards one copy of the model. Must be called before
+        a Store is made."""
 
     def share(self, elements: int) -> int:
-        """Returns the number of elements that each process stores of a flat tensor with `elements` elements, padding
-        included."""
+        """Returns the size of each process's share of `elements`, padding included."""
         return elements
 
     def window(self, decoder, store):
-        """Returns an object that gathers sharded weights before blocks run, with WeightWindow's methods. Returns None
-        if this process has all weights."""
+        """Returns an object like WeightWindow that gathers sharded weights; None if this process has all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
-        """Returns the micro-batches of a step that this process computes."""
+        """Returns this process's micro-batches of a step."""
         return micro_batches
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
-        """Returns (micro-batch, True if its loss counts) for each micro-batch of an evaluation that this process
-        computes. All processes compute equally many micro-batches, because they gather weights together."""
-        return [(each, True) for each in micro_batches]
+        """Returns (micro-batch, True if its loss counts) pairs for an evaluation, equally many in all processes."""
+        return [(each, True) for each in micro_batches]  # processes gather weights together in each round
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Starts to sum the gradients of `parts` (units' matrices or vectors) over all processes. This process must not
-        add to these gradients any more. Returns the parts whose sums are ready, each part once; some may be from
-        earlier calls. Leaves out parts without a gradient. If `now`, waits for all sums, and returns all parts that
-        were not returned yet."""
+        """Starts to sum the final gradients of `parts` over all processes. Returns the parts whose sums are ready, also
+        from earlier calls. `now`: True to wait for all sums."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
-        """Returns the sum of `value` over all processes, in fp64."""
+        """Returns the sum over all processes, in fp64."""
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of the gradients of all parameters over all processes, in fp64. `norms` has a pair for each
-        part (a unit's matrices or vectors) with a gradient. The pair is (part, gradient norms of the ranges that the
-        part consists of)."""
+        """Returns the norm of all gradients over all processes, in fp64. `norms`: (part, norms of its pieces) pairs."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
-        """Returns elements `start` to `stop` - 1 of a flat tensor that is sharded over several processes. `shares`:
-        this process's share of that tensor. Must be called only by the `work` of `on_first`. The other processes wait
-        in `on_first` meanwhile, and send their elements."""
+        """Returns elements `start` to `stop` - 1 of a sharded tensor. `shares`: this process's share. May be called
+        only in the `work` of `on_first`."""
         return shares[start:stop]
 
     def on_first(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in process 0 only. `work` may call `range_of` to read elements that other processes store.
-        Returns the result of `work` in all processes, or raises the error of `work` in all."""
+        """Calls `work` in process 0 only. Returns its result, or raises its error, in all processes."""
         return work()
 
     def on_all(self, work: Callable[[], Item]) -> Item:
-        """Calls `work` in all processes, and returns this process's result. `work` must not communicate with other
-        processes. If it fails in some processes, all processes raise the error of the one with the lowest rank."""
+        """Calls `work`, which must not communicate, in all processes. If some fail, all raise the error of the lowest
+        rank."""
         return work()
 
     def agree_on(self, value) -> bool:
@@ -85,8 +71,8 @@ class Ranks:
         return self.most(number) == -self.most(-number)
 
     def discard(self) -> None:
-        """Drops the gradients whose sums over all processes are not ready yet. Called after a step that has failed."""
+        """Drops gradients whose sums are not ready, after a failed step."""
 
     def most(self, number: int) -> int:
-        """Returns the largest `number` that any process passes."""
+        """Returns the largest `number` of all processes."""
         return number

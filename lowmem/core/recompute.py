@@ -1,12 +1,4 @@
-"""Runs a segment (consecutive blocks) forward and backward, with activation checkpointing (docs/recompute.md).
-`Segment.keep` says which tensors forward saves:
-
-    INPUT      saves the segment's input (the boundary); the blocks run again before their backward
-    PRODUCTS   also saves the outputs of matmuls and attention; all else runs again (products.py)
-    ALL        saves the autograd graph; nothing runs again
-
-Recomputation gives the same bits: each block first seeds its device's generator by (seed, step, micro-batch, block).
-"""
+"""Runs a segment (consecutive blocks) forward and backward, with activation checkpointing (docs/recompute.md)."""
 
 import hashlib
 import struct
@@ -21,6 +13,7 @@ from lowmem.core.decoder import Decoder, Extra
 from lowmem.core.products import ProductRecorder, ProductReplayer, SavedProduct, product_skipped
 from lowmem.core.recorder import called_again
 
+# Forward saves a segment's input; with PRODUCTS also the outputs of matmuls and attention; with ALL the autograd graph.
 INPUT, PRODUCTS, ALL = "input", "products", "all"
 
 
@@ -33,8 +26,8 @@ class Dropout:
     micro_batch: int
 
     def begin(self, layer: int, device: torch.device) -> None:
-        """Seeds the random generator of `device` before `layer` runs. `layer`: a block's number; -1 for the embeddings,
-        the number of blocks for the final norm."""
+        """Seeds the generator of `device` before `layer`: a block's number, -1 for the embeddings, the number of blocks
+        for the final norm."""
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
@@ -45,17 +38,12 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Segment:
-    """Describes a segment: consecutive blocks that run and are recomputed together, and the tensors saved for
-    backward."""
-
-    blocks: range
+    blocks: range  # consecutive; they run and are recomputed together
     keep: str  # INPUT, PRODUCTS or ALL
 
 
 @dataclass
 class SavedSegment:
-    """Holds the tensors that a segment (blocks that are recomputed together) has saved for its backward."""
-
     boundary: Tensor  # the segment's input [B, T, D]
     products: list[SavedProduct | None] | None = None  # recorded outputs, if `keep` is PRODUCTS
     output: Tensor | None = None  # the segment's output with its graph, if `keep` is ALL
@@ -65,8 +53,8 @@ class SavedSegment:
 def forward(
     decoder: Decoder, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
 ) -> tuple[Tensor, SavedSegment]:
-    """Runs the blocks of `segment` on `hidden` [B, T, D]. Returns the last block's output [B, T, D], without a graph,
-    and the tensors that `backward` needs. `extras[i]`: arguments of block i other than its input."""
+    """Returns the segment's output [B, T, D], without a graph, and the tensors that `backward` needs. `extras[i]`:
+    arguments of block i other than its input."""
     if segment.keep == INPUT:
         with torch.no_grad():
             return _run(decoder, segment.blocks, hidden, extras, dropout), SavedSegment(hidden)
@@ -84,10 +72,8 @@ def forward(
 def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
-    """Recomputes the blocks of `segment` if needed, and runs them backward. Returns the gradient [B, T, D] for the
-    segment's input. `gradient` [B, T, D]: the gradient for the segment's output. `extras[i]`: arguments of block i
-    other than its input. Hooks add the parameters' gradients to fp32 accumulators (accumulation.py). Frees all of
-    `saved` but the segment's input."""
+    """Returns the gradient [B, T, D] for the segment's input. Hooks add the parameters' gradients to accumulators.
+    Frees all of `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:
@@ -105,6 +91,7 @@ def backward(
 
 def _run(decoder: Decoder, segment: range, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout) -> Tensor:
     for index in segment:
+        # A block that runs again draws the same masks, whatever has run in between.
         called_again(Dropout.begin, dropout, index, hidden.device)
         hidden = decoder.block(index, hidden, extras[index])
     return hidden

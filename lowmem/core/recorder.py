@@ -32,6 +32,7 @@ _FASTER = {  # Python functions for the same operators, which take half the time
     _aten.gelu.default: functional.gelu,
     _aten.native_dropout.default: torch.native_dropout,
 }
+# Not repeated: Python may have read values, or the shape of a tensor depends on values or changes.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _MASKS = (torch.bool, torch.uint8)
 _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -41,8 +42,7 @@ _active: "Recorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`, also in each repeat of a recording. If a Recorder is active, it records this call,
-    and not the operations inside. A Recording then calls `function` each time it is repeated."""
+    """Calls `function(*arguments)`, also in each repeat of a recording, which does not repeat the operations inside."""
     if _active is None:
         function(*arguments)
     else:
@@ -51,8 +51,7 @@ def called_again(function: Callable[..., None], *arguments) -> None:
 
 @dataclass
 class _Call:
-    """Describes a recorded call of `function`. Integers are indices in the recording's list of values."""
-
+    # Integers are indices in the recording's list of values.
     function: Callable
     take: Callable[[list], tuple]  # gets the positional arguments from that list
     keywords: dict[str, Any]
@@ -61,9 +60,8 @@ class _Call:
 
 
 class Recording:
-    """Repeats the `calls` that a Recorder has recorded. `values`: list of values that calls read and write; at first it
-    has only the constants. `arguments`: pairs (index in `values`, number of the argument that is put there). `result`:
-    index of the result in `values`."""
+    """Repeats recorded calls with other arguments. `arguments`: pairs (index in `values`, number of the argument).
+    `result`: index of the result in `values`."""
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
         self._values, self._arguments, self._result = values, arguments, result
@@ -73,8 +71,7 @@ class Recording:
         ]
 
     def __call__(self, arguments: Sequence) -> Tensor:
-        """Repeats the recorded calls with `arguments`, in the recorded order. Returns the result."""
-        values = self._values.copy()
+        values = self._values.copy()  # only the constants are set
         for place, number in self._arguments:
             values[place] = arguments[number]
         with torch._C._AutoDispatchBelowAutograd():
@@ -93,15 +90,9 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the PyTorch operations that run inside `with`, for a Recording that repeats them; a dispatch mode.
-    `arguments`: tensors and objects that the operations use; the first must be a tensor. A repeat replaces these by
-    others. `constants`: modules whose parameters and buffers the operations may use, too.
-
-    Without a dispatch mode, autograd adds a tensor's second gradient to the first in place, if nothing else holds the
-    first (accumulate in input_buffer.cpp). Under a dispatch mode autograd never does so. So this class makes that
-    addition in place. `alone`: result of `_holders` for a gradient that only autograd holds. If `alone` is None, no
-    addition is made in place.
-    """
+    """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that a repeat replaces;
+    the first must be a tensor. `constants`: modules whose parameters and buffers may be used. `alone`:
+    `holders_if_alone()`."""
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
@@ -142,12 +133,12 @@ class Recorder(TorchDispatchMode):
         return False  # else torch.compile's wrapper would be the caller of each operation
 
     def recording(self, result: Tensor) -> Recording | None:
-        """Returns the Recording of all calls so far, whose result is `result`; None if they cannot be repeated."""
+        """Returns a Recording of all calls so far; None if they cannot be repeated."""
         place = self._place(result)
         return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
 
     def call(self, function: Callable, arguments: Sequence) -> None:
-        """Calls `function`, and records this as one call, without the operations inside it."""
+        """Calls `function`, and records this call without the operations inside."""
         take = self._take(arguments)
         with patch.object(self, "_paused", True):
             function(*arguments)
@@ -155,6 +146,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # Without a dispatch mode, autograd adds a second gradient to the first in place if nothing else holds the first
+        # (accumulate in input_buffer.cpp). Under a dispatch mode it never does, so it is done here, unless `alone` is
+        # None.
         if function is _aten.add.Tensor and _called_by_the_engine() and args[0].shape == args[1].shape:
             self.holders = _holders(args)
             if self.holders == self._alone and _is_dense(args[0]):
@@ -191,9 +185,6 @@ class Recorder(TorchDispatchMode):
         self._lists = []
 
     def _refuse(self, function, given: list[Tensor], results: list[Tensor]) -> None:
-        """Sets `refusal` if a repeat of `function` could give other results. This is so if Python code may have read or
-        written tensors' values, or if a result is sparse, complex or on another device. `given`, `results`: the tensors
-        among the arguments and results of `function`."""
         whole = function is _aten.index.Tensor and not any(tensor.dtype in _MASKS for tensor in given)
         if _TAGS.intersection(function.tags) and not whole:
             self.refusal = f"{function} depends on values, or changes a tensor's shape"
@@ -224,8 +215,6 @@ class Recorder(TorchDispatchMode):
         return (lambda values, place=places[0]: (values[place],)) if places else lambda values: ()
 
     def _place(self, value) -> int:
-        """Returns the index of `value`, an argument of a call, in the list of values. Adds `value` to the list if it is
-        not there yet."""
         if isinstance(value, Tensor):
             return self._place_of_tensor(value)
         if id(value) in self._objects:
@@ -249,8 +238,7 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _result(self, result) -> int | None:
-        """Adds an operation's result to the list of values, and returns the result's index there. Returns None if the
-        result is no tensor, or if the list has a tensor with the same storage, offset, shape and strides."""
+        """Returns the index of a new value for `result`; None if it is no tensor, or has an index already."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)
@@ -267,15 +255,14 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _died(self, address: int) -> None:
-        """Notes that the storage of a result, at `address`, was freed after the last recorded call."""
-        _, places = self._born.pop(address)
+        _, places = self._born.pop(address)  # the recorded run freed this storage after its last call
         self._unwritten.discard(address)
         self._calls[-1].dead.extend(places.values())
 
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the reference counts (`_holders`) that a Recorder sees for a gradient that only autograd holds."""
+    """Returns the reference counts that a Recorder sees for a gradient that only autograd holds."""
     with torch.enable_grad(), Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()
@@ -283,30 +270,26 @@ def holders_if_alone() -> tuple | None:
 
 
 def _holders(arguments: tuple) -> tuple[int, int, int]:
-    """Counts the references to the first of `arguments`, a tensor. Returns (references in C++, references to the
-    tensor's storage, references in Python)."""
     first = arguments[0]
+    # References in C++, to the storage, and in Python.
     return first._use_count(), torch._C._storage_Use_Count(address_of(first)), sys.getrefcount(first)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Returns True if the elements of `tensor` fill a range of memory without gaps, in any order of the dimensions."""
+    # No gaps in memory, in any order of the dimensions.
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 def _called_by_the_engine() -> bool:
-    """Returns True if autograd's engine itself called the current operation, and not a backward written in Python."""
     frame = sys._getframe(1).f_back  # the caller of the dispatch mode; None in one of autograd's threads
-    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"  # not a backward in Python
 
 
 def address_of(tensor: Tensor) -> int:
-    """Returns an address that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def geometry_of(tensor: Tensor) -> tuple:
-    """Returns (offset, shape, strides, dtype) of a tensor: a key by which tensors with one storage can be compared."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 

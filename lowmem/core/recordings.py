@@ -1,14 +1,5 @@
-"""Records the PyTorch operations of a segment (blocks that are recomputed together) once, and repeats them without the
-model's own code (docs/recompute.md).
-
-A repeat calls no module and builds no graph. It calls the same operations in the same order, and frees each result
-after the same operation. So bits and memory are those of the recorded run.
-
-Some functions use other tensors or seeds in each run: they add to an accumulator, or seed a generator. Such functions
-are called by `called_again` (recorder.py). A repeat calls the function itself again, and not the operations that were
-recorded inside it. A segment is never repeated if Python code in the segment reads tensors' values, or if a module of
-the segment has a user's hook.
-"""
+"""Records the PyTorch operations of a segment (blocks that are recomputed together), and repeats them without the
+model's code (docs/recompute.md)."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -28,11 +19,10 @@ _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forwa
 
 
 class Recordings:
-    """Records each segment (blocks that are recomputed together) after RUNS_BEFORE runs, and repeats the segment's
-    operations from then on. Separately for each segment and direction (forward, backward), keeps recordings for
-    different shapes of the arguments. These are the MOST_SHAPES shapes that were used last."""
+    """Keeps recordings of each segment and direction, for the MOST_SHAPES newest shapes of arguments."""
 
     def __init__(self):
+        # {name: {shape of arguments: number of runs, then a Recording; None if it cannot be repeated}}
         self._known: dict[Hashable, dict[tuple, int | Recording | None]] = {}
         self._state: list = []
 
@@ -40,15 +30,9 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns the result of `run()`, or repeats the operations that an earlier call recorded. For a `name` and a
-        shape of arguments, the first call only calls `run`. The second also records the operations of `run`. Later
-        calls repeat these operations, with the new `arguments` and `extras`. If the operations cannot be repeated, each
-        call calls `run`.
-
-        `name`: key of the code that `run` executes. `arguments`: tensors and objects that `run` uses; the first must be
-        a tensor. `extras`: one (args, kwargs) per block, without the block's input. `modules`: modules whose parameters
-        and buffers `run` uses.
-        """
+        """Returns the result of `run()`, or repeats its recorded operations with the new `arguments` and `extras`.
+        `name`: key of the code in `run`. `arguments`: what `run` uses; the first must be a tensor. `extras`: (args,
+        kwargs) per block, without its input. `modules`: those whose parameters and buffers `run` uses."""
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
         if shape is None or torch.is_autocast_enabled(arguments[0].device.type):
@@ -72,8 +56,8 @@ class Recordings:
         return result
 
     def forget_if_changed(self, model: nn.Module) -> bool:
-        """Drops all recordings if `model` has changed since the last call: its modules, or their attributes or hooks.
-        Returns True if the model has changed, and in the first call."""
+        """Drops all recordings if the modules, attributes or hooks of `model` have changed. Returns True then, and in
+        the first call."""
         before, self._state = self._state, list(_state_of(model))
         changed = not equal(before, self._state)
         if changed:
@@ -92,8 +76,6 @@ def _state_of(model: nn.Module) -> Iterator:
 
 
 def _hooked(modules: Iterable[nn.Module]) -> bool:
-    """Returns True if `modules` or their parameters have hooks that this project did not register, or if PyTorch has
-    hooks for all modules."""
     if any(getattr(of_modules, name) for name in _HOOKS_OF_ALL):
         return True
     hooks = []
@@ -124,13 +106,12 @@ def _opened(value) -> Iterator:
 
 
 def _shape_of(arguments: Iterable) -> tuple | None:
-    """Returns a key of `arguments`: the shapes of the tensors, the sets of tensors that share memory, and the values of
-    all other arguments. Calls with equal keys run the same operations. Returns None if an argument cannot be
-    compared."""
+    """Returns a key: calls with equal keys run the same operations. None if an argument cannot be compared."""
     addresses: dict[int, int] = {}
     shape = []
     for value in arguments:
         if isinstance(value, Tensor) and value.layout is torch.strided:
+            # Tensors that share memory get the same number.
             shape.append((addresses.setdefault(address_of(value), len(addresses)), *geometry_of(value)))
         elif type(value) in PLAIN:
             shape.append((type(value), value))

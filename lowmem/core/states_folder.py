@@ -1,9 +1,4 @@
-"""Opens and checks the folder for optimizer states on a disk. DiskStates (homes.py) makes the states' tensors in a file
-there.
-
-A training run checks this folder before it spends minutes on reading its data. Nothing here needs PyTorch, whose import
-takes seconds.
-"""
+"""Opens and checks the folder for optimizer states on a disk. Needs no PyTorch, which takes seconds to import."""
 
 import os
 import tempfile
@@ -17,8 +12,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_states_file(folder: Path) -> RawIOBase:
-    """Opens a new unlinked temporary file in `folder`, without a buffer. Creates the folder if it does not exist.
-    Raises InputError if the folder cannot be written."""
+    """Opens a new unlinked temporary file in `folder`, which is created if missing. Raises InputError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="lowmem-states-", buffering=0)
@@ -29,7 +23,7 @@ def open_states_file(folder: Path) -> RawIOBase:
 
 
 def check_states_folder(folder: Path) -> None:
-    """Raises InputError if no file can be created in `folder`. Removes any folder that the check itself has created."""
+    """Raises InputError if no file can be created in `folder`. Leaves no new folder behind."""
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     try:
         open_states_file(folder).close()
@@ -40,8 +34,7 @@ def check_states_folder(folder: Path) -> None:
 
 
 def in_memory(folder: Path) -> str | None:
-    """Returns the name of the file system of `folder`, such as "tmpfs", if it keeps files in RAM. Otherwise returns
-    None."""
+    """Returns the file system of `folder`, such as "tmpfs", if it keeps files in RAM; otherwise None."""
     import psutil
 
     mounts = [each for each in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(each.mountpoint)]

@@ -1,21 +1,4 @@
-"""Makes one optimizer step. The same code trains, is timed, and is simulated for a plan.
-
-    for group in groups of micro-batches:
-        forward    for segment: for micro-batch: run, and save the segment's input (its boundary) or more (recompute.py)
-        loss       for micro-batch: final norm and head, chunked; the head's gradient goes into its accumulator
-        backward   for segment reversed: for micro-batch: recompute, backward, add to the fp32 accumulators
-    embeddings     for micro-batch: backward, from the gradients for the first block's input
-    norm           norm of all accumulated gradients; if it is not finite, no update
-    updates        per unit: just before the next forward pass needs it, in `flush`, or in backward (final_gradients.py)
-
-    unit               parameters that are updated together: the embeddings, one block, or the final norm
-    part, piece        a unit's matrices or its vectors; a range of a part's elements that is updated at once
-    segment, boundary  consecutive blocks that are recomputed together, and their saved input
-    group              micro-batches that pass a segment together before the next segment runs
-    extras             a block's arguments other than its input: masks, position embeddings
-
-Only `micro_batch` of a layout (layout.py) changes the bits of the result. docs/step.md says why, and has drawings.
-"""
+"""Makes one optimizer step: start with docs/step.md. The same code trains, is timed, and is simulated for a plan."""
 
 import math
 import operator
@@ -51,9 +34,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the loss and other numbers of one step. `loss`: mean over the tokens with a label, in nats. `grad_norm`:
-    norm of all gradients together, before clipping. `updated`: False if `grad_norm` is not finite; the step then
-    updates no weight. `positions`: number of positions that all ranks computed, padding included."""
+    """Holds the loss of a step (mean over the tokens with a label, in nats) and the norm of all gradients before
+    clipping. `updated`: False if that norm is not finite. `positions`: those of all ranks, padding included."""
 
     loss: float
     grad_norm: float
@@ -62,27 +44,21 @@ class StepResult:
 
 
 class StepAbandoned(Exception):
-    """Is raised if `TrainingStep.abandoned()` returns True, before the current step has updated any weight."""
+    """Is raised if `TrainingStep.abandoned()` returns True."""
 
 
 class TrainingStep:
-    """Makes one optimizer step each time it is called with a batch. Some weight updates stay pending until the next
-    forward pass; `flush` applies them at once.
-
-    Callers may set two functions. `abandoned()` is called before each micro-batch of each segment (consecutive blocks),
-    unless the step may have updated some weights. If it returns True, StepAbandoned is raised. `make_room(where,
-    reason)` is called if memory runs out, after the failed attempt has been freed. It must save memory by
-    `change_layout`, or raise an error. If it returns, the attempt is repeated. `where`: STEP, UPDATES or EVALUATION.
-    HALFWAY means that some weights may have been updated; then `make_room` must raise an error.
-    """
+    """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
+    of a segment or evaluation; True raises StepAbandoned. `make_room(where, reason)` is called if memory runs out. It
+    must save memory by `change_layout`, so that the attempt is repeated, or raise an error. If `where` is HALFWAY, it
+    must raise one."""
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """Prepares the step for the layout of `store`. `hyper`: the optimizer's hyperparameters. `clip_norm`: largest
-        norm of all gradients together, None for no limit. `seed`: seed of the dropout masks. `operations`, `transfers`:
-        None, or replacements that a simulation passes."""
+        """`clip_norm`: largest norm of all gradients together; None for no limit. `operations`, `transfers`:
+        replacements for a simulation."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
@@ -105,8 +81,8 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
-        """Makes step number `step` on `batch`, a Batch or a dict as transformers' models take it (Batch.from_hf).
-        Dropout masks depend on `step`. Some updates may stay pending until the next step or `flush`."""
+        """Makes step number `step`, which seeds dropout, on a Batch or a dict (Batch.from_hf). Some updates stay
+        pending until the next step or `flush`."""
         try:
             step = operator.index(step)
         except TypeError:
@@ -143,10 +119,9 @@ class TrainingStep:
         return StepResult(loss / tokens, norm, updated, work.positions)
 
     def _prepare(self, batch: Batch, step: int, scale: float) -> Work:
-        """Moves this rank's micro-batches of `batch` to the device, and divides them into groups, which are computed
-        together. Several ranks have one group each. `step` seeds dropout. `scale` multiplies the loss."""
         cut = self._cut(batch, self.layout.micro_batch)
         positions = [each.input_ids.numel() for each in cut]
+        # Several ranks have one group each.
         several = self.store.ranks.count > 1
         groups = [slice(None)] if several else self.layout.groups(positions, batch.input_ids.shape[1])
         own = self.store.ranks.own(range(len(cut)))
@@ -158,8 +133,7 @@ class TrainingStep:
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
-        """Runs all groups of micro-batches forward and backward. Returns the sum of all tokens' losses and the norm of
-        all gradients. `work.scale` multiplies the gradients, and so also the norm, but not the sum of losses."""
+        """Returns the sum of all tokens' losses, and the norm of all gradients (multiplied by `work.scale`)."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -176,8 +150,7 @@ class TrainingStep:
         return loss, gradients.end()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs `work`, one group of micro-batches, forward and backward. Returns two lists with one entry per
-        micro-batch: its loss, summed over tokens, and the gradient for the first block's input."""
+        """Returns each micro-batch's loss, summed over tokens, and its gradient for the first block's input."""
         hidden, extras, saved = self._forward(work)
         losses, output_gradients = self._losses(work, hidden)
         gradients.begin(losses)
@@ -185,9 +158,9 @@ class TrainingStep:
         return losses, output_gradients
 
     def _forward(self, work: Work) -> tuple[list[Tensor], list[list[Extra]], list[list[SavedSegment]]]:
-        """Runs all segments (consecutive blocks) forward. Returns three lists with one entry per micro-batch: the last
-        block's output, the blocks' arguments other than their input, and the tensors that each segment saves. No loop
-        here or in the next two methods may leave a tensor in a variable, which would keep the tensor allocated."""
+        """Returns, for each micro-batch, the last block's output, the blocks' other arguments, and the segments' saved
+        tensors."""
+        # No loop here, in `_losses` or in `_backward` may leave a tensor in a variable, which would keep it allocated.
         self._updates.run_until(1)
         self._weights.bring(range(-1, 0))  # the embeddings; only several ranks have to gather them
         embedded = [self.operations.embed(*pair) for pair in zip(work.micro_batches, work.dropouts, strict=True)]
@@ -213,8 +186,6 @@ class TrainingStep:
         return hidden, extras, saved
 
     def _losses(self, work: Work, hidden: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs the head on `hidden`, the last block's output of each micro-batch, and frees these outputs. Returns two
-        lists with one entry per micro-batch: the loss, and the gradient for the last block's output."""
         self._updates.run_until(self._updates.units)
         self._weights.bring(self._head)
         losses, output_gradients = [None] * len(hidden), [None] * len(hidden)
@@ -229,8 +200,7 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments (consecutive blocks) backward, last first. `extras`, `saved`: results of `_forward`.
-        `output_gradients`: gradients for the last block's output, replaced by those for the first block's input."""
+        """Replaces each of `output_gradients`, for the last block's output, by that for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -249,12 +219,12 @@ class TrainingStep:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Returns True if updates wait for all gradients: to clip them, or to check that scaled ones are finite."""
+        """Returns True if updates wait for all gradients, to clip or check them."""
         return self._clip_norm is not None or self.loss_scale.enabled
 
     @property
     def updates(self) -> int:
-        """Returns the number of steps that have updated weights or have pending updates. Skipped steps do not count."""
+        """Returns the number of steps with updates, made or pending."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -262,16 +232,16 @@ class TrainingStep:
         self._updates.hyper = replace(self._updates.hyper, update=value)
 
     def flush(self) -> None:
-        """Applies all pending updates. Frees the gradients of a failed step. Must be called before code other than a
-        step reads weights or states. Raises UpdateInterrupted if a step failed after it had updated some weights."""
+        """Applies all pending updates. Must be called before other code reads weights or states. Raises
+        UpdateInterrupted if a step failed after it had updated some weights."""
         self._updates.refuse_halfway()
         self._retrying(UPDATES, self._updates.flush)
         if any(part.has_gradient for part in self.store.parts):
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """Applies all pending updates. Then returns the loss of `batch` in nats, summed over the tokens with a label,
-        and the number of these tokens."""
+        """Applies all pending updates. Returns the sum of the losses of all tokens with a label, in nats, and their
+        number."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()
@@ -300,12 +270,12 @@ class TrainingStep:
 
     @property
     def halfway(self) -> bool:
-        """Returns True if backward may have updated weights already, so that the step cannot be repeated."""
+        """Returns True if backward may have updated weights, so that the step cannot be repeated."""
         return self._updates.halfway
 
     def change_layout(self, layout: Layout) -> bool:
-        """Uses `layout` from now on. May move optimizer states from the device into RAM, but never back. Returns False
-        if CUDA refuses to page-lock that RAM, otherwise True. Raises ValueError if `layout` changes `fixed_homes`."""
+        """Uses `layout` from now on. May move optimizer states into RAM; returns False if CUDA refuses to page-lock
+        them. Raises ValueError if `fixed_homes` would change."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu
@@ -322,8 +292,6 @@ class TrainingStep:
         self.segments = layout.segments(len(self._decoder.blocks))
 
     def _retrying(self, where: str, work: Callable[..., Result], *arguments) -> Result:
-        """Returns `work(*arguments)`. If memory runs out, calls `make_room`, which may raise an error, and repeats the
-        call. `where`: the kind of work (STEP, UPDATES or EVALUATION), for `make_room`."""
         while True:
             try:
                 return work(*arguments)
@@ -337,8 +305,6 @@ class TrainingStep:
             self.make_room(HALFWAY if self.halfway else where, reason)
 
     def _discard_attempt(self) -> None:
-        """Drops the gradients of a failed step. While updates are pending, keeps the accumulators, which have the
-        gradients of the step before. A step adds to accumulators only after all pending updates."""
         own = (use.own for use in self._decoder.shared if use.own is not None)
         for parameter in chain(own, *(unit.parameters.values() for unit in self._decoder.units)):
             parameter.grad = None  # a gradient that was not added to its accumulator
@@ -346,5 +312,7 @@ class TrainingStep:
         self.boundaries.forget()
         self._gradient_window.release()
         self.store.ranks.discard()
+        # While updates are pending, the accumulators have the gradients of the step before: a step adds to them only
+        # after all pending updates.
         for part in () if self._updates.waiting else self.store.parts:
             part.drop_gradient()

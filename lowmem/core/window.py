@@ -1,12 +1,4 @@
-"""Copies tensors that are stored in RAM or on a disk to the device when they are used, and back.
-
-             fetch                      use                     send
-    home ------------> slot on device ------> kernels, slot ------------> home
-          event "arrived"                                   event "left"
-
-A home is the place where a tensor is stored. A slot is a buffer on the device; a window has several (docs/step.md). A
-slot is filled again when its old content has been sent. No home and no order of copies changes a bit of the result.
-"""
+"""Copies tensors that are stored in RAM or on a disk to the device for use, and back."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,27 +18,18 @@ READ_AHEAD = 8  # number of pieces whose states the operating system is asked to
 
 @dataclass(eq=False)
 class Slot:
-    """Holds one buffer on the device. Tensors that are stored in RAM or on a disk are copied into its `tensors`, {name:
-    tensor}.
-
-    `inside`: the newest content: views of `tensors` in a StateWindow, a key in a WeightWindow. `arrived`, `left`:
-    events that occur when the newest copies into the slot, and out of it, are done; None for nothing to wait for.
-    `buffers`: RAM through which copies between the slot and a disk pass. `owed`: pairs (tensor on a disk, host buffer)
-    still to be written to the disk.
-    """
-
-    tensors: State
-    left: object = None
-    arrived: object = None
-    inside: object = None
-    buffers: State = field(default_factory=dict)
-    views: dict = field(default_factory=dict)  # views of `tensors` and `buffers`, made once
-    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    tensors: State  # {name: buffer on the device}
+    left: object = None  # event: the newest copies out are done; None: nothing to wait for
+    arrived: object = None  # the same for copies in
+    inside: object = None  # newest content: views of `tensors` in a StateWindow, a key in a WeightWindow
+    buffers: State = field(default_factory=dict)  # RAM through which copies between `tensors` and a disk pass
+    views: dict = field(default_factory=dict)  # views of `tensors` and `buffers`, made once to save CPU time
+    owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pairs (tensor on a disk, buffer) not written yet
 
 
 class Window:
-    """Copies tensors from RAM or a disk into slots (buffers on the device), and back. `into`, `out`: lanes (CUDA
-    streams) of copies in and out. `user`: lane of the kernels that use the slots."""
+    """Copies tensors into slots (device buffers) and back, on the lanes (CUDA streams) `into` and `out`. `user`: lane
+    of the kernels that use the slots."""
 
     def __init__(
         self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
@@ -57,8 +40,7 @@ class Window:
         self.sent: deque[Slot] = deque()  # slots of tensors that `send_away` copies and `release` has not freed yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots (buffers on the device). `sizes`: {name: (entries, dtype)} of the tensors in each
-        slot. Does nothing if the slots have these sizes already. If memory runs out, no slots are left."""
+        """Allocates `number` slots of tensors {name: (entries, dtype)}. If memory runs out, no slots are left."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # copies into the old slots must be done before kernels reuse their memory
@@ -70,33 +52,29 @@ class Window:
         self.slots = [self.slot(tensors) for tensors in made]
 
     def slot(self, tensors: State) -> Slot:
-        """Returns a Slot with the buffers `tensors`. Copies into the slot will wait for all kernels launched so far,
-        which may still use that memory."""
+        # Kernels launched so far may still use that memory.
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Queues copies into `slot`, a buffer on the device, and returns at once. The copies start when the slot's old
-        content has been copied out and the events `after` have occurred. `pairs`: (destination, source)."""
+        """Queues copies into `slot` after its old content has left and the events `after` have occurred."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
-        """Makes kernels launched from now on wait until the copies into `slots` (buffers on the device) are done."""
+        """Makes kernels launched from now on wait for the copies into `slots`."""
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Queues copies out of `slot`, a buffer on the device, and returns at once. The copies start when all kernels
-        launched so far on the lane (CUDA stream) `user` are done. `pairs`: (destination, source)."""
+        """Queues copies out of `slot` after the kernels launched so far."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
-        """Queues a copy of `tensor` to `home`, a tensor in RAM, and returns at once. The memory of `tensor` stays
-        allocated until `release`."""
+        """Queues a copy of `tensor` to `home` in RAM. The memory of `tensor` stays allocated until `release`."""
         self.sent.append(Slot({}, inside=tensor))
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors passed to `send_away` except the `keep` newest. Kernels launched from now on, and later
-        work of `lanes` (CUDA streams), wait until the copies of the freed tensors are done."""
+        """Frees all tensors of `send_away` except the `keep` newest. Later kernels, and later work of `lanes`, wait for
+        the copies."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -104,13 +82,7 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states that are in RAM or on a disk to the device for updates, and back. Has AHEAD + 1 slots
-    (buffers on the device). Each slot fits the largest state of a piece (a range of elements that is updated at once).
-
-    A pass over the pieces copies each state in before its update, and back after it. So copies in both directions and
-    kernels run at the same time. Each slot has host buffers for states on a disk. The host reads a state into these
-    buffers when it is fetched, and writes it to the disk before the slot is used again.
-    """
+    """Copies optimizer states from RAM or a disk to the device for updates, and back."""
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
         self._transfers, self._device = transfers, device
@@ -120,17 +92,14 @@ class StateWindow:
 
     @property
     def fits(self) -> bool:
-        """Returns True if the slots (buffers on the device) are allocated, False if memory ran out in `fit`."""
-        return bool(self._window.slots)
+        return bool(self._window.slots)  # False if memory ran out in `fit`
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the size in bytes of the host buffers (RAM) between slots on the device and a disk."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Allocates the slots (buffers on the device) that the states of `pieces` (ranges of elements) need. No copy
-        may be under way."""
+        """Allocates slots that fit the states of `pieces`. No copy may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -138,22 +107,18 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass of updates over `pieces` (ranges of elements that are updated at once). The caller then takes
-        each piece's state, updates it and gives it back, in this order.
-
-        If copies of the previous pass may be under way, `pieces` must be those of that pass, in the same order. A copy
-        into a slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done. The
-        stored state of a piece that is not given back stays unchanged.
-        """
+        """Begins a pass over `pieces` (ranges of elements): the caller takes, updates and gives back each state, in
+        this order. While copies of the last pass may be under way, `pieces` must be those of that pass."""
+        # The stored state of a piece that is not given back stays unchanged. The order of pieces matters: a copy into a
+        # slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done.
         self._streamed = [piece for piece in pieces if piece.streamed]
         self._fetched = self._used = 0
         self._from_disk = iter([piece for piece in self._streamed if piece.on_disk])
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the optimizer state of `piece` (a range of elements) on the device, for kernels of the lane (CUDA
-        stream) UPDATES. `piece` must be the next one of the pass that `begin` has begun. Also queues copies of the
-        following pieces' states. A second call before `give_back` returns the same state."""
+        """Returns the state of `piece`, the next one of the pass, for kernels of the lane UPDATES. A second call before
+        `give_back` returns the same."""
         self.fetch_ahead()
         if not piece.streamed:
             return piece.state
@@ -162,15 +127,12 @@ class StateWindow:
         return slot.inside
 
     def fetch_ahead(self) -> None:
-        """Queues copies to the device of the states of the next AHEAD + 1 pieces (ranges of elements) of the pass,
-        unless that is done already."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
-        """Starts to copy the updated state of `piece` (a range of elements) back to where it is stored. `piece` must be
-        the one that the last call of `take` was for."""
+        """Queues a copy of the updated state of `piece`, the last one taken, to where it is stored."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
@@ -183,7 +145,7 @@ class StateWindow:
         self._used += 1
 
     def synchronize(self) -> None:
-        """Waits until all states that were given back have arrived in RAM or on the disk."""
+        """Waits until all states given back are in RAM or on the disk."""
         self._transfers.synchronize()
         for slot in self._window.slots:
             self._settle(slot)
@@ -193,7 +155,7 @@ class StateWindow:
         slot.inside = _views(slot, slot.tensors, places)
         if piece.on_disk:
             self._transfers.wait(Lane.HOST, slot.left)  # the host is about to read and to fill the buffers
-            self._settle(slot)
+            self._settle(slot)  # the slot's old state
             places = places | self._buffers(slot, piece)
             self._transfers.read([(places[name], piece.state[name]) for name in piece.on_disk])
         self._window.fetch(slot, _different((slot.inside[name], place) for name, place in places.items()))
@@ -208,10 +170,8 @@ class StateWindow:
             self._transfers.read_ahead([piece.state[name] for name in piece.on_disk])
 
     def _buffers(self, slot: Slot, piece: Piece) -> State:
-        """Returns {name: buffer in RAM} for the tensors of `piece` (a range of elements) that are on a disk. If the
-        device's memory is RAM (`host_buffer` is None), the buffers are the tensors of `slot`."""
         make = self._transfers.host_buffer
-        if make is None:
+        if make is None:  # the device's memory is RAM
             return {name: slot.inside[name] for name in piece.on_disk}
         slot.buffers |= {
             name: make(slot.tensors[name].numel(), slot.tensors[name].dtype)
@@ -221,16 +181,12 @@ class StateWindow:
         return _views(slot, slot.buffers, {name: piece.state[name] for name in piece.on_disk})
 
     def _settle(self, slot: Slot) -> None:
-        """Writes the states in the host buffers of `slot` (a buffer on the device) to the disk, if that is still to be
-        done. Copies from the device into the host buffers must be done."""
-        if slot.owed:
+        if slot.owed:  # copies from the device into these buffers must be done
             self._transfers.write(slot.owed)
         slot.owed = []
 
 
 def _views(slot: Slot, tensors: State, places: State) -> State:
-    """Returns {name: view of `tensors[name]`}. Each view is as long as the tensor `places[name]`. `tensors` are buffers
-    of `slot`. Stores the views in the slot, because making views takes CPU time."""
     key = id(tensors), *((name, place.numel()) for name, place in places.items())
     if key not in slot.views:
         slot.views[key] = {name: tensors[name][: place.numel()] for name, place in places.items()}
