@@ -1,22 +1,6 @@
 """Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the kernels.
 
-An MLP computes down(activation(up(x))). A gated MLP, as in Llama, Qwen, Mistral and Gemma, computes
-down(activation(gate(x)) * up(x)). Backward needs the activation's output only for the gradient of down's weight. In
-backward, one kernel computes this output again from the saved input, together with the gradient for that input:
-
-    forward     values = activation(gate) * up        output = values @ W
-    backward    values_gradient = gradient @ W.T      one kernel: values, gate's gradient, up's gradient
-                W's gradient = values.T @ gradient
-
-So a recomputed block need not compute `values`, and a block that keeps its graph saves fewer bytes. Per element of the
-MLP's inner width, a GELU in a recomputed block moves 12 bytes: 4 in forward and 8 in backward. Separate operators move
-14, and 2 more for the gradient of the bias before the GELU. The kernel sums that gradient up, too. A gated activation
-moves 18 bytes instead of 22.
-
-The model's own code runs. But an activation module returns an `Inputs` object instead of its output. Only the linear
-layers of layers.py can read this object. `fuse_activations` tries each block on tensors without data. If any other code
-reads the Inputs object, it raises an error, and the block's activations stay as they are. If a user later replaces the
-linear layer or hooks it, the activation module returns its usual output again. No GPU has run this code yet.
+The linear layer that follows (layers.py) gets `Inputs`, and computes the output. No GPU has run this code yet.
 """
 
 import copy
@@ -39,9 +23,8 @@ _NAMES = ("gelu", "silu", "swish")  # an activation's class has one of these in 
 
 @dataclass(frozen=True)
 class Activation:
-    """Describes the function x * sigmoid(linear * x + cubic * x^3). This is SiLU, or GELU in its tanh form
-    (arXiv:1606.08415). If `erf` is True, describes exact GELU, x * (1 + erf(x / sqrt(2))) / 2, without the other two
-    fields."""
+    """Represents x * sigmoid(linear * x + cubic * x^3): SiLU, or GELU in its tanh form (arXiv:1606.08415). `erf`: True
+    for exact GELU instead."""
 
     linear: float
     cubic: float
@@ -53,14 +36,12 @@ class Activation:
         return x * torch.sigmoid(self.linear * x + self.cubic * x**3)
 
     def values(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        """Returns activation(gate) * up [..., I], rounded once. If `up` is None, returns activation(gate)."""
+        """Returns activation(gate) * up, rounded once; `up` None stands for 1."""
         return torch.ops.lowmem.gated(gate, up, self.linear, self.cubic, self.erf)
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Computes gradients from `gradient` [..., I], the gradient for activation(gate) * up. Overwrites `gradient`
-        with the gradient for `gate`. Returns two tensors: activation(gate) * up once more, as rows [N, I], and the
-        gradient for `up`. If `up` is None, the second is None. Then the sum of the rows of `gradient` is also computed,
-        for `sum_of_rows`. It is stored as an attribute of `gradient`."""
+        """Overwrites `gradient` [..., I], the gradient for activation(gate) * up, with the gradient for `gate`. Returns
+        activation(gate) * up again, as rows [N, I], and the gradient for `up`."""
         columns = gate.shape[-1]
         rows = gate.numel() // columns
         values = gate.new_empty(rows, columns)
@@ -73,6 +54,7 @@ class Activation:
         numbers = self.linear, self.cubic, self.erf
         torch.ops.lowmem.gated_backward(gradient, gate, up, values, of_up, sums, *numbers)
         if sums is not None:
+            # For `sum_of_rows`: the kernel has summed up the gradient of the bias before the activation.
             gradient._lowmem_sum_of_rows = gradient._version, sums.sum(0)
         return values, of_up
 
@@ -84,38 +66,33 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns a bias's gradient [I] in fp32: the sum of the rows of `gradient`. Takes the sum that `differentiate` has
-    stored, if there is one and `gradient` has not been written since. Otherwise adds up `rows` [N, I], a view of
-    `gradient`."""
+    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], a view of `gradient`."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
+    # `differentiate` has noted the sum. It is stale if `gradient` has been written since.
     return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)
 
 
+# Bytes moved per element of the MLP's inner width: 12 for GELU in a recomputed block, 18 for a gated activation. By
+# separate operators: 14 and 2 more for the gradient of a bias, and 22.
 @dataclass(frozen=True)
 class Inputs:
-    """Holds the inputs of an activation whose output activation(gate) * up [..., I] is not computed yet. If `up` is
-    None, the output is activation(gate). Only FusedProduct (layers.py) can read this object. `source`: the
-    ActivationForward that made it."""
+    """Holds the inputs of an activation whose output activation(gate) * up [..., I] is not computed yet; `up` None
+    stands for 1."""
 
     gate: Tensor
     up: Tensor | None
-    source: "ActivationForward"
+    source: "ActivationForward"  # the object that made these inputs
 
 
 class ActivationForward:
-    """Replaces the forward of `module`, an activation or a gated MLP. Passes an Inputs object, not the activation's
-    output, to the linear layer that follows. A call with further arguments goes to the module's own forward. So does
-    every call if that linear layer is no longer a FusedProduct (layers.py), or if a user's hook would see the Inputs
-    object.
-
-    `place`: (module that has the linear layer, the layer's name there); None until known. `reader`: the linear layer
-    that has read an Inputs object; None before the first call.
-    """
+    """Replaces the forward of `module`, an activation or a gated MLP, to pass Inputs to the linear layer that follows.
+    Runs the module's own forward if that layer cannot read Inputs, or if a user's hook would see the Inputs."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
+        # (module that has the linear layer, the layer's name there); None until known
         self.place = (module, LAYERS[-1]) if self._gated else None
-        self.reader: nn.Module | None = None
+        self.reader: nn.Module | None = None  # the linear layer that has read Inputs
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor | Inputs:
         module = self._module
@@ -127,8 +104,7 @@ class ActivationForward:
         return module.down_proj(inputs)
 
     def _is_read(self) -> bool:
-        """Returns True if the linear layer that follows can read Inputs and no user's hook would see them. Also returns
-        True if that layer is not known yet."""
+        # Until the linear layer is known, assumes so.
         if self.place is None:
             return True
         layer = getattr(*self.place)
@@ -139,8 +115,8 @@ class ActivationForward:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the Activation that `module` computes or, if `module` is a gated MLP, applies. Finds it by comparing the
-    module's outputs for sample inputs with those of ACTIVATIONS. Returns None if none of them agrees."""
+    """Returns the one of ACTIVATIONS that `module`, an activation or a gated MLP, applies. Returns None for other
+    modules."""
     generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
     gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
@@ -165,9 +141,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replaces the forward of activations and gated MLPs in the blocks of `decoder` by ActivationForward. The blocks'
-    linear layers must be FusedProducts already (layers.py). If code other than a linear layer reads an activation's
-    output, that block's activations stay as they are. `dtype`: the matrices' dtype."""
+    """Replaces activations and gated MLPs in the blocks of `decoder` by ActivationForward, if only linear layers read
+    their output. These layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():
@@ -187,8 +162,8 @@ def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def _readers(block: nn.Module, run: Callable[[], object]) -> dict[str, str]:
-    """Runs `block` by calling `run`. Returns {name of an activation: name of the linear layer that reads its output}.
-    Raises an error if anything else reads an activation's output."""
+    """Returns {name of an activation: name of the linear layer that reads its output}. Raises an error if anything else
+    reads such an output."""
     run()
     names = {module: name for name, module in block.named_modules()}
     forwards = {name: vars(module).get("forward") for module, name in names.items()}

@@ -4,22 +4,7 @@
     encoder block   changes the first S positions and passes the rest on
     decoder block   attends to the first S positions, passes them on, and changes the rest
 
-So all other code sees one decoder, with the encoder's blocks before the decoder's. In backward, the gradient for the
-encoder's output is summed in the first S positions. The price: every saved block input (recompute.py) holds all S + T
-positions.
-
-Parameters that are updated together form a unit:
-
-    unit 0    the token embedding, and both tables of relative position biases
-    blocks    a block's parameters; in the decoder's first block also the encoder's final norm, which it applies
-    final     the decoder's final norm, and the head if it is not tied
-
-In T5, the first block of a stack looks up position biases and passes them to the later blocks. Here each block looks
-them up itself, so that any block can be recomputed. Each block has a separate gradient for the shared table
-(`SharedUse`). accumulation.py adds these gradients in the order of the blocks, so the sum does not depend on the order
-in which blocks run.
-
-Attention is T5's: softmax(q k^T + bias + mask) v without a scale, with fp32 scores (arXiv:1910.10683).
+So every saved block input holds all S + T positions.
 """
 
 import functools
@@ -51,27 +36,24 @@ _ATTENTION = "lowmem_with_position_bias"  # its name in transformers' registry
 
 @dataclass
 class SharedUse:
-    """Describes how one block uses a parameter that several blocks share: T5's table of position biases.
-
-    `parameter()` returns the shared parameter that the model has now. `own`: a parameter for this block with the same
-    data and a separate gradient; None until accumulation.py makes it.
-    """
+    """Describes one block's use of a parameter that several blocks share: T5's table of position biases."""
 
     name: str  # the parameter's name in the model
-    parameter: Callable[[], nn.Parameter]
+    parameter: Callable[[], nn.Parameter]  # returns the shared parameter that the model has now
+    # A parameter for this block with the same data; None until accumulation.py makes it. The blocks' gradients are
+    # added in the order of the blocks, so the sum does not depend on the order in which blocks run.
     own: nn.Parameter | None = None
 
     def value(self) -> nn.Parameter:
-        """Returns the parameter that the block computes with. This is `own`, whose data is first set to the shared
-        parameter's current data. If `own` is None, this is the shared parameter."""
+        """Returns `own` with the shared parameter's current data; the shared parameter if `own` is None."""
         if self.own is None:
             return self.parameter()
         self.own.data = self.parameter().data
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Returns the position biases [T, S, H] of `buckets` [T, S] int64, which are T5's classes of distances between
-        positions. The biases are fp32, because each bias's gradient is a sum of T x S numbers."""
+        """Returns the position biases [T, S, H] fp32 of `buckets` [T, S] int64, classes of distances."""
+        # In fp32, because each bias's gradient is a sum of T x S numbers.
         return F.embedding(buckets, self.value().float())
 
 
@@ -79,8 +61,7 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     position_bias: Tensor, dropout: float = 0.0, **_,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes attention [B, T, H, d] of `query` [B, H, T, d] to `key` and `value` [B, H, S, d]. Adds `position_bias`
-    and `attention_mask` to the scores [B, H, T, S]."""
+    """Returns T5's attention [B, T, H, d]: softmax(q k^T + bias + mask) v, without a scale (arXiv:1910.10683)."""
     scores = torch.matmul(query, key.transpose(2, 3)).float()  # fp32 scores are not copied
     scores += position_bias
     if attention_mask is not None:
@@ -94,9 +75,7 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class EncoderDecoder(Decoder):
-    """Splits `model`, a T5ForConditionalGeneration, with the methods of Decoder. `blocks` has the encoder's blocks and
-    then the decoder's. `input_ids` [B, S + T] are the source and then the decoder's input. `source_mask` [B, S] bool is
-    True for the source's real tokens, and False for padding."""
+    """Splits a T5ForConditionalGeneration. `blocks` has the encoder's blocks, then the decoder's."""
 
     needs_sources = True
 
@@ -127,6 +106,8 @@ class EncoderDecoder(Decoder):
         for stack in (self._encoder, self._decoder):
             table = stack.block[0].layer[0].SelfAttention._modules["relative_attention_bias"]
             for block in stack.block:
+                # T5 looks up position biases in a stack's first block. Here each block does, so that any block can be
+                # recomputed.
                 attention = block.layer[0].SelfAttention
                 parameter = functools.partial(getattr, table, "weight")
                 self.shared.append(use := SharedUse(names[id(table.weight)], parameter))
@@ -137,9 +118,8 @@ class EncoderDecoder(Decoder):
     def embed(
         self, input_ids: Tensor, position_ids: None, document_ids: None, source_mask: Tensor
     ) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, S + T, D] for `input_ids` [B, S + T] int64, and a list of the other
-        arguments of each block. `source_mask` [B, S] bool is True for real source tokens. `position_ids` and
-        `document_ids` are not used: positions are relative, and there is no document mask."""
+        """Returns the first block's input [B, S + T, D] and each block's other arguments. `input_ids` [B, S + T] are
+        the source and then the decoder's input. `source_mask` [B, S] is False for padding."""
         source = source_mask.shape[1]
         target = input_ids.shape[1] - source
         # Copies both: CUDA's lookup would copy them anyway, but a plan's lookup would not.
@@ -157,8 +137,6 @@ class EncoderDecoder(Decoder):
         return hidden, extras + [((source,), decoder)] * (len(self.blocks) - self._first_of_decoder)
 
     def block(self, index: int, hidden: Tensor, extra: Extra) -> Tensor:
-        """Runs block number `index` on `hidden` [B, S + T, D]. Returns a tensor of this shape. `extra`: the block's
-        other arguments, which `embed` returned."""
         (source,), keywords = extra
         of_encoder, of_decoder = hidden[:, :source], hidden[:, source:]
         if index < self._first_of_decoder:
@@ -167,17 +145,15 @@ class EncoderDecoder(Decoder):
             if index == self._first_of_decoder:
                 of_encoder = self._encoder.dropout(self._encoder.final_layer_norm(of_encoder))
             of_decoder = self.blocks[index](of_decoder, encoder_hidden_states=of_encoder, **keywords)[0]
+        # In backward, the gradient for the encoder's output is summed up in the first S positions.
         return torch.cat([of_encoder, of_decoder], dim=1)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """Computes the head's input from `hidden` [B, T, D], the last block's output at the decoder's positions."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
         scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # True for T5, but not for T5 1.1 and mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
-        """Returns sample arguments for `embed`: two rows of 8 source tokens and 8 decoder tokens. Half of the second
-        source is padding."""
         source, target = (torch.arange(32, device=self.head_weight.device).view(2, 2, 8) * 7919).unbind()
         mask = torch.ones_like(source, dtype=torch.bool)
         mask[1, 4:] = False
@@ -190,6 +166,7 @@ class EncoderDecoder(Decoder):
             input_ids=source, attention_mask=mask.long(), decoder_input_ids=target, use_cache=False
         ).logits  # fmt: skip
 
+    # The embeddings' unit (0) also has the position biases. The decoder's first block has the encoder's final norm.
     def _unit_of_parameters(self) -> dict[int, int]:
         final = [*self._decoder.final_layer_norm.parameters(), self._head.weight]
         of_blocks = {id(p): 1 + index for index, block in enumerate(self.blocks) for p in block.parameters()}
@@ -205,29 +182,26 @@ class EncoderDecoder(Decoder):
 
 
 def is_encoder_decoder(config: PretrainedConfig) -> bool:
-    """Returns True if EncoderDecoder trains the model of `config` (T5 or mT5), False if Decoder does (all other
-    models)."""
+    """Returns True for T5 and mT5, False for all other models."""
     return config.model_type in ENCODER_DECODERS
 
 
 def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
-    """Builds the model of `config` as transformers does, with random weights. T5 gets the attention of this file,
-    `_attention`. `options`: keywords for transformers' `from_config`."""
+    """Builds the model of `config` with random weights; T5 gets the attention of this file. `options`: keywords for
+    transformers' `from_config`."""
     if is_encoder_decoder(config):
         return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=_ATTENTION, **options)
     return AutoModelForCausalLM.from_config(config, **options)
 
 
 def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Splits `model` into `embed`, `block` and `final`. Returns an EncoderDecoder for T5 and mT5, a Decoder for all
-    others."""
+    """Returns `model` as an EncoderDecoder if it is a T5 or mT5, else as a Decoder."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 
 
 def decoder_start(config: PretrainedConfig) -> int | None:
-    """Returns the token id that the decoder of an encoder-decoder reads first, before the target. This is the config's
-    decoder_start_token_id, else the padding token's id, else 0. Returns None for a decoder without an encoder."""
+    """Returns the token id that an encoder-decoder's decoder reads before the target. Returns None for other models."""
     if not is_encoder_decoder(config):
         return None
     ids = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
@@ -235,9 +209,8 @@ def decoder_start(config: PretrainedConfig) -> int | None:
 
 
 def with_target_tokens(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings` with the length of an encoder-decoder's targets filled in. If the user has given none, this is
-    a quarter of `seq`. Returns a decoder's settings unchanged. Raises InputError for settings that this kind of model
-    does not support."""
+    """Returns `settings`, with an encoder-decoder's default of `target_tokens` filled in. Raises InputError for
+    settings that this kind of model does not support."""
     if not is_encoder_decoder(config):
         if settings.target_tokens is not None:
             raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")

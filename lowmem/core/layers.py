@@ -1,10 +1,6 @@
-"""Replaces the forward of a model's layers, so that they compute in the precision and with the kernels of training.
+"""Replaces the forward of a model's layers, to compute in the precision and with the kernels of training.
 
-`cast_explicitly` makes a 16-bit model compute as autocast would: matmuls in 16 bit, normalization and softmax in fp32.
-The casts are explicit because torch.autocast's rules differ between devices. In backward, fused linear layers call
-`add_product` (kernels/operators.py), which adds a matrix's gradient directly to that matrix's fp32 accumulator. This
-moves 8 bytes per parameter and micro-batch instead of 12. `accumulated` registers a parameter for this. Autograd
-computes all other gradients.
+The casts are explicit because torch.autocast's rules differ between devices.
 """
 
 from collections.abc import Callable
@@ -27,8 +23,8 @@ _aten = torch.ops.aten
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Replaces transformers' tanh-GELU (`gelu_new`), which is composed of eight kernels, by torch's single kernel. Then
-    one tensor of the MLP's inner width is saved for backward instead of four. Results differ by rounding."""
+    """Replaces transformers' tanh-GELU (`gelu_new`) by torch's single kernel, which saves one tensor for backward
+    instead of four. Results differ by rounding."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -36,10 +32,8 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kernels = Kernels.NONE) -> None:
-    """Makes a model compute matmuls in 16 bit, normalization and softmax in fp32. The model must have 16-bit matrices
-    and fp32 vectors (normalization weights, biases). `residual`: the dtype of the residual stream, fp32 or 16 bit. A
-    16-bit stream is rounded after the attention and the MLP of each block, and saved inputs of blocks take half the
-    memory. `fused_kernels`: kernels that layers use instead of PyTorch's."""
+    """Makes a model with 16-bit matrices and fp32 vectors compute matmuls in 16 bit, normalization and softmax in fp32.
+    `residual`: dtype of the residual stream. `fused_kernels`: kernels that layers use instead of PyTorch's."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
             module.forward = partial(_embedding_in_fp32, module)
@@ -59,9 +53,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes fused layers call `add_product(left, right)` in backward, with the factors of a parameter's gradient. The
-    matmul left [M, K] @ right [K, N], both in 16 bit, is the gradient of `parameter` [M, N]. `add_product` must add
-    that matmul to the parameter's accumulator."""
+    """Makes fused layers call `add_product(left, right)` in backward. `add_product` must add left [M, K] @ right [K,
+    N], in 16 bit, to the accumulator of `parameter` [M, N]."""
     parameter._lowmem_add_product = add_product
 
 
@@ -81,9 +74,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of `module`, a linear layer. Its weight's gradient is added to an fp32 accumulator by the
-    matmul itself. The input is a tensor [..., I], or the Inputs of an activation (activations.py). Backward then
-    computes the activation's output again."""
+    """Replaces the forward of `module`, a linear layer, to add its weight's gradient to an fp32 accumulator. The input
+    may be the Inputs of an activation (activations.py)."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -102,9 +94,8 @@ class FusedProduct:
 
 
 class _Product(torch.autograd.Function):
-    """Implements a 16-bit linear layer as an autograd Function: x [..., I] @ weight [I, O] + bias. With `transposed`,
-    the weight is [O, I], as in nn.Linear. With an `activation`, the matmul's input is activation(x) * up instead of x,
-    or activation(x) if `up` is None."""
+    """Computes x [..., I] @ weight [I, O] + bias; with `transposed`, the weight is [O, I]. With an `activation`,
+    activation(x) * up takes the place of x; `up` None stands for 1."""
 
     @staticmethod
     def forward(
@@ -138,24 +129,22 @@ class _Product(torch.autograd.Function):
         if of_weight and add_product is None:
             weight_gradient = torch.mm(*factors)
         elif of_weight:
+            # Adds to the fp32 accumulator: 8 bytes per parameter and micro-batch, not 12 as for a gradient in 16 bit.
             add_product(*factors)
         return x_gradient, weight_gradient, bias_gradient, None, up_gradient, None
 
 
 def _is_router_or_experts(module: nn.Module) -> bool:
-    """Returns True if `module` is the router of a mixture of experts, or holds the matrices of all experts. Such a
-    module has matrices itself, has no submodules with parameters, and is no embedding or convolution. `module` must not
-    be a linear layer. A state-space layer does not count: besides a matrix of decay rates, it has submodules with
-    parameters."""
     layers = (nn.Embedding, nn.modules.conv._ConvNd)
     matrices = any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    # A state-space layer is none: with its matrix of decay rates, it has submodules with parameters.
     alone = not any(True for child in module.children() for _ in child.parameters())
     return matrices and alone and not isinstance(module, layers)
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts floating-point inputs of `module` to the dtype of the module's matrices, as a forward pre-hook. Casts only
-    the hidden state (the first argument) if `hidden` is True, and only the other inputs if it is False."""
+    """Casts the hidden state (the first argument) or, unless `hidden`, the other inputs to the dtype of the module's
+    matrices."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]
@@ -163,8 +152,6 @@ def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden:
 
 
 def _cast(value, dtype: torch.dtype):
-    """Returns `value` with floating-point tensors cast to `dtype`, also inside tuples. Returns any other value
-    unchanged."""
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

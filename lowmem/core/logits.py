@@ -1,11 +1,4 @@
-"""Describes the function that a model applies to its logits before the softmax: none, a factor, or a soft cap.
-
-    f(z) = outer * z                      as in Granite and Cohere
-    f(z) = outer * tanh(inner * z)        as in Gemma 2: 30 tanh(z / 30) stays within +-30
-
-The loss applies the same f to each chunk of logits (loss.py). `Followed`, a dispatch mode, finds f: it watches every
-operation on the head's output while the model runs, on real tensors or on meta tensors.
-"""
+"""Finds the function that a model applies to its logits before the softmax: none, a factor, or a soft cap."""
 
 from dataclasses import dataclass, replace
 
@@ -29,14 +22,11 @@ class LogitFunction:
     inner: float | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        """Applies the function to `z` and returns a new tensor. Only comparisons use this method; the loss works in
-        place."""
         return self.outer * (z if self.inner is None else (self.inner * z).tanh())
 
 
 class Followed(TorchDispatchMode):
-    """Follows the tensors that are computed from `head_output` inside `with`; a dispatch mode. Notes, for each such
-    tensor, the function that computes it from `head_output`."""
+    """Notes inside `with` how tensors are computed from `head_output`."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()
@@ -45,8 +35,8 @@ class Followed(TorchDispatchMode):
         self._followed[id(head_output)] = head_output, LogitFunction()
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
-        """Returns the function that turned the head's output into `logits`. If this is neither a factor nor a soft cap,
-        returns a string with the reason, usually the name of the first unsupported operation."""
+        """Returns the function that turned the head's output into `logits`. Returns the reason, a string, if it is
+        neither a factor nor a soft cap."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -61,10 +51,8 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function that computes the result of `operation` from the head's output. Returns None if that is
-    neither a factor nor a soft cap. `args`: the operation's arguments. `known` has an entry for each argument that
-    depends on the head's output: that argument's function, or a string with the reason why there is none. If the first
-    entry is a string, returns this string."""
+    """Returns the function from the head's output to the result of `operation`; None if it is neither a factor nor a
+    soft cap. `known`: the arguments' functions, or reasons."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

@@ -1,12 +1,5 @@
 """Adds the gradient of an embedding to its fp32 accumulator [V, D], without a dense gradient [V, D].
 
-Autograd's gradient of an embedding lookup has a row for each token id of the vocabulary. The rows of all ids that do
-not occur are zero. For each micro-batch, writing and adding this gradient moves 12 bytes per element of a 16-bit table.
-`SparseLookups` adds only the rows of the micro-batch's ids. The bits are those of autograd's gradient, except:
-
-  * T5 looks up one table twice. Autograd sums both gradients first, while this code adds each to the accumulator.
-  * On a GPU, atomic additions round numbers below 1.2e-38 to zero.
-
 No GPU has run this code yet.
 """
 
@@ -22,15 +15,15 @@ AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D
 
 
 def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
-    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`, which must add it to the parameter's
-    accumulator."""
+    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`."""
     parameter._lowmem_add_rows = add_rows
 
 
+# A dense gradient has zeros for all ids that do not occur. To write and add it moves 12 bytes per element of a 16-bit
+# table. Bits differ only if autograd sums T5's two gradients first, or if a GPU's atomics round below 1.2e-38 to zero.
 class SparseLookups(TorchFunctionMode):
-    """Replaces `F.embedding` inside `with`, for tables that `accumulated_by_rows` has registered. Backward then adds
-    only the gradient rows of the ids to the table's accumulator. Some lookups stay as they are: those with at least as
-    many ids as the table has rows, with `max_norm` or `scale_grad_by_freq`, and those in tables with a user's hook."""
+    """Makes embedding lookups inside `with` add only the gradient rows of their ids to an accumulator. The tables must
+    be registered by `accumulated_by_rows`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -68,9 +61,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
-    """Sums the rows of `gradient` [N, D] that have the same id. Returns rows [N, D]. The first position of each id has
-    the sum over all positions with this id; all other rows are zero. `ids` [N] are below `words`. The sums have the
-    bits of autograd's dense gradient."""
+    """Returns rows [N, D]: the first position of each id has the sum of this id's rows of `gradient` [N, D], the others
+    have zeros."""
     positions = torch.arange(len(ids), device=ids.device)
     first = torch.full((words,), len(ids), device=ids.device).scatter_reduce_(0, ids, positions, "amin")
+    # The sums have the bits of autograd's dense gradient, because this operator computes them, too.
     return torch.ops.aten.embedding_dense_backward(gradient, first.gather(0, ids), len(ids), -1, False)

@@ -1,20 +1,7 @@
-"""Computes the cross-entropy of a linear head without materializing all logits at once.
+"""Computes the cross-entropy of a linear head, and its gradients, without materializing all logits at once.
 
-A naive loss holds several fp32 tensors [N, V] for N tokens and a vocabulary of V words: 196 MiB each for 1,024 tokens
-of GPT-2. Here one chunk of tokens at a time goes through the head. The chunk's loss and gradients are computed while
-its logits exist (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Per token with target y:
-
-    z = h W^T + b,   loss = log sum_v exp(z_v) - z_y,   dz = softmax(z) - onehot(y)
-    dh = dz W,       dW += dz^T h,                      db += dz
-
-If a model scales or caps its logits, f(z) takes the place of z, and dz is multiplied by f'(z) (logits.py).
-
-Precision: logits and dz are in the weights' dtype, f and the softmax in fp32. dW is added in fp32 to the accumulator of
-the (tied) embedding, one band of 8,192 words at a time. So there is no second tensor [V, D] for dW.
-
-Memory per logit of a chunk: in 16 bit, 2 bytes and 4 for an fp32 copy (147 MiB for GPT-2 at 512 tokens). One band of dW
-is added to this. In fp32, 4 bytes, and 4 more if the model has a cap. With `fused`, dz overwrites the logits, and a
-chunk has 1,024 tokens: 2 bytes per logit (98 MiB for GPT-2). There is no band, because matmuls add dW in place.
+One chunk of tokens at a time goes through the head (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Logits are
+in the weights' dtype, the softmax is in fp32.
 """
 
 import torch
@@ -24,9 +11,13 @@ from lowmem.core.kernels import operators
 from lowmem.core.logits import LogitFunction
 
 IGNORED = -100
+# Bytes per logit of a chunk. In 16 bit: 2, and 4 for an fp32 copy; 2 if fused. In fp32: 4, and 4 more with a soft cap.
 CHUNK_TOKENS = 512
 FUSED_CHUNK_TOKENS = 1024  # each chunk reads and writes the accumulator, which dominates for fewer tokens
+# The weight's gradient is added in bands of so many words: there is no second tensor [V, D].
 _BAND_WORDS = 8192
+# cuBLAS runs slow kernels if a row is not a multiple of 16 bytes. An H200 took six times as long for GPT-2's 50,257
+# words as for 50,256.
 _ALIGNED_WORDS = 8
 
 
@@ -44,14 +35,13 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the cross-entropy loss of the linear head for `labels`, chunk by chunk. Returns the loss in fp32, summed
-    over all tokens whose label is not -100, and the gradient for `hidden`.
+    """Returns the cross-entropy loss of the linear head in fp32, summed over all tokens whose label is not -100, and
+    the gradient for `hidden`.
 
     `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
-    every gradient, but not the loss. `function` computes the model's logits from the head's output. Gradients are added
-    to `weight_gradient` [V, D] and `bias_gradient` [V], in fp32. If `weight_gradient` is None, computes no gradients,
-    and the second result is None. `chunk_tokens`: tokens in a chunk, None for 512 or, if `fused`, 1,024. `fused`: True
-    to use one kernel after the head's matmul; then `hidden` and `weight` must have 16 bits.
+    gradients, not the loss. `function` is applied to the logits. Adds gradients to `weight_gradient` [V, D] and
+    `bias_gradient` [V], in fp32; without a `weight_gradient`, computes none. `fused`: True for one kernel after the
+    head's matmul, in 16 bit. `chunk_tokens`: None for 512, or 1,024 if `fused`.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -93,9 +83,7 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the cross-entropy of one chunk of C tokens by single PyTorch operations; `_in_one_kernel` does it by one
-    kernel. `chunk` [C, D]: the head's input. `targets` [C]: labels. Returns the losses [C], and `scale` times the
-    gradient for the head's output, [C, V] in fp32. If `scale` is None, the second result is None."""
+    """Returns the losses [C] of one chunk, and `scale` times the gradient for its logits, [C, V] fp32."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
@@ -130,10 +118,8 @@ def _in_one_kernel(
     function: LogitFunction,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the cross-entropy of one chunk of C tokens by one kernel after the head's matmul. `chunk` [C, D]: the
-    head's input. `targets` [C]: labels. Returns the losses [C], and `scale` times the gradient for the head's output,
-    [C, V]. The gradient is written into `buffer`, memory in the weights' dtype with at least C rows. If `scale` is
-    None, the second result must not be used."""
+    """Returns the same as `_line_by_line`, with the gradient in `buffer`. If `scale` is None, the second result must
+    not be used."""
     logits = buffer[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])
@@ -145,9 +131,7 @@ def _in_one_kernel(
 def _multiply_back(
     gradient: Tensor, weight: Tensor, chunk: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor
 ) -> None:
-    """Computes the gradients of the head's input and weight from `gradient` [C, V], the gradient for the head's output.
-    Writes `gradient` @ `weight` [V, D] into `hidden_gradient` [C, D]. Adds `gradient`.T @ `chunk` [C, D] to
-    `weight_gradient` [V, D] fp32."""
+    """Overwrites `hidden_gradient` [C, D], and adds to `weight_gradient` [V, D]. `gradient` [C, V]: for the logits."""
     most, *others = _aligned(weight.shape[0])
     for words in others:  # before the rest, so that the large sum is rounded once
         torch.mm(gradient[:, words], weight[words], out=hidden_gradient)
@@ -157,8 +141,5 @@ def _multiply_back(
 
 
 def _aligned(words: int) -> list[slice]:
-    """Cuts a vocabulary of `words` token ids into slices: the largest multiple of 8, and the rest if there is one.
-    cuBLAS runs slow kernels for any matrix with a row that is not a multiple of 16 bytes. For GPT-2's 50,257 words, an
-    H200 took six times as long as for 50,256."""
     whole = words - words % _ALIGNED_WORDS
     return [part for part in (slice(0, whole), slice(whole, words)) if part.start < part.stop]

@@ -1,13 +1,6 @@
 """Runs a model's normalization layers ("norms") on GPUs with one kernel for forward and one for backward.
 
-The kernels are in kernels/layer_kernels.py. Any module with Norm in its class's name is a candidate. `rule_of` tests if
-its outputs for a few rows equal those of LayerNorm or RMSNorm. If neither fits, the module keeps its own forward.
-
-In a 16-bit model with an fp32 residual stream, a norm's output is fp32, and matmuls that read this output cast it to 16
-bit. If all readers are such matmuls, the norm's kernel writes 16 bit directly (`round_for_products`). This moves 8
-bytes less per element. The gradients of several such matmuls are then added in 16 bit.
-
-The kernels can also compute the residual addition before a norm, and the gradients of both summands (residual_sums.py).
+The kernel can also write 16 bit for matmuls, and compute the residual addition before the norm (residual_sums.py).
 """
 
 import copy
@@ -32,15 +25,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes a normalization: (x - mean) / sqrt(mean of (x - mean)^2 + epsilon) * (weight + offset) + bias. If
-    `centered` is True, this is a LayerNorm. Otherwise the mean is taken as 0, which makes an RMSNorm."""
+    """Describes a LayerNorm if `centered`, else an RMSNorm, with `offset` added to the weight."""
 
     epsilon: float
     offset: float
     centered: bool
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Normalizes the rows of `x` [..., D] in plain PyTorch. `weight`, `bias`: [D]; without a bias, None."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * (weight + self.offset)
@@ -52,16 +43,15 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 class Norm:
-    """Replaces the forward of `module`, a normalization layer that `rule` describes, by the kernel. A call with further
-    arguments goes to the module's own forward. `rounded`: the dtype of the output, None for the input's dtype."""
+    """Replaces the forward of `module`, a normalization layer that `rule` describes, by the kernel."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
-        self.rounded: torch.dtype | None = None
+        self.rounded: torch.dtype | None = None  # dtype of the output, None for the input's dtype
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns a key for decoder.kind_of: normalization layers with equal keys allocate the same memory."""
+        """Returns a key for decoder.kind_of: norms with equal keys allocate the same memory."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -70,16 +60,13 @@ class Norm:
         return normalized(x, self)
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, drops: "Drops | None" = None) -> tuple[Tensor, Tensor]:
-        """Computes a residual addition and its normalization in one kernel. Returns x + dropout(branch), and this sum
-        after normalization. Defaults: no branch, no dropout (see `normalize_sum`)."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
         return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
 
 
 @dataclass(frozen=True)
 class Drops:
-    """Describes a dropout that sets a number to 0 with probability `p`, and divides others by 1 - p. The seed of the
-    dropout mask is `seeds[number]`, int64."""
+    """Describes a dropout with probability `p`. The mask's seed is `seeds[number]`, int64."""
 
     p: float
     seeds: Tensor
@@ -87,13 +74,11 @@ class Drops:
 
     @staticmethod
     def draw(count: int, device: torch.device) -> Tensor:
-        """Draws dropout seeds [count] int64 from the random generator of `device`."""
         return torch.randint(2**62, (count,), device=device)
 
 
 def normalized(x: Tensor, norm: Norm) -> Tensor:
-    """Returns `x` [..., D], normalized by `norm`. A TorchFunctionMode may override this function, like functions of
-    torch (residual_sums.py)."""
+    """Returns `x` [..., D], normalized by `norm`. A TorchFunctionMode may override this function (residual_sums.py)."""
     if has_torch_function_unary(x):
         return handle_torch_function(normalized, (x,), x, norm)
     return norm.of_sum(x)[1]
@@ -103,17 +88,13 @@ def normalize_sum(
     x: Tensor, branch: Tensor | None, drops: Drops | None, weight: Tensor, bias: Tensor | None, rule: Rule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes a residual addition and its normalization in one kernel. Returns x + dropout(branch), in the dtype of
-    `x`, and this sum after normalization, in `dtype`. `x` and `branch` have one shape [..., D]. If `branch` is None,
-    the sum is `x`. If `drops` is None, there is no dropout. `weight`, `bias`: [D] fp32; without a bias, None."""
+    """Returns x + dropout(branch), in the dtype of `x`, and this sum after normalization, in `dtype`, by one kernel.
+    `x` and `branch` have one shape [..., D]; None means no branch or dropout. `weight`, `bias`: [D] fp32."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
     return run(x, branch, weight, bias, drops, rule, dtype)
 
 
 class _Normalize(torch.autograd.Function):
-    """Computes x + dropout(branch), and this sum after normalization. Backward gets a gradient for each of the two
-    outputs, or None for an output that was not used."""
-
     @staticmethod
     def forward(
         ctx, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, drops: Drops | None, rule: Rule,
@@ -133,6 +114,7 @@ class _Normalize(torch.autograd.Function):
             return total, y
         seeds, *ctx.drops = arguments_of(drops)
         ctx.save_for_backward(total, weight, statistics, seeds)
+        # The gradient for an output that was not used is None.
         ctx.set_materialize_grads(False)
         ctx.rule, ctx.branch_dtype = rule, None if branch is None else branch.dtype
         return given if branch is None else total.view(x.shape), y
@@ -159,8 +141,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
-    """Returns `added` + dropout(x) in `dtype`. If `added` is None, returns dropout(x). `seeds`, `number`, `p`: as in
-    Drops."""
+    """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0."""
     x = x.contiguous()
     y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: a recording may leave out `drop` (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
@@ -168,14 +149,12 @@ def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, 
 
 
 def arguments_of(drops: Drops | None) -> tuple[Tensor | None, int, float]:
-    """Returns the arguments (seeds, number, p) of torch.ops.lowmem operators for the dropout `drops`. For None, returns
-    (None, 0, 0.0): no dropout."""
     return (None, 0, 0.0) if drops is None else (drops.seeds, drops.number, drops.p)
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the Rule that describes `module`, a normalization layer. Returns None if `module` is neither LayerNorm
-    nor RMSNorm over the last dimension."""
+    """Returns the Rule that describes `module`; None if `module` is neither LayerNorm nor RMSNorm over the last
+    dimension."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     given = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -202,9 +181,8 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes a normalization layer of `model` write its output in `dtype` if each layer that reads the output casts it
-    to `dtype`. These layers must be in the same block. `blocks`: the model's blocks. `run()` runs the model once, with
-    parameters on the meta device."""
+    """Makes a norm write its output in `dtype` if all layers that read the output are in the norm's block and cast to
+    `dtype`. `run()` runs the model once, on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -218,15 +196,14 @@ def round_for_products(
     for module, norm in norms.items():
         # An output that leaves the block is part of the residual stream, and keeps its dtype.
         if (found := readers.get(norm)) and all(block_of.get(reader) is block_of.get(module) for reader in found):
+            # This moves 8 bytes less per element. The gradients of several readers are then added in 16 bit.
             norm.rounded = dtype
 
 
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns {norm: modules that read its output in `dtype`}, for normalization layers. A copy of the output in
-    `dtype` counts as the output. Leaves out norms whose output has `dtype` already, and norms whose output is also read
-    in another dtype. `operations`: all PyTorch operations of one run. `norms`: {module: its Norm}."""
+    """Returns {norm: modules that read its output in `dtype`}, without norms that are also read in another dtype."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}
@@ -245,6 +222,7 @@ def _readers(
             if tensor.dtype is dtype:
                 readers[norm].append(each.module)
             elif each.function is _aten._to_copy.default and each.result.dtype is dtype:
+                # A copy of the output in `dtype` counts as the output.
                 outputs[address_of(each.result)] = norm
             else:
                 others.add(norm)

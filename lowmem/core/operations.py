@@ -1,8 +1,6 @@
 """Defines the operations of a training step, such as the forward pass of a segment or the update of a few weights.
-step.py calls them in order.
 
-The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods, but
-executes each operation only once for each shape of its arguments.
+The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +28,11 @@ Result = TypeVar("Result")
 
 
 class Operations:
-    """Runs the operations of a training step on `decoder`: forward, recomputation, backward, gradient norms and
-    optimizer updates. `store` holds the decoder's weights, gradients and optimizer states."""
+    """Runs the operations of a training step on `decoder`, whose weights, gradients and optimizer states are in
+    `store`. Backward adds parameters' gradients to fp32 accumulators. `update`: None to choose by kernels and
+    device."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
-        """Prepares the operations for `decoder` and `store`. `update`: the function that updates weights
-        (optimizers.UpdateFunction). If it is None, `decoder.fused_kernels` and the device choose the function."""
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
         eager = optimizers.update_in_slices if store.device.type == "cpu" else optimizers.update
         self._update = update or (fused.update if Kernels.PRODUCTS in decoder.fused_kernels else eager)
@@ -44,11 +41,8 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Checks the model for changes by the user. Must be called when a step begins. Drops recordings of segments
-        (blocks that are recomputed together) if the model has changed since the last call. If a user has changed the
-        model since it was loaded, backward recomputes all matmuls from now on (products.py), and blocks compute
-        residual additions by their own code (residual_sums.py). Raises InputError if a parameter was added, was moved
-        to other memory, or has another requires_grad than when it was loaded."""
+        """Checks the model for changes by the user when a step begins, and drops stale recordings. Raises InputError if
+        a parameter was added, was moved to other memory, or has another requires_grad than when it was loaded."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -61,21 +55,20 @@ class Operations:
                 "would update only the memory that was loaded"
             )
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
+            # From now on, backward recomputes all matmuls (products.py), and blocks run their own residual additions.
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
                 for forward in decoder.block_forwards:
                     forward.own_sums = True
 
     def _is_of_store(self, parameter: Tensor) -> bool:
-        """Returns True if `parameter` uses memory of the store. Also returns True if the weights are on the device only
-        while they are used, because the parameter's memory changes then."""
         part = self.store.part_of(self._names[id(parameter)])
+        # Weights that are on the device only while they are used have other memory each time.
         visits = part.weights_streamed or self.store.ranks.count > 1
         return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """Runs the embeddings. Returns the first block's input [B, T, D], without a graph, and a list of the other
-        arguments of each block (masks, position embeddings)."""
+        """Returns the first block's input [B, T, D], without a graph, and each block's other arguments."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -83,9 +76,8 @@ class Operations:
     def segment_forward(
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
-        """Runs the blocks of `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D]. Returns
-        the last block's output [B, T, D], and the tensors that `segment_backward` needs. `extras[i]`: arguments of
-        block i other than its input."""
+        """Runs `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D]. Returns the last
+        block's output, and what `segment_backward` needs. `extras[i]`: other arguments of block i."""
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
@@ -93,10 +85,8 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Runs the final norm and the head of one micro-batch, forward and backward. Returns the loss, summed over
-        tokens, and the gradient [B, T, D] of `scale` times the loss for `hidden`. `hidden` [B, T, D] is the last
-        block's output. `labels` belong to the last positions of `hidden`. Adds the gradients of the final norm and the
-        head to fp32 accumulators."""
+        """Runs the final norm and the head, forward and backward. Returns the loss, summed over tokens, and the
+        gradient of `scale` times the loss for `hidden` [B, T, D]."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -107,17 +97,15 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Runs the blocks of `segment` backward, after a recomputation if it is needed. Returns the gradient [B, T, D]
-        for the segment's input. `gradient` [B, T, D] is the gradient for the segment's output. `saved`: result of
-        `segment_forward`. Adds the parameters' gradients to the parameters' accumulators."""
+        """Runs the blocks of `segment` again if needed, and backward from `gradient` [B, T, D], for their output.
+        Returns the gradient for their input."""
         run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
         return self._recorded_or_run("backward", run, segment, extras, (gradient, saved.boundary, dropout))
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
-        """Runs the embeddings forward again and then backward, from `gradient` [B, T, D], the gradient for the first
-        block's input. Adds the embeddings' gradients to the embeddings' accumulators."""
+        """Runs the embeddings again, and backward from `gradient` [B, T, D]."""
         dropout.begin(-1, self.store.device)
         with SparseLookups():
             hidden, _ = self.decoder.embed(*micro_batch.inputs)
@@ -131,15 +119,14 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norms(self, part: Part) -> Tensor:
-        """Returns the gradient norms [pieces] of `part` (a unit's matrices or vectors) in fp32, one for each piece (a
-        range of elements that is updated at once)."""
+        """Returns the gradient norms of `part` (a unit's matrices or vectors) in fp32, one for each range that is
+        updated at once."""
         norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Applies the optimizer to one piece (a range of elements that is updated at once). `state`: the piece's
-        optimizer state, on the device. If the weights or the gradient of `piece` are stored in RAM, `state` also has
-        copies of these on the device."""
+        """Applies the optimizer to `piece`, a range of elements. `state` is on the device, with copies of weights or
+        gradient that are stored in RAM."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]
@@ -149,17 +136,13 @@ class Operations:
     def _recorded_or_run(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, or repeats the operations that `recordings` noted in an earlier call. That call had the same
-        `name` and `segment`, and equal shapes of `extras` and `arguments` (the tensors and objects that `run` uses)."""
+        """Returns `run()`, or repeats the operations that were noted in an earlier call with equal shapes."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))
         return self.recordings.run((name, segment), run, arguments, of_segment, blocks)
 
     def _cross_entropy(self, final: Tensor, labels: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns the cross-entropy of the head for its input `final` [B, T, D], summed over tokens, and a gradient. If
-        `scale` is None, the gradient is None. Otherwise it is the gradient [B x T, D] of `scale` times the loss for
-        `final`, and the head's gradients are added to their accumulators."""
         weight, bias = self.decoder.head_weight, self.decoder.head_bias
         accumulators = {}
         if scale is not None:
@@ -182,6 +165,5 @@ class Operations:
 
 
 def _with_labels(hidden: Tensor, labels: Tensor) -> Tensor:
-    """Returns the last T positions of `hidden` [B, S + T, D], to which `labels` [B, T] belong. S is the length of an
-    encoder-decoder's sources; for a decoder it is 0."""
+    # The positions of an encoder-decoder's sources, which have no labels, are before the others.
     return hidden if hidden.shape[1] == labels.shape[1] else hidden[:, -labels.shape[1] :]

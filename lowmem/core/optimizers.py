@@ -1,21 +1,4 @@
-"""Defines the optimizers. Each updates weights in place, from the working weight, state, gradient and hyperparameters.
-
-    g = gradient x gradient_scale          (1 / loss scale, and the factor of clipping)
-    w = join(working, low)                 fp32, see precision.py
-    w = w - lr wd w                        decoupled weight decay (matrices only: biases and norms do not decay)
-    m = m + (1 - b1) (g - m)
-    v = b2 v + (1 - b2) g^2
-    w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
-    working, low = split(w)
-
-AdamW: arXiv:1711.05101, with torch.optim.AdamW's order of operations. All steps are elementwise. So weights may be
-updated whole or in slices, and the state may be copied from anywhere. An update allocates all that it needs before it
-changes anything. Bytes of state per parameter, in addition to the working weight's 2 (16 bit) or 4 (fp32):
-
-    adamw      low 2 + m 4 + v 4 = 10 (fp32 working weights: 8)
-    adamw8bit  low 2 + m 1 + v 1 = 4, and 8 per 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861)
-    sgd        low 2
-"""
+"""Defines AdamW (arXiv:1711.05101), AdamW with 8-bit moments, and SGD. Each updates weights in place."""
 
 import math
 from collections.abc import Callable
@@ -36,10 +19,8 @@ CPU_SLICE = 2**18  # parameters at a time on the CPU: temporaries stay in the ca
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Holds the hyperparameters of one optimizer update."""
-
     learning_rate: float = 0.0
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # decoupled; only matrices decay
     update: int = 0  # number of the update, from 1
     gradient_scale: float = 1.0  # multiplies every gradient first
     beta1: float = 0.9
@@ -48,8 +29,7 @@ class Hyperparameters:
 
 
 def checked_rate(rate) -> float:
-    """Returns the learning rate `rate` as a float. Raises InputError unless it is a finite number that is at least
-    0."""
+    """Returns `rate` as a float. Raises InputError unless `rate` is finite and at least 0."""
     try:
         value = math.nan if isinstance(rate, str | bool) else float(rate)
     except (TypeError, ValueError):
@@ -61,12 +41,11 @@ def checked_rate(rate) -> float:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Describes an optimizer: the tensors of its state, and its update rule.
+    """Describes an optimizer: its state's tensors and its update rule.
 
-    `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates the fp32 weights `master` [n] and
-    the optimizer's `state` in place. First it multiplies `gradient` [n] fp32 by `gradient_scale`, in place. It may
-    overwrite `scratch`, which is [n] fp32, or None if the rule needs none. It allocates before it changes anything. So
-    if memory runs out, nothing is changed.
+    `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates fp32 weights `master` and `state` in
+    place. It multiplies `gradient` by `gradient_scale`, and may overwrite `scratch`. If memory runs out, nothing is
+    changed.
     """
 
     name: str
@@ -76,20 +55,19 @@ class Optimizer:
 
     @property
     def state_bits(self) -> int:
-        """Returns the number of bits per parameter in one moment, such as Adam's m; 0 if there are no moments."""
+        """Returns the bits per parameter in one moment; 0 if there are no moments."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (entries, dtype)} of the optimizer's state tensors for `elements` parameters. `dtype`: the working
-    weights' dtype."""
+    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: of the working
+    weights."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
 
 def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
-    """Cuts the `state` of `elements` parameters into views, one dict for each range of `at_once` parameters (a multiple
-    of BLOCK, or all). The last range may be shorter."""
+    """Cuts `state` into views, one dict for each range of `at_once` parameters (a multiple of BLOCK, or all)."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
     cut = {name: tensor.split(math.ceil(at_once / per.get(name, 1))) for name, tensor in state.items()}
     ranges = range(math.ceil(elements / at_once))
@@ -105,10 +83,9 @@ def update(
     decay: bool,
     at_once: int | None = None,
 ) -> None:
-    """Updates weights and optimizer state in place; an UpdateFunction. `working` [n]: weights in the dtype that forward
-    and backward use. `state`: tensors as in `state_layout`. `gradient` [n] fp32 is overwritten. `decay`: True to apply
-    weight decay. `at_once`: elements per slice, a multiple of BLOCK, or None for all. If memory runs out, the current
-    slice and later ones are unchanged."""
+    """Updates weights `working` [n] and `state` in place. Overwrites `gradient` [n] fp32. `decay`: True to apply weight
+    decay. `at_once`: parameters per slice, a multiple of BLOCK, or None for all. If memory runs out, the current slice
+    and later ones are unchanged."""
     size, weight_decay = at_once or working.numel(), hyper.weight_decay if decay else 0.0
     cut = cut_state(optimizer, state, working.numel(), size)
     for part, of_state, of_part in zip(working.split(size), cut, gradient.split(size), strict=True):
@@ -133,6 +110,7 @@ def adamw_numbers(hyper: Hyperparameters, weight_decay: float) -> tuple[float, .
 def _adamw(
     master: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, weight_decay: float, scratch: Tensor
 ) -> None:  # fmt: skip
+    # The order of operations is torch.optim.AdamW's. Like every rule, this allocates before it changes anything.
     decay_factor, one_minus_beta1, beta2, one_minus_beta2, root, epsilon, step_size = adamw_numbers(hyper, weight_decay)
     m, v = state["m"], state["v"]
     gradient.mul_(hyper.gradient_scale)
@@ -172,6 +150,8 @@ def _quantisation_maps(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 _BYTE, _FLOAT = torch.uint8, torch.float32
+# Bytes of state per parameter. adamw: low 2 (none for fp32 weights), m 4, v 4. adamw8bit: low 2, m 1, v 1, and 8 per
+# 256 parameters (bitsandbytes' blockwise quantisation, arXiv:2110.02861). sgd: low 2.
 OPTIMIZERS = {
     "adamw": Optimizer("adamw", {"m": (1, _FLOAT), "v": (1, _FLOAT)}, _adamw, any_stream=True),
     "adamw8bit": Optimizer(
@@ -185,7 +165,7 @@ OPTIMIZERS = {
 
 
 def get_optimizer(name: str) -> Optimizer:
-    """Returns the optimizer `name` of OPTIMIZERS. Raises InputError if the package that it needs is not installed."""
+    """Returns the optimizer `name`. Raises InputError if the package that it needs is not installed."""
     if name == "adamw8bit":
         try:
             import bitsandbytes  # noqa: F401

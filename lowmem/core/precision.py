@@ -1,11 +1,5 @@
-"""Splits fp32 master weights into two halves: `working` (16 bit, used in forward and backward) and `low` (int16).
-
-    bf16:  working = the upper 16 bits, rounded half up;   low = master bits - (working bits << 16)
-    fp16:  working = master rounded to nearest even;       low = (master - working) / 2**(e - 39)
-
-`join(*split(w, dtype)) == w` to the last bit: for every bit pattern in bf16, and in fp16 for 2**-14 <= |w| < 65520 (e
-is the exponent field of the fp16 number). Below 2**-14 the error is at most 9e-13 (docs/precision.md).
-"""
+"""Splits fp32 master weights into a 16-bit half that computes and an int16 half, and joins them again, mostly to the
+last bit (docs/precision.md)."""
 
 from collections.abc import Iterator
 
@@ -17,18 +11,18 @@ WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Returns `precision`, with "auto" replaced: bf16 on GPUs that support bf16, fp16 on older GPUs, fp32 on the CPU.
-    CPUs multiply 16-bit matrices up to 70 times more slowly."""
+    """Returns `precision`, with "auto" replaced: bf16, fp16 on GPUs without bf16, fp32 on the CPU."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
+        # CPUs multiply 16-bit matrices up to 70 times more slowly.
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Splits fp32 weights of any shape into two tensors of that shape. The first is the half in `dtype` that forward
-    and backward use, the second is the low half in int16. Returns (master, None) if `dtype` is fp32."""
+    """Returns two tensors of one shape: the half in `dtype` that computes, and the low half in int16. Returns (master,
+    None) if `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
@@ -37,8 +31,8 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) -> None:
-    """Splits fp32 weights as `split` does, into the given 16-bit `working` and int16 `low`, without an allocation.
-    Overwrites `master`, and also `scratch`, an fp32 tensor of the same shape."""
+    """Splits fp32 weights into `working` and `low`, without an allocation. Overwrites `master` and `scratch`, fp32,
+    too."""
     whole = scratch.view(torch.int32)
     if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
@@ -53,8 +47,7 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) ->
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """Joins the two halves of fp32 weights. Returns the weights as a new tensor. If `low` is None, returns `working`
-    itself, which must be fp32 then."""
+    """Returns fp32 weights as a new tensor. If `low` is None, returns `working` itself, which must be fp32."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:
@@ -63,8 +56,7 @@ def join(working: Tensor, low: Tensor | None = None) -> Tensor:
 
 
 def runs(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the elements of `tensor` in C order, as flat tensors of at most RUN_ELEMENTS elements. These tensors are
-    views if the memory layout allows it."""
+    """Yields the elements of `tensor` in C order, as flat tensors of at most RUN_ELEMENTS elements."""
     if tensor.numel() <= RUN_ELEMENTS:
         yield tensor.reshape(-1)
         return
@@ -74,20 +66,17 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """Returns 2**(e - 39) in fp32 for fp16 numbers with exponent fields e. The int16 half `low` counts steps of this
-    size. `bits`: the fp16 numbers' bits as int32, which are overwritten.
-
-    A normal number is 2**(e - 15) times a significand of 11 bits. Each fp32 number that rounds to it differs by a whole
-    number of steps, at most 2**13, even if `working` was rounded up to a power of two.
-    """
+    """Returns 2**(e - 39) in fp32, the step that `low` counts, for fp16 numbers with exponent fields e. Overwrites
+    `bits`."""
+    # A normal number is 2**(e - 15) times 11 bits. An fp32 number that rounds to it is a whole number of steps away, at
+    # most 2**13, even if `working` was rounded up to a power of two.
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
 
 
 class LossScale:
-    """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). The loss is multiplied by `scale`, and the
-    gradients are divided by `scale`. A training step whose gradients are not finite halves `scale`. `growth_interval`
-    steps with finite gradients in a row double it. If `enabled` is False, `scale` is always 1."""
+    """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). `update` halves `scale` if gradients are not
+    finite, and doubles it after `growth_interval` finite steps in a row."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

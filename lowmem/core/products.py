@@ -1,10 +1,5 @@
-"""Records the outputs of a block's matmuls and attention, and returns them when the block is recomputed.
-
-These operations take nearly all of a block's time. So selective recomputation repeats only normalization, activation
-functions and sums (docs/recompute.md). ProductRecorder and ProductReplayer are dispatch modes below autograd, so they
-fit any model. Backward often does not need the values of a block's last matmul. `skippable_layers` finds such matmuls,
-and `product_skipped` leaves one out.
-"""
+"""Records the outputs of a block's matmuls and attention, and returns them when the block is recomputed. Leaves out a
+block's last matmul if backward does not need its values (docs/recompute.md)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +35,9 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation` for the arguments `args`. It records matmuls,
-    attention and convolutions. But a batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M
-    and N."""
+    """Returns True if ProductRecorder records the output of `operation`: of a convolution, attention, or a matmul with
+    long inner sums."""
+    # A batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N.
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -51,15 +46,13 @@ def is_saved(operation, args: Sequence) -> bool:
 
 @dataclass(frozen=True)
 class SavedProduct:
-    """Holds the recorded output of one operation, such as a matmul."""
-
     result: object
     generator_state: Tensor | None  # of the random generator after the operation; None if it drew no numbers
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records the outputs of matmuls, attention and convolutions in `products`, in order; a dispatch mode. If an output
-    is changed in place afterwards, its entry becomes None."""
+    """Records the outputs of matmuls, attention and convolutions inside `with` in `products`. The entry of an output
+    that is changed in place becomes None."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +77,7 @@ class ProductRecorder(TorchDispatchMode):
         return result
 
     def without(self, layer: nn.Module) -> AbstractContextManager:
-        """Returns a context manager. Inside `with`, the matmuls of `layer` are not recorded."""
+        """Returns a context manager in which the matmuls of `layer` are not recorded."""
         forward = layer.forward
 
         @wraps(forward)
@@ -96,9 +89,8 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Makes a recomputation inside `with` take the outputs of matmuls, attention and convolutions from `products` (of a
-    ProductRecorder); a dispatch mode. Computes an operation if its entry is None. Also leaves out the activation
-    directly before a matmul whose output is taken (activations.py)."""
+    """Returns recorded `products` in the place of operations inside `with`. Computes an operation if its entry is
+    None."""
 
     def __init__(self, products: Sequence[SavedProduct | None]):
         super().__init__()
@@ -117,9 +109,8 @@ class ProductReplayer(TorchDispatchMode):
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves out the first matmul inside `with`; a dispatch mode. Also leaves out the activation before that matmul,
-    and sums and multiples of the matmul's output. The results of these operations have the right shapes, but no
-    values."""
+    """Leaves out the first matmul inside `with`, the activation before it, and sums and multiples of its output. The
+    results have the right shapes, but no values."""
 
     def __init__(self):
         super().__init__()
@@ -149,8 +140,7 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matmul inside `with`: the layer's output then has the right shape, but no values.
-    Sums and multiples of this output are left out, too, and so is an activation before the matmul (activations.py)."""
+    """Makes `layer` leave out its matmul inside `with`. The layer's output then has no values."""
     forward = layer.forward
 
     @wraps(forward)
@@ -163,16 +153,14 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Finds the matmuls that a recomputation can leave out. Returns one entry for each block of `decoder`: the layer
-    that makes the block's last matmul. The entry is None if backward needs the values of that matmul, or if the layer
-    makes other matmuls. It is also None if the block does not run on meta tensors. `dtype`: the matrices' dtype."""
+    """Returns, for each block, the layer that makes the block's last matmul. The entry is None if backward needs that
+    matmul's values, the layer makes other matmuls, or the block does not run without data. `dtype`: the matrices'
+    dtype."""
     names = look_at_blocks(decoder, dtype, _skippable_layer)
     return [block.get_submodule(name) if name else None for block, name in zip(decoder.blocks, names, strict=True)]
 
 
 def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
-    """Returns the name of the layer of `block` that makes the last matmul; None if this matmul cannot be left out.
-    `run()` runs the block once, on tensors without data."""
     saved: list[Tensor] = []  # tensors that autograd saves for backward
 
     def save(tensor: Tensor) -> Tensor:
@@ -199,7 +187,6 @@ def _skippable_layer(block: nn.Module, run: Callable[[], object]) -> str | None:
 
 
 def _draws(operation, args: Sequence, kwargs: dict) -> bool:
-    """Returns True if a call of `operation` draws numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     defaults = {a.name: a.default_value for a in operation._schema.arguments if a.has_default_value()}
@@ -207,19 +194,16 @@ def _draws(operation, args: Sequence, kwargs: dict) -> bool:
 
 
 def _written(operation, args: Sequence, kwargs: dict) -> list[Tensor]:
-    """Returns the tensors that `operation`, called with `args` and `kwargs`, changes in place."""
     given = _by_name(operation, args, kwargs)
     changed = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return tensors_in([given.get(name) for name in changed])
 
 
 def _by_name(operation, args: Sequence, kwargs: dict) -> dict:
-    """Returns {name: value} of the arguments of a call of `operation`."""
     return dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
 
 
 def _generator(result) -> torch.Generator:
-    """Returns the default random generator of the device of `result`, an operation's result."""
     device = tensors_in(result)[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]

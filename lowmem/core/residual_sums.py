@@ -1,14 +1,7 @@
 """Fuses a block's residual additions into one kernel each, with the dropout before and the normalization after.
 
-A block computes x + dropout(attention(norm(x))), and the same with its MLP. Here x is the residual stream, and the
-other summand is a branch. Per element of an fp32 stream and a 16-bit branch, dropout, addition and norm move 21 bytes
-in PyTorch's operators and the kernel of norms.py. In one kernel they move 12. Backward moves 16 bytes instead of 33:
-the norm's kernel adds the stream's gradient to the norm's, and also writes the gradient of the branch.
-
-The block's own code runs. `fuse_sums` watches it once, on tensors without data, and notes which dropout, residual
-addition and norm belong together. Later, `ResidualSums` (a TorchFunctionMode) replaces these calls. It computes a
-dropout only in the addition that reads the dropout's output, so the masks differ from PyTorch's. Backward draws the
-same masks again from their seeds. No GPU has run this code yet.
+`fuse_sums` watches a block once. In training, `ResidualSums` replaces the block's calls. Dropout masks differ from
+PyTorch's. No GPU has run this code yet.
 """
 
 import weakref
@@ -34,19 +27,13 @@ _VIEWS = {Tensor.view, Tensor.reshape}
 
 @dataclass(frozen=True)
 class Call:
-    """Describes a call that a block makes. `function`: F.dropout, `normalized`, or torch.add for a residual addition.
-    `changed`: True if ResidualSums replaces the call. `norm`: for an addition, the name of the block's normalization
-    layer that the same kernel computes, too; otherwise None."""
-
-    function: Callable
-    changed: bool = False
-    norm: str | None = None
+    function: Callable  # F.dropout, `normalized`, or torch.add for a residual addition
+    changed: bool = False  # True if ResidualSums replaces the call
+    norm: str | None = None  # of an addition: name of the block's norm that the same kernel computes
 
 
 class _StreamMode(TorchFunctionMode):
-    """Follows the residual stream through a block inside `with`, from the block's input `hidden`. Passes three kinds of
-    calls to `_call`: dropouts, normalization (of norms.py), and additions of the stream and a branch of the same
-    shape."""
+    """Passes a block's dropouts, norms and residual additions to `_call` inside `with`. `hidden`: the block's input."""
 
     def __init__(self, hidden: Tensor):
         super().__init__()
@@ -64,8 +51,6 @@ class _StreamMode(TorchFunctionMode):
         return result
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Returns the result of `function(*args, **kwargs)`: a dropout, a normalization or a residual addition. Each
-        subclass defines this method."""
         raise NotImplementedError
 
     def _follow(self, tensor: Tensor) -> None:
@@ -76,12 +61,12 @@ class _StreamMode(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
     def _position_of_stream(self, summands: tuple) -> int | None:
-        """Returns the position (0 or 1) of the residual stream among two `summands`. Returns None if neither or both
-        are the stream, if their shapes differ, or if their sum has another dtype than the stream."""
+        """Returns the position (0 or 1) of the stream among two `summands`; None if this is no residual addition."""
         positions = [position for position, each in enumerate(summands) if self._is_stream(each)]
         if len(summands) != 2 or len(positions) != 1:
             return None
         stream, branch = summands[positions[0]], summands[1 - positions[0]]
+        # The sum must have the stream's shape and dtype.
         if not isinstance(branch, Tensor) or stream.shape != branch.shape:
             return None
         # Not torch.promote_types, which is an operation.
@@ -89,10 +74,11 @@ class _StreamMode(TorchFunctionMode):
         return positions[0] if keeps_dtype else None
 
 
+# Per element of an fp32 stream and a 16-bit branch, one kernel moves 12 bytes forward, and 16 backward. PyTorch's
+# dropout and addition with the norm's own kernel move 21 and 33.
 class ResidualSums(_StreamMode):
-    """Replaces calls of `block` inside `with` by fused kernels, as `calls` say (a result of Watch.calls). `hidden`: the
-    block's input. If the block makes a call that differs from `calls`, replaces neither this call nor later ones.
-    Raises RuntimeError on exit if a dropout was replaced, but no addition has read the dropout's output."""
+    """Replaces calls of `block` inside `with` by fused kernels, until one differs from `calls` (of Watch.calls). Raises
+    RuntimeError on exit if no addition has read a replaced dropout's output."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
@@ -159,8 +145,7 @@ class ResidualSums(_StreamMode):
 
 
 def add_dropped(x: Tensor, branch: Tensor, drops: Drops | None) -> Tensor:
-    """Returns x + dropout(branch), in the dtype of `x`. If `drops` is None, there is no dropout. `x` and `branch` have
-    one shape [..., D]. With a dropout, D must be a multiple of 4."""
+    """Returns x + dropout(branch), in the dtype of `x`. With a dropout, the last dimension must be a multiple of 4."""
     return x + branch if drops is None else _AddDropped.apply(x, branch, drops)
 
 
@@ -175,12 +160,12 @@ class _AddDropped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
+        # Draws the same mask again, from its seed.
         return gradient, dropped(gradient, None, ctx.branch_dtype, *ctx.saved_tensors, *ctx.drops), None
 
 
 class BlockForward:
-    """Replaces the forward of `block`. Runs the block's own forward inside ResidualSums, which fuses the block's
-    residual additions. If `own_sums` is True, runs the block's own forward without ResidualSums."""
+    """Replaces the forward of `block`, to run inside ResidualSums unless `own_sums` is True."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
@@ -194,9 +179,8 @@ class BlockForward:
 
 
 def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Makes the blocks of `decoder` compute their residual additions with ResidualSums. Skips a block if ResidualSums
-    would replace none of its calls, or if the block does not run without data. Adds each BlockForward to
-    `decoder.block_forwards`. `dtype`: the matrices' dtype."""
+    """Makes the blocks of `decoder` run inside ResidualSums. Adds each BlockForward to `decoder.block_forwards`.
+    `dtype`: the matrices' dtype."""
     for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
         if any(call.changed for call in calls or ()):
             block.forward = BlockForward(block, calls)
@@ -220,22 +204,17 @@ def _calls_of(block: nn.Module, run: Callable[[], object]) -> list[Call]:
 
 @dataclass
 class _Seen:
-    """Describes a call while a block is watched. `given`: the call's arguments. `versions`: for each argument, the
-    number of in-place writes before the call. `position`: position of the residual stream among an addition's
-    arguments, None for other calls. Other fields as in Call."""
-
     function: Callable
     given: tuple
-    versions: list[int | None]
+    versions: list[int | None]  # of each argument: the number of in-place writes before the call
     result: Tensor
-    position: int | None
+    position: int | None  # of the residual stream among an addition's arguments
     changed: bool = False
     norm: str | None = None
 
 
 class Watch(_StreamMode):
-    """Notes the dropouts, normalizations and residual additions that `block` computes inside `with` for its input
-    `hidden`."""
+    """Notes the dropouts, normalizations and residual additions that `block` computes inside `with`."""
 
     def __init__(self, block: nn.Module, hidden: Tensor):
         super().__init__(hidden)
@@ -260,7 +239,6 @@ class Watch(_StreamMode):
         return result
 
     def calls(self) -> list[Call]:
-        """Returns a Call for each call noted so far. Each Call says if and how ResidualSums replaces the call."""
         sums = {id(call.result): call for call in self._seen if call.function is torch.add}
         reads = Counter(address for each in self._trace.operations for address in set(map(address_of, each.reads)))
         for call in self._seen:
@@ -271,32 +249,29 @@ class Watch(_StreamMode):
         return [Call(call.function, call.changed, call.norm) for call in self._seen]
 
     def _join_dropout(self, call: _Seen, sums: Iterable[_Seen], reads: int) -> None:
-        """Notes that the addition that reads a dropout's output shall compute the dropout, too. Does nothing if other
-        operations read this output. `reads`: number of operations that read the output."""
         readers = [each for each in sums if each.given[1 - each.position] is call.result]
         dropouts = [each for each in self._seen if each.function is F.dropout and each.result is call.result]
         read_once = len(readers) == len(dropouts) == reads == 1
         if read_once and not call.given[2] and call.result.shape[-1] % 4 == 0:  # Philox draws four numbers a call
+            # The addition computes the dropout, too.
             call.changed = readers[0].changed = True
 
     def _join_norm(self, call: _Seen, sums: dict[int, _Seen]) -> None:
-        """Notes that one kernel shall compute a norm and the residual addition whose result the norm reads. If the norm
-        reads no such result, as at the start of a block, joins it with later additions that read the same tensor: one
-        kernel then adds the gradients of these readers. Does nothing if an operation writes the tensor in between.
-        `sums`: {id of a sum: the addition}."""
         x, norm = call.given
         name = next((name for name, each in self._block.named_modules() if each.forward is norm), None)
         readers = [each for each in sums.values() if each.given[each.position] is x]
+        # An operation may write the tensor in between.
         if name is None or any(each.versions[each.position] != call.versions[0] for each in readers):
             return
         if (of_sum := sums.get(id(x))) and of_sum.norm is None and call.versions[0] == 0:
+            # One kernel computes the norm and the residual addition before it.
             of_sum.norm = name
             call.changed = of_sum.changed = True
         elif readers:
+            # As at the start of a block: later additions read the same tensor. The norm's kernel adds their gradients.
             for each in (call, *readers):
                 each.changed = True
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Tensor, float, bool]:  # noqa: A002
-    """Returns (input, probability, inplace) of a call of `F.dropout`. The probability is 0 outside training."""
     return input, p if training else 0.0, inplace

@@ -1,13 +1,6 @@
-"""Applies rotary position embeddings (RoPE) with one kernel for forward and one for backward, on GPUs that run them.
+"""Applies rotary position embeddings (RoPE) with one kernel for forward and one for backward.
 
-RoPE (arXiv:2104.09864) rotates the numbers i and i + R / 2 of each head of queries and keys by an angle that depends on
-the position, for all i < R / 2. The attention of most models in transformers calls a function of its own file for that,
-`apply_rotary_pos_emb`. `rotary_forward` returns a copy of the attention's forward in which this name means a function
-that runs the kernel (kernels/layer_kernels.py). All other names of that file keep their values. A model whose function
-rotates other pairs of numbers keeps its own function.
-
-Per element of q and k, each direction moves 4 bytes. PyTorch's operators move 20 in forward and 28 in backward. No GPU
-has run this code yet.
+An attention layer's forward runs with the kernel in the place of `apply_rotary_pos_emb`. No GPU has run this code yet.
 """
 
 from collections.abc import Callable
@@ -25,14 +18,15 @@ NAME = "apply_rotary_pos_emb"
 
 
 def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary position embeddings (RoPE) to `x` [B, H, T, E] in plain PyTorch. Rotates the first R numbers of
-    each head and copies the others. `cos`, `sin`: [B or 1, T, R]."""
+    """Applies RoPE (arXiv:2104.09864) to the first R numbers of each head of `x` [B, H, T, E] in plain PyTorch. `cos`,
+    `sin`: [B or 1, T, R]."""
     rotated, others = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
     return torch.cat((rotated, others), -1)
 
 
+# Each direction moves 4 bytes per element of q and k. PyTorch's operators move 20 in forward and 28 in backward.
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,9 +40,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies rotary position embeddings (RoPE) to `q` [B, H, T, E] and `k` [B, G, T, E], as `rotate_plainly` does,
-    rounded once. All four arguments have one dtype. No gradient reaches `cos` and `sin`. The results have the shapes of
-    `q` and `k`, and are stored as [B, T, H or G, E]."""
+    """Applies RoPE to `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, without gradients for `cos` and
+    `sin`. The results are stored as [B, T, H or G, E]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(q, k, cos, sin)
     return _launch(q, k, cos, sin, backward=False)  # an autograd Function takes ten microseconds more
@@ -62,16 +55,15 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> t
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Returns an uninitialized tensor with the shape [B, H, T, E] and dtype of `x`, stored as [B, T, H, E]."""
     _, heads, tokens, width = x.shape
+    # [B, H, T, E], stored as [B, T, H, E]
     strides = tokens * heads * width, width, heads * width, 1
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 class RotaryAttention:
-    """Replaces the forward of `module`, an attention layer, to apply RoPE with the kernel. Runs the code of `forward`,
-    the layer's own forward. `plain`: the RoPE function that the layer's file calls. This function still runs for
-    arguments that the kernel does not take."""
+    """Runs a copy of `forward`, of the attention layer `module`, with the kernel in the place of its RoPE function
+    `plain`. `plain` still runs for arguments that the kernel does not take."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}
@@ -88,8 +80,7 @@ class RotaryAttention:
 
 def rotary_forward(module: nn.Module) -> RotaryAttention | None:
     """Returns a forward for the attention layer `module` that applies RoPE with the kernel. Returns None if the layer's
-    own forward calls no `apply_rotary_pos_emb`, or if that function rotates other pairs of numbers than the kernel.
-    Also returns None if an unknown decorator wraps the layer's forward."""
+    own cannot be copied, calls no `apply_rotary_pos_emb`, or rotates other pairs than i and i + R / 2."""
     forward = type(module).forward
     while (inner := getattr(forward, "__wrapped__", None)) is not None and _renames_arguments(forward):
         forward = inner
@@ -102,20 +93,15 @@ def rotary_forward(module: nn.Module) -> RotaryAttention | None:
 
 
 def _renames_arguments(wrapper: Callable) -> bool:
-    """Returns True if `wrapper` comes from transformers' deprecate_kwarg, a decorator that only renames arguments which
-    no block passes."""
+    # transformers' decorator deprecate_kwarg only renames arguments, which no block passes.
     return "deprecate_kwarg" in getattr(getattr(wrapper, "__code__", None), "co_qualname", "")
 
 
 def _rotate_or(plain: Callable, *given, **keywords):
-    """Returns `rotate(*given)` if `rotate` takes these arguments (q, k, cos, sin), otherwise `plain(*given,
-    **keywords)`."""
     return rotate(*given) if not keywords and _fit(*given) else plain(*given, **keywords)
 
 
 def _fit(*given) -> bool:
-    """Returns True if `given` are q, k, cos and sin with the shapes that `rotate` takes, all of one dtype and on one
-    device."""
     if len(given) != 4 or not all(isinstance(each, Tensor) for each in given):
         return False
     q, k, cos, sin = given

@@ -1,8 +1,6 @@
-"""Implements ranks.py for several ranks, which shard the matrices of the model among them (docs/several-gpus.md).
+"""Implements ranks.py for several ranks, which shard the matrices of the model (docs/several-gpus.md).
 
-Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend or the number of nodes.
-Subclasses implement the collectives: by PyTorch's process groups (lowmem/distributed), or by a simulated link
-(planning/simulated_ranks.py).
+Sums over ranks are made in the order of the ranks, so their bits do not depend on the backend.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,16 +19,13 @@ SLICE = 2**22  # elements of each share that are exchanged at a time; a rank's t
 
 
 class Among(StrEnum):
-    """Names the ranks that take part in a collective, such as an all-gather."""
-
     SHARES = "the ranks that store a model together"
     REPLICAS = "the ranks that store the same share"
 
 
 class Gatherer:
-    """All-gathers the sharded matrices of one unit, such as a block, before use. `part` holds this rank's share of
-    these matrices. Subclasses define three methods. `_gather()` starts the all-gather and returns a handle.
-    `_arrive(handle)` makes later kernels wait until the weights have arrived. `_free()` frees the gathered weights."""
+    """All-gathers the sharded matrices of one unit, such as a block. Subclasses define `_gather()`, which starts and
+    returns a handle, `_arrive(handle)`, which makes later kernels wait, and `_free()`."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -39,24 +34,22 @@ class Gatherer:
 
     @property
     def is_here(self) -> bool:
-        """Returns True if the gathered weights have arrived and have not been updated since."""
+        """Returns True if the gathered weights have arrived and are the newest."""
         return self._version == self._part.version and self._coming is None
 
     def start(self) -> None:
-        """Starts to all-gather the weights, and returns at once. Does nothing if this rank has the newest weights, or
-        is gathering them already."""
+        """Starts to gather the weights, unless the newest are here or on their way."""
         if self._version != self._part.version:
             self.let_go()
             self._coming, self._version = self._gather(), self._part.version
 
     def wait(self) -> None:
-        """Makes kernels launched from now on wait until the gathered weights have arrived."""
+        """Makes kernels launched from now on wait for the gathered weights."""
         if self._coming is not None:
             self._arrive(self._coming)
             self._coming = None
 
     def let_go(self) -> None:
-        """Frees the memory of the gathered weights. Does nothing if no weights are gathered."""
         if self._version is not None:
             self.wait()
             self._free()
@@ -64,10 +57,9 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """All-gathers sharded weights before the blocks that use them run. With several ranks, a training step uses it
-    instead of WeightWindow (segment_windows.py). `blocks`: all n blocks of the model. `units`: {number of a block: its
-    Gatherer}. Number -1 is the embeddings, and number n is the final norm (with an untied head). `bring` frees the
-    weights of other blocks. But weights of the blocks `staying`, and of -1 and n, stay until `let_go`."""
+    """All-gathers sharded weights before the `blocks` that use them run, instead of WeightWindow (segment_windows.py).
+    `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for the final norm (with an
+    untied head). `bring` does not free these two, or the blocks `staying`."""
 
     fetches = True
 
@@ -75,9 +67,7 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Registers hooks on the model, which gather weights in an evaluation. If the embeddings, a block or the final
-        norm runs without a call of `bring`, a hook gathers the weights. All ranks must run these modules in the same
-        order."""
+        """Registers hooks that gather weights in an evaluation. All ranks must run the modules in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -92,9 +82,9 @@ class GatheredWeights:
         return True
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available for kernels launched from now on, and starts to gather those of the
-        `following` blocks; None for no blocks. Frees the weights of all other blocks, except the blocks `staying`. All
-        ranks must call this method in the same order. No update of `blocks` or `following` may be pending."""
+        """Makes the weights of `blocks` available for kernels launched from now on, starts to gather those of
+        `following` blocks, and frees others. All ranks must make the same calls in the same order. No update of these
+        blocks may be pending."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -124,16 +114,15 @@ class GatheredWeights:
 
 
 class Shares(Ranks):
-    """Represents this process as rank number `rank` of `count`. All ranks shard one copy of the model, until
-    `share_among` makes smaller groups of ranks that each shard one copy.
+    """Represents this process as rank number `rank` of `count`.
 
-    Subclasses define these methods. `among` names the ranks that take part (class Among):
+    Subclasses define these methods, for the ranks `among`:
 
-        gatherer(part, parameters)    returns the Gatherer of `part`, a unit's matrices `parameters` {name: parameter}
-        exchange(came, sent, among)   all-to-all: row r of `sent` goes to rank r; row r of `came` comes from rank r
-        gather(came, own, among)      all-gather: row r of `came` [ranks x n] becomes `own` [n] of rank r
-        beside()                      context manager: its kernels run on a second stream, after all launched so far
-        mark()                        returns an event that occurs when all kernels launched in `beside` so far are done
+        gatherer(part, parameters)    the Gatherer of a unit's matrices {name: parameter}
+        exchange(came, sent, among)   all-to-all: row r of `sent` goes to rank r, row r of `came` comes from rank r
+        gather(came, own, among)      all-gather: row r of `came` becomes `own` [n] of rank r
+        beside()                      context manager of a second stream, which waits for earlier kernels
+        mark()                        an event after all kernels launched in `beside`
         wait(event)                   makes the compute stream wait for `event`
     """
 
@@ -195,9 +184,8 @@ class Shares(Ranks):
         self._leaving, self._vectors = [], []
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to sum the gradient of `part`, a unit's matrices, over all ranks. The part's new gradient is this
-        rank's share [n] of the sum. The old gradient has n elements for each rank that stores a share. Returns (part,
-        old gradient, event). When the event occurs, the sum is ready and the old gradient may be freed."""
+        """Starts to sum the gradient of `part` over all ranks into this rank's share. Returns (part, old gradient,
+        event). After the event, the sum is ready, and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -211,26 +199,23 @@ class Shares(Ranks):
             total[start : start + SLICE] = self._sum_of_machines(of_machine)
 
     def _reduced(self, sent: Tensor, among: Among) -> Tensor:
-        """Reduce-scatters `sent` [ranks x n]: sends row r to rank r of `among`, and returns the sum [n] of the rows
-        that this rank receives."""
+        """Reduce-scatters the rows of `sent` [ranks x n]."""
         came = torch.empty_like(sent)
         self.exchange(came, sent, among)
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """Returns the sum of `own` [n] over the ranks that store the same share (an all-reduce). Each of these ranks
-        adds up one range of the n numbers, and sends the result to the others."""
+        """All-reduces `own` [n] over the ranks that store the same share."""
         machines = self.count // self.sharing
         if machines == 1:
             return own
+        # Each of these ranks adds up one range of the n numbers, and sends the result to the others.
         padded = torch.nn.functional.pad(own, (0, -len(own) % machines)).view(machines, -1)
         total = torch.empty_like(padded)
         self.gather(total, self._reduced(padded, Among.REPLICAS), Among.REPLICAS)
         return total.view(-1)[: len(own)]
 
     def _sum_vectors(self) -> None:
-        """Sums the gradients of one-dimensional parameters over all ranks, in place. Every rank stores all of these
-        parameters."""
         if not self._vectors:
             return
         sizes = [part.working.numel() for part in self._vectors]
@@ -253,9 +238,8 @@ class Shares(Ranks):
 
 
 def _gradient(part: Part, size: int) -> Tensor:
-    """Returns the gradient of `part`, a unit's matrices or vectors. Returns zeros [size] if there is none, because this
-    rank computed no micro-batch."""
     if part.gradient is None:
+        # This rank computed no micro-batch.
         return torch.zeros(size, device=part.working.device)
     return part.gradient
 

@@ -1,8 +1,6 @@
-"""Defines fused GPU operators for optimizer updates, the loss, layers and gradients, with few passes over memory.
+"""Defines fused GPU operators (operators.py) for optimizer updates, the loss, layers and gradients.
 
-operators.py registers them (`torch.ops.lowmem`). triton_kernels.py and layer_kernels.py have the Triton code. When
-training begins, fused.py compiles the kernels and compares them with plain PyTorch code. If a kernel fails, the plain
-code runs in its place.
+fused.py tests them when training begins. Plain PyTorch code runs in the place of kernels that fail.
 """
 
 from collections.abc import Iterable
@@ -12,7 +10,7 @@ from operator import or_
 
 
 class Kernels(Flag):
-    """Names sets of fused kernels, as flags. Every other set also needs the kernels of `PRODUCTS`."""
+    """Names sets of fused kernels, as flags. Every other set also needs `PRODUCTS`."""
 
     NONE = 0
     PRODUCTS = auto()  # gradients of matrix products, updates, and the loss
@@ -32,6 +30,5 @@ class Kernels(Flag):
 
 
 def used_in(precision: str) -> Kernels:
-    """Returns the sets of fused kernels that training in `precision` can use. In fp32, layers keep PyTorch's
-    operators."""
+    # In fp32, layers keep PyTorch's operators.
     return Kernels.PRODUCTS if precision == "fp32" else Kernels.ALL

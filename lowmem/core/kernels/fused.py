@@ -1,8 +1,6 @@
-"""Compiles the operators of operators.py, and compares them with plain PyTorch code. Defines optimizer updates that use
-them.
+"""Compiles the operators of operators.py, compares them with plain PyTorch code, and updates weights with them.
 
-Kernels may not compile, or not agree with the plain code. Then the plain code runs in their place, and plans assume so.
-Without Triton, this is so for all kernels.
+The plain code runs in the place of kernels that fail, and plans assume so.
 """
 
 import importlib.util
@@ -42,9 +40,8 @@ Dtypes = tuple[torch.dtype, ...]
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Applies the optimizer to weights and state as optimizers.update does, in one kernel. For 8-bit moments and 16-bit
-    weights, runs three kernels: they join the weights' two halves, update (by bitsandbytes), and split again. These
-    kernels need 4 bytes of temporaries per parameter. In other cases calls optimizers.update."""
+    """Updates weights and state in place, as optimizers.update does. 8-bit moments with 16-bit weights need 4 bytes of
+    temporaries per parameter."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -56,6 +53,7 @@ def update(
     elif optimizer.name != "adamw8bit" or low is None:
         optimizers.update(optimizer, working, state, gradient, hyper, decay)
     else:
+        # bitsandbytes updates fp32 weights: one kernel joins the two halves before, another splits them again.
         master = torch.empty_like(working, dtype=torch.float32)
         torch.ops.lowmem.join(working, low, master)
         optimizer.rule(master, state, gradient, hyper, weight_decay, None)
@@ -63,17 +61,16 @@ def update(
 
 
 def expected(capability: tuple[int, int]) -> Kernels:
-    """Returns the fused kernels that a plan may assume for a GPU with this compute `capability`. These are all kernels,
-    or none for GPUs before Turing. If this machine has a GPU but no Triton, returns none, too."""
+    """Returns the fused kernels that a plan assumes for a GPU of this compute `capability`: all or none. Returns none
+    if this machine has a GPU but no Triton."""
     here = not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return Kernels.ALL if here and capability >= OLDEST_CAPABILITY else Kernels.NONE
 
 
 @cache
 def failures(device: torch.device) -> dict[Kernels, str]:
-    """Compiles and runs the fused kernels on `device`, a GPU, and compares them with plain PyTorch code. Returns
-    {kernels that must not be used: the reason}, an empty dict if all agree. A reason is a clause without a full stop.
-    This takes some ten seconds the first time on a machine; later Triton's cache has the kernels."""
+    """Compiles and tests the fused kernels on `device`, a GPU. Returns {kernels that must not be used: the reason, a
+    clause}. Takes about ten seconds if Triton's cache is empty."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return {Kernels.ALL: "Triton compiles for cards from Turing on"}
@@ -93,13 +90,11 @@ def failures(device: torch.device) -> dict[Kernels, str]:
 
 
 def running(device: torch.device) -> Kernels:
-    """Returns the fused kernels that run on `device` and agree with plain PyTorch code."""
+    """Returns the fused kernels that work on `device`."""
     return reduce(lambda kernels, failed: kernels & ~failed, failures(device), Kernels.ALL)
 
 
 def _try_products(device: torch.device, in_16_bit: Dtypes) -> str | None:
-    """Compares fused kernels with plain PyTorch code: optimizer updates, the loss, and matmuls that add to a gradient.
-    Returns a reason not to use these kernels, None if they agree. `in_16_bit`: the 16-bit dtypes to try."""
     worst = _largest(
         ulps
         for name, dtype, size in product(("adamw", "sgd"), (torch.float32, *in_16_bit), SIZES)
@@ -155,9 +150,8 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """Returns the largest relative error (by norm) of the fused cross-entropy and its gradients on `device`. The
-    reference is plain PyTorch code in fp32 on the CPU, for the same 16-bit operands. `words`: size of the vocabulary.
-    `differentiate`: True to compare gradients, too."""
+    """Returns the largest relative error (by norm) of the fused cross-entropy on `device`, against fp32 on the CPU.
+    `words`: size of the vocabulary. `differentiate`: True to compare gradients, too."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -178,13 +172,8 @@ def loss_error(
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
-    """Returns the largest relative error (by norm) of fused normalization on `device`. Compares the output, the
-    residual sum before it, and the gradients. `rule`: LayerNorm or RMSNorm. `dtype`: of the output. The reference is
-    the rule in fp64 on the CPU, with the dropout mask found in the sum.
-
-    `p`: probability of dropout in the sum; None to normalize an input that is no sum. If `p` is not 0, another sum with
-    dropout follows the normalization. Then the share of dropped numbers is compared, too.
-    """
+    """Returns the largest relative error (by norm) of a fused norm and its gradients on `device`, against fp64 on the
+    CPU. `p`: dropout probability in residual sums before and after the norm; None for no sums."""
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
     inputs = [x, branch.to(dtype) if p is not None else None, weight, bias if rule.centered else None]
@@ -198,6 +187,7 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | 
         found, true, masks = [y], [truth], []
     else:
         last = add_dropped(total, y, drops[1])
+        # The reference drops the numbers that the kernels have dropped.
         masks = [((a != b).double() / (1 - p)).cpu() for a, b in ((total, there[0]), (last, total))]
         true_total = leaves[0] + masks[0] * leaves[1]
         truth = rule(true_total, *leaves[2:])
@@ -212,9 +202,8 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | 
 
 
 def activation_error(device: torch.device, dtype: torch.dtype, activation: Activation, is_gated: bool) -> float:
-    """Returns the largest relative error (by norm) on `device` of an MLP's fused activation in `dtype`, and of its
-    gradients. `is_gated`: True to multiply by a gate. If it is False, also compares the sum of the rows of the input's
-    gradient. The reference is the activation in fp64 on the CPU."""
+    """Returns the largest relative error (by norm) of an MLP's fused activation and its gradients, against fp64 on the
+    CPU."""
     generator = torch.Generator().manual_seed(5)
     gradient, *inputs = (torch.randn(40, 300, generator=generator).to(dtype) for _ in range(2 + is_gated))
     there = [*(tensor.to(device) for tensor in inputs), *[None] * (not is_gated)]
@@ -229,8 +218,8 @@ def activation_error(device: torch.device, dtype: torch.dtype, activation: Activ
 
 
 def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest relative error (by norm) on `device` of rotary position embeddings (RoPE) in `dtype`, and of
-    their gradients. The reference is `rotate_plainly` in fp64 on the CPU."""
+    """Returns the largest relative error (by norm) of fused rotary embeddings and their gradients, against fp64 on the
+    CPU."""
     generator = torch.Generator().manual_seed(6)
     shapes = (2, 4, 5, 64), (2, 2, 5, 64), (2, 5, 48), (2, 5, 48), (2, 4, 5, 64), (2, 2, 5, 64)
     q, k, cos, sin, *gradients = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -245,18 +234,17 @@ def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Returns the largest relative error (by norm) of `pairs` (result on a device, reference in fp64 on the CPU)."""
     return _largest(((found.cpu().double() - truth).norm() / truth.norm()).item() for found, truth in pairs)
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """Returns the largest number, or NaN if any number is NaN; max() may ignore NaN."""
+    # NaN if any number is NaN. Python's max() may ignore NaN.
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels split fp32 weights into two 16-bit halves and join them to the same bits as
-    precision.py. Tests `size` weights of many magnitudes. `dtype`: the 16-bit dtype of the upper half."""
+    """Returns True if the kernels split and join fp32 weights to the bits of precision.py. `dtype`: of the upper
+    half."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -275,10 +263,8 @@ def largest_ulps(
     rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """Returns {weight or moment: largest error} of one update by `rule` on `device`, compared with optimizers.py on the
-    CPU. `dtype`: the working weights' dtype. `size`: number of weights. Errors are in units in the last place: the
-    distance between neighbouring fp32 numbers at the old or new value, whichever is larger. For weights, the unit is at
-    least this distance at the learning rate, because a step is less exact if gradient and old moment cancel."""
+    """Returns {weight or moment: largest error} of one update by `rule`, against optimizers.py on the CPU, in fp32
+    units in the last place of the old or new value. `dtype`: of the working weights."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)
@@ -304,6 +290,7 @@ def largest_ulps(
     rule(optimizer, working_there, state_there, gradient.to(device, copy=True), hyper, True)
     optimizers.update(optimizer, working, state, gradient, hyper, True)
     found, truth = numbers(working_there, state_there), numbers(working, state)
+    # If gradient and old moment cancel, a step is less exact. So a weight's unit is at least that at the learning rate.
     smallest = {"weight": hyper.learning_rate}
     return {name: _ulps(found[name], truth[name], before[name], smallest.get(name, 0.0)) for name in truth}
 

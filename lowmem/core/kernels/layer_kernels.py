@@ -1,12 +1,4 @@
-"""Defines Triton kernels of layers: normalization, sums with dropout, activations, rotary embeddings (RoPE).
-
-Norms hold a row in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward 10.
-PyTorch's LayerNorm with its casts moves 14 and 26, and transformers' RMSNorm, made of six operators, 46 and more. The
-sums over rows, for the gradients of weight and bias, are made in two steps: each program adds up its rows, and PyTorch
-adds the programs' sums. The order of addition, and so the bits, depend only on the number of rows.
-
-Needs Triton, as triton_kernels.py does. Tested in Triton's interpreter, and compiled for sm_75 to sm_120.
-"""
+"""Defines Triton kernels of layers: normalization, sums with dropout, activations, rotary embeddings (RoPE)."""
 
 from functools import cache
 
@@ -24,13 +16,13 @@ def normalize(
     centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
     number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Normalizes each of the N rows of `x` [..., D] and writes the result into `y` [..., D]: (x - mean) / sqrt(variance
-    + epsilon) * (weight + offset) + bias. Unless `centered`, takes 0 for the mean. If `statistics` [1 or 2, N] fp32 is
-    not None, writes each row's factor 1 / sqrt(...) there and, if centered, its mean. All tensors are contiguous;
-    weight and bias are [D] fp32.
+    """Normalizes the N rows of `x` [..., D] into `y`: (x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias.
+    Unless `centered`, the mean is taken as 0. `statistics` [1 or 2, N] fp32 gets each row's factor 1 / sqrt(...) and,
+    if centered, its mean. Weight and bias are [D] fp32; all tensors are contiguous.
 
-    If `branch` [..., D] is not None, first writes x + branch into `total` [..., D], and normalizes this sum. With
-    `seeds`, drops numbers of `branch` as `drop` does."""
+    With a `branch`, writes x + branch into `total` first, and normalizes this sum. With `seeds`, drops numbers of
+    `branch` as `drop` does.
+    """
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -49,12 +41,9 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `normalize`. `gradient` [..., D]: the gradient for `y`. Writes the gradient for `x`
-    [..., D] into `x_gradient` [..., D]. `partial_sums` [1 or 2, P, D] fp32 gets the gradients of weight and, if there
-    are two, bias. Each of its P rows is a sum over N / P of the N rows of `x`.
-
-    If `other_gradient` [..., D] is not None, adds it to the gradient for `x`. If `branch_gradient` [..., D] is not
-    None, writes the result there, too. With `seeds`, drops numbers of `branch_gradient` as `drop` does."""
+    """Computes the gradients of `normalize`. Writes `other_gradient` plus the gradient for `x` into `x_gradient` and,
+    with dropout, into `branch_gradient`. `partial_sums` [1 or 2, P, D] fp32 gets P sums over rows of the gradients of
+    weight and bias."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -73,12 +62,13 @@ def normalize_backward(
 
 @cache
 def _tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns (width, rows, warps) of the tile that a program holds at a time. The width is a power of two."""
     block = triton.next_power_of_2(columns)
     tile_rows = min(max(1, TILE // block), triton.next_power_of_2(rows))
     return block, tile_rows, min(16, max(4, block * tile_rows // 512))
 
 
+# A norm's row stays in registers. Per element of a 4-byte input and a 2-byte output, forward moves 6 bytes and backward
+# 10. PyTorch's LayerNorm with its casts moves 14 and 26, transformers' RMSNorm 46 and more.
 @triton.jit(do_not_specialize=["number"])
 def _normalize(
     x_at, weight_at, bias_at, y_at, statistics_at, branch_at, total_at, seeds_at, number, rows, columns, epsilon,
@@ -149,6 +139,7 @@ def _normalize_backward(
             if DROPS:
                 result = tl.where(_kept(seeds_at, number, row, columns, p, ROWS, COLUMNS), result * factor_of_kept, 0.0)
             tl.store(branch_gradient_at + place, result.to(branch_gradient_at.dtype.element_ty), there)
+    # PyTorch adds the programs' sums. The order of addition, and so the bits, depend only on the number of rows.
     tl.store(sums_at + program * columns + column, of_weight, column < columns)
     if HAS_BIAS:
         sums_at += tl.num_programs(0).to(tl.int64) * columns
@@ -156,9 +147,8 @@ def _normalize_backward(
 
 
 def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
-    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. Dropout sets numbers to 0 with probability `p`
-    and divides the others by 1 - p. The mask depends on seeds[number] (int64) and a number's index. All tensors are
-    contiguous and have one shape [..., D]; D is a multiple of 4."""
+    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. The mask depends on seeds[number] and a number's
+    index. All tensors are contiguous and have one shape [..., D]; D is a multiple of 4."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
         x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
@@ -167,7 +157,6 @@ def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int,
 
 
 def _factor(p: float) -> float:
-    """Returns the factor by which dropout multiplies the numbers that it keeps."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -187,16 +176,16 @@ def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl
 
 @triton.jit
 def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns [ROWS, COLUMNS] bool: True for the numbers of the rows `row` [ROWS] that dropout keeps. One call of
-    Philox gives four random numbers, for four neighbours in a row."""
+    """Returns [ROWS, COLUMNS] bool: True for the numbers of the rows `row` that dropout keeps."""
+    # One call of Philox gives four random numbers, for four neighbours in a row.
     fourth = row[:, None] * (columns // 4) + tl.arange(0, COLUMNS // 4)[None, :]
     a, b, c, d = tl.rand4x(tl.load(seeds_at + number), fourth.to(tl.int32))
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS)) >= p
 
 
 def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
-    """Returns activation(gate) * up; `up` None stands for 1. `linear`, `cubic` and `erf` choose the activation, as in
-    activations.Activation. Both tensors are contiguous and have one shape."""
+    """Returns activation(gate) * up; `up` None stands for 1. The activation is activations.Activation(linear, cubic,
+    erf). Both tensors are contiguous and have one shape."""
     n, y = gate.numel(), torch.empty_like(gate)
     _gated[(triton.cdiv(n, BLOCK),)](
         gate, gate if up is None else up, y, n, linear, cubic, ERF=erf, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
@@ -208,9 +197,9 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `gated`. Overwrites `gradient`, the gradient for the output, with the gradient for
-    `gate`. Writes the output into `y` [..., I] again, and the gradient for `up` into `of_up`. `partial_sums` [P, I]
-    fp32 or None: each row gets the sum of N / P of the N rows of the gradient for `gate`."""
+    """Computes the gradients of `gated`. Overwrites `gradient`, for the output, with the gradient for `gate`, `of_up`
+    with that for `up`, and `y` with the output. `partial_sums` [P, I] fp32 gets P sums over rows of the gradient for
+    `gate`."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:
@@ -226,7 +215,7 @@ def gated_backward(
 
 @triton.jit
 def _share(x, linear, cubic, ERF: tl.constexpr):
-    """Returns activation(x) / x, as `linear`, `cubic` and `ERF` define it."""
+    # activation(x) / x
     if ERF:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
     return 1.0 / (1.0 + tl.exp(-x * (linear + cubic * x * x)))
@@ -279,9 +268,9 @@ def _gated_backward(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
-    """Applies rotary embeddings (RoPE) to `q` [B, H, T, E] and `k` [B, G, T, E]. Writes `new_q` and `new_k`, stored as
-    [B, T, H or G, E]. `cos`, `sin` [B or 1, T, R] rotate the first R numbers of each head; other numbers are copied.
-    `backward`: True applies the inverse rotation, to gradients. The last dimension of every tensor is contiguous."""
+    """Applies rotary embeddings (RoPE) to `q` [B, H, T, E] and `k` [B, G, T, E]. `new_q` and `new_k` are stored as [B,
+    T, H or G, E]. `cos`, `sin` [B or 1, T, R] rotate the first R numbers of each head; others are copied. `backward`:
+    True for the inverse rotation. Each tensor's last dimension is contiguous."""
     batch, q_heads, tokens, width = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:
@@ -297,7 +286,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k:
 
 @cache
 def _power_of_2(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`; 0 for 0."""
     return triton.next_power_of_2(number) if number else 0
 
 

@@ -1,17 +1,12 @@
-"""Registers this project's fused GPU operators as `torch.ops.lowmem`. They pass over memory once, the loss twice.
+"""Registers fused GPU operators as `torch.ops.lowmem`.
 
-    adamw, sgd, join, split     the updates of optimizers.py, halves of precision.py    (triton_kernels.py)
-    cross_entropy               a row of logits: its loss; its gradient overwrites it   (triton_kernels.py)
-    normalize, ..._backward     the normalization of each row (norms.py), its gradients (layer_kernels.py)
-    drop                        dropout, and a residual sum (residual_sums.py)          (layer_kernels.py)
-    gated, ..._backward         an MLP's activation (activations.py), its gradients     (layer_kernels.py)
-    rotate                      rotary embeddings (rotary.py), and their gradients      (layer_kernels.py)
-    add_product                 accumulator += left @ right, in fp32, of 16-bit factors      (cuBLAS)
-    add_rows                    accumulator[ids] += rows; only one row of an id may be not zero       (PyTorch)
+    adamw, sgd, join, split           updates, and halves of weights (precision.py)     triton_kernels.py
+    cross_entropy                     a row's loss; its gradient overwrites the logits  triton_kernels.py
+    normalize, drop, gated, rotate    for norms.py, residual_sums.py, activations.py    layer_kernels.py
+                                      and rotary.py
+    add_product, add_rows             gradients added to their fp32 accumulators        cuBLAS, PyTorch
 
-They are operators, not Python functions, so that a simulated step sees one operation with its inputs and outputs,
-without temporaries. On CPU tensors the kernels run in Triton's interpreter, for tests. Training on the CPU uses
-`add_rows`, too.
+A simulated step sees each operator as one operation without temporaries.
 """
 
 import torch
@@ -53,9 +48,9 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] to the rows `ids` [N] of `accumulator` [V, D]; both are fp32. Also takes `rows` [N] and
-    `accumulator` [V]. If several rows have one id, all but one of these rows must be zero. Then no order of additions
-    changes a bit, and PyTorch need not sort the ids."""
+    """Adds `rows` [N, D] or [N] to the rows `ids` [N] of `accumulator` [V, D] or [V], all in fp32. At most one row of
+    an id may be not zero."""
+    # With one such row per id, no order of additions changes a bit. So PyTorch need not sort the ids.
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:
@@ -65,8 +60,7 @@ def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """Returns the number of entries from the start of one row to the next, so that Triton reads rows of `entries`
-    numbers 16 bytes at a time. This is the smallest suitable multiple of 16."""
+    """Returns a multiple of 16, at least `entries`: a row stride for which Triton reads 16 bytes at a time."""
     return -(-entries // 16) * 16
 
 
@@ -85,4 +79,5 @@ for name, schema in _SCHEMAS.items():
     _library.impl(name, (lambda x, *_: torch.empty_like(x)) if schema.endswith("Tensor") else (lambda *_: None), "Meta")
     run = {"add_product": add_product, "add_rows": add_rows}.get(name) or _kernel(name)
     _library.impl(name, run, "CUDA")
+    # Triton's interpreter runs the kernels there, for tests. Training on the CPU uses `add_rows`, too.
     _library.impl(name, run, "CPU")

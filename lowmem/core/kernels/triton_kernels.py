@@ -1,18 +1,7 @@
 """Defines Triton kernels for the optimizer update (AdamW, SGD) and for the cross-entropy loss.
 
-The plain PyTorch code of AdamW moves about 140 bytes per parameter, and holds three temporary tensors. Here every
-number is read once and written once: 28 bytes per parameter with a 16-bit working weight.
-
-The arithmetic is that of optimizers.py, line by line, in fp32; square root and division round correctly. A compiler may
-fuse a product and a sum in either version, so the two agree to a few units in the last place. An fp32 weight is stored
-as two 16-bit halves. The kernels join and split these halves to the same bits as precision.py.
-
-The loss kernel reads a row of 16-bit logits once for its maximum and the sum of its exponentials (arXiv:1805.02867). It
-reads the row once more to overwrite it with the gradient. This moves 6 bytes per logit: two reads and one write. The
-plain code moves about 50, in fp32.
-
-Needs Triton, which PyTorch's CUDA builds for Linux have. Tested in Triton's interpreter, and compiled for sm_75 to
-sm_120.
+Needs Triton, which PyTorch's CUDA builds for Linux have. This file and layer_kernels.py are tested in Triton's
+interpreter, and compiled for sm_75 to sm_120.
 """
 
 from functools import partial
@@ -30,10 +19,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracte
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs the Triton `kernel` on weights `working` [n] and their low halves `low` [n]; `low` is None for fp32 weights.
-    `others`: the kernel's other tensors and numbers. For AdamW, the numbers are the gradient's scale and then
-    optimizers.adamw_numbers. For SGD, they are the gradient's scale, 1 - learning rate x decay, and the learning
-    rate."""
+    """Runs an update's `kernel` on weights [n] and their low halves [n]; `low` is None for fp32 weights."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
@@ -44,12 +30,12 @@ def cross_entropy(
     logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V]) with `labels` [C]. f is
+    """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V] fp32) with `labels` [C]. f is
     LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times the loss's
-    gradient for them. For a label of -100, the loss and the gradient are 0.
+    gradient for them. For a label of -100, both are 0.
 
-    `logits` may have any dtype; `bias` is fp32. `labels` and `bias` are contiguous. Rows of logits begin at multiples
-    of 16 numbers (operators.row_stride), and the padding after the V logits of a row is overwritten.
+    `labels` and `bias` are contiguous. Rows of logits begin at multiples of 16 numbers (operators.row_stride), and the
+    padding after a row is overwritten.
     """
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
@@ -58,6 +44,8 @@ def cross_entropy(
     )  # fmt: skip
 
 
+# Reads a row of 16-bit logits twice and writes it once: 6 bytes per logit. The plain code moves about 50. The first
+# read finds the maximum and the sum of exponentials (arXiv:1805.02867).
 @triton.jit
 def _cross_entropy(
     logits_at, bias_at, labels_at, losses_at, scale, outer, inner, words, stride,
@@ -100,8 +88,7 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Loads the logits of a row for the token ids `word`, and adds the bias. If CAPPED, returns tanh(inner * logit),
-    which the caller multiplies by the cap. Returns 0 for ids that are at least `words`, the size of the vocabulary."""
+    """Returns a row's logits for the token ids `word`, with bias; tanh(inner * logit) if CAPPED."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -112,10 +99,12 @@ def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constex
 
 @triton.jit
 def _tanh(x):
-    """Computes tanh with an absolute error of 1e-7. The interpreter lacks the compiler's own tanh."""
+    # Has an absolute error of 1e-7. The interpreter lacks the compiler's own tanh.
     return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
 
 
+# Reads and writes each number once: 28 bytes per parameter with 16-bit weights. The plain code moves about 140. A
+# compiler may fuse a product and a sum in either, so they agree to a few units in the last place.
 @triton.jit
 def _adamw(
     working_at, low_at, n, m_at, v_at, gradient_at,
@@ -165,8 +154,7 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Returns fp32 master weights. fp32 working weights are the master weights. 16-bit ones are given as int16 bits,
-    and joined with their low halves as in precision.join."""
+    """Joins the halves of fp32 weights as precision.join does."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
@@ -183,9 +171,7 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Splits fp32 weights `master` into a 16-bit working half and a low half, as precision.split does. Stores both at
-    the offsets `place`, except where the mask `there` is False. The working half is stored as an integer with the same
-    bits. fp32 working weights are stored whole."""
+    """Splits fp32 weights as precision.split does, and stores both halves as integers."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
