@@ -1,4 +1,4 @@
-"""Applies the updates of one optimizer step."""
+"""Applies the updates of one optimizer step, mostly during the forward pass of the next step."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -125,8 +125,8 @@ class Operations:
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Applies the optimizer to `piece`, a range of elements. `state` is on the device, with copies of weights or
-        gradient that are stored in RAM."""
+        """Applies the optimizer to `piece`, a range of elements. `state`: the optimizer's tensors on the device. If
+        RAM stores the weights or the gradient, their copies on the device are in `state`, too."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]

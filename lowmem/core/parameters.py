@@ -34,7 +34,8 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Holds elements `start` to `stop` - 1 of a part (a unit's matrices or vectors), which are updated together."""
+    """Describes elements that are updated together: `start` to `stop` - 1 of the matrices, or of the vectors, of an
+    embedding, block or head (`part`)."""
 
     part: "Part"
     start: int

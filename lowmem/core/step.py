@@ -200,7 +200,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Replaces each of `output_gradients`, for the last block's output, by that for the first block's input."""
+        """Makes the backward pass of the blocks, and gives `gradients` the weights' gradients. Replaces each of
+        `output_gradients`, for the last block's output, by that for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)

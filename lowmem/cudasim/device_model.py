@@ -34,8 +34,8 @@ _more_host_seconds: dict[torch._ops.OpOverload, float] = {}
 
 def register_product(packet: torch._ops.OpOverloadPacket, first_factor: int, host_seconds: float = 0.0) -> None:
     """Tells the simulation that the custom operator `packet` multiplies two matrices through cuBLAS. `first_factor`:
-    index of the left matrix among its arguments; the right one follows. `host_seconds`: those of a call in addition to
-    those for any operator."""
+    index of the left matrix among its arguments; the right one follows. `host_seconds`: of CPU time that a call takes
+    beyond that of other operators."""
     cuda_ops.MATRIX_PRODUCTS[packet] = first_factor
     cuda_ops.CUBLAS_OPERATORS.add(packet.default)
     temporaries.TEMPORARIES[packet.default] = temporaries.matrix_product

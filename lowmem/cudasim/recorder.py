@@ -211,8 +211,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside `with` on a temporary tape and clock, for regions to be replayed later. The code must
-        free all that it allocates."""
+        """Leaves the code inside `with` out of this recording, for regions that are only noted here, to be repeated
+        later. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

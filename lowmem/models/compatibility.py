@@ -1,8 +1,8 @@
 """Compares a split model (embedding, blocks and head, run in turn) with the model's own forward. Only execution shows
-if a model changes its logits, or if a block attends to later tokens.
+if a model scales or caps its logits, or if a block attends to later tokens.
 
-Training compares with the real weights, planning with a small random copy, if possible. `architecture_blamed`
-distinguishes errors in the model's code from lowmem's.
+A training run compares both on the real weights. A plan compares them on a small random copy, if possible.
+`architecture_blamed` distinguishes errors in the model's code from lowmem's.
 """
 
 import copy

@@ -110,7 +110,8 @@ def _stored_members(path: Path) -> dict[int, int]:
 
 
 def _bin_entry(path: Path, name: str, tensor: Tensor, members: dict[int, int]) -> Entry:
-    """Returns the Entry of `tensor`, which has no data. `members`: from _stored_members."""
+    """Returns where the values of `tensor`, loaded without data, are in a .bin file. `members`: {offset: bytes} of
+    the storages in the file."""
     if tensor.is_neg() or tensor.is_conj():
         raise InputError(f"{path}: {name} is stored as a view with a flag; save tensor.resolve_neg().resolve_conj()")
     if tensor.layout is not torch.strided:

@@ -65,8 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns ways to match names. The first removes the prefixes of wrappers. If that does not fit, each further way
-    also removes a prefix that many names share."""
+    """Returns ways to match names in the files with the model's parameter names, the likeliest first. All remove the
+    prefixes of wrappers; further ways also remove a prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]

@@ -46,8 +46,8 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while weights are made."""
-        # in fp32; pretrained weights are read in small pieces
+        """Returns the bytes of the largest tensor that RAM holds while weights are loaded or drawn at random."""
+        # Random weights are drawn in fp32. Pretrained ones are read in small pieces.
         return 4 * self.largest_parameter if init == "random" else 0
 
     def record(self, layout: Layout, whole_first_step: bool = False) -> SimulatedStep:
@@ -136,8 +136,7 @@ class Simulations:
         return free.reserved_peak_bytes <= limit_bytes or self.smallest_cap_bytes(layout) <= limit_bytes
 
     def smallest_cap_bytes(self, layout: Layout) -> int:
-        """Returns a memory cap in whole MiB under which a step completes, a few thousandths above the smallest
-        found."""
+        """Returns the smallest cap that was found to suffice for a step, rounded up to whole MiB."""
         low, high = self.allocated_bytes(layout), self.run(layout, None).reserved_peak_bytes
         # This may miss the smallest cap, because a step may complete under one cap and fail under a larger one.
         while high - low > low * _PRECISION:

@@ -69,9 +69,9 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the model that will be read in `model`: the export of a run folder, or the folder of a
-    converted GGUF file. With `plan_only`, a GGUF file is not converted. `say` gets a sentence about the change. Raises
-    InputError if there is no such model, or if it cannot be trained."""
+    """Returns `settings` whose `model` names the files to read: for a run folder its export, for a GGUF file the
+    folder of the converted model. With `plan_only`, a GGUF file is not converted. `say` gets a sentence about the
+    change. Raises InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if remark is not None:

@@ -140,7 +140,8 @@ def plan_here(
 
 
 def kernels_here(precision: str, device: torch.device, ranks: Ranks, say: Say) -> Kernels:
-    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets a sentence on others."""
+    """Returns the fused kernels for `precision` that run on the GPUs of all ranks. `say` gets a sentence on each
+    that does not."""
 
     def without(kernels: Kernels, reason: str) -> None:
         which = "" if kernels == wanted else f" of {' and '.join(kernels.names)}"
@@ -183,9 +184,9 @@ def build(
     question: Question, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, budget: Budget, ranks: Ranks,
     say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
-    """Applies the memory caps in `budget`. Returns the model, which has no values until `write_weights`, and an
-    iterator over its initial weights, or None if not `weights`. Raises InputError, before anything is allocated, if the
-    weights' files do not fit the model."""
+    """Returns the model, which has no values until `write_weights`, and an iterator over its initial weights, or None
+    if not `weights`. From here on, the process's memory is limited by `budget`. Raises InputError, before anything is
+    allocated, if the weights' files do not fit the model."""
     settings, config = question.settings, question.config
     ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     devices.make_deterministic(budget.device)

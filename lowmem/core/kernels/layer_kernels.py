@@ -176,7 +176,8 @@ def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl
 
 @triton.jit
 def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns [ROWS, COLUMNS] bool: True for the numbers of the rows `row` that dropout keeps."""
+    """Returns dropout's mask [ROWS, COLUMNS] of the rows `row`: True for elements that are kept. The seed is the
+    element `number` of `seeds_at`."""
     # One call of Philox gives four random numbers, for four neighbours in a row.
     fourth = row[:, None] * (columns // 4) + tl.arange(0, COLUMNS // 4)[None, :]
     a, b, c, d = tl.rand4x(tl.load(seeds_at + number), fourth.to(tl.int32))

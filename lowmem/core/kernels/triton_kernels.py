@@ -154,7 +154,7 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Joins the halves of fp32 weights as precision.join does."""
+    """Loads fp32 weights. They are stored as 16-bit weights and the missing low bits (precision.join)."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
