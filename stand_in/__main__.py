@@ -18,7 +18,7 @@ ADVERSARIAL = "late"  # the order in which missing waits are found first (tests/
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command, and does not return; returns the exit code of an error before that."""
+    """Runs the command in place of this process. Returns an exit code only if the stand-in cannot be built."""
     options, command = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         libraries = build.build()

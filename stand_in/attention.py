@@ -1,20 +1,7 @@
 """Computes CUDA's attention operators on the CPU.
 
-`F.scaled_dot_product_attention` becomes one operator on CUDA (flash, memory-efficient or cuDNN attention), which the
-CPU does not have. PyTorch itself chooses the CPU's implementation (`torch._fused_sdp_choice`):
-
-  * one operator, `_scaled_dot_product_flash_attention_for_cpu`, which saves the logarithm of each row's sum. Its
-    backward reads that and the output from the tensors that CUDA's forward saved, so code that overwrites them changes
-    the gradients here, too;
-  * with dropout, or if the first is not available, the plain sequence of products, softmax and `bernoulli_`. Its
-    backward runs the sequence again under autograd: CUDA saves no probabilities either.
-
-Dropout masks. CUDA's operators return a seed and an offset, two 64-bit numbers; backward draws the mask again from
-them. A state of the CPU's generator has 5,056 bytes, so this module stores it and forward returns its hash as the seed.
-Backward then finds the state at any time and in any order, a forward pass that is recomputed from one state stores it
-once, and an overwritten seed is an error instead of another mask.
-
-Logsumexp is [B, H, T] in fp32 throughout; efficient attention pads T to a multiple of 32.
+The CPU has one operator for it, which takes no dropout; otherwise the plain products and softmax are computed. Their
+backward recomputes them under autograd. Logsumexp is [B, H, T] in fp32; efficient attention pads T to a multiple of 32.
 """
 
 import hashlib
@@ -34,8 +21,9 @@ _states: OrderedDict[int, Tensor] = OrderedDict()
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], gradient: Tensor
 ) -> list[Tensor | None]:
-    """Returns autograd's gradients of `function(*inputs)` for the `inputs`, given that of its result; None for None.
-    Operators are called below autograd, inside a TorchDispatchMode, where it is excluded: it is enabled again here."""
+    """Returns autograd's gradients of `function(*inputs)` for the `inputs`, given the `gradient` of its result. None in
+    `inputs` gives None."""
+    # Inside a TorchDispatchMode, autograd is excluded; it is enabled again here.
     keys, without = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with without(keys.AutogradFunctionality, False), without(keys.ADInplaceOrView, False), torch.enable_grad():
         leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
@@ -55,7 +43,6 @@ def flash_attention_backward(
     gradient, query, key, value, output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    """Computes `aten::_scaled_dot_product_flash_attention_backward`: the gradients for query, key and value."""
     saved = output, logsumexp, philox_seed
     return _backward(gradient, query, key, value, None, saved, dropout_p, is_causal, scale)[:3]
 
@@ -77,16 +64,13 @@ def efficient_attention_backward(
     gradient, query, key, value, attn_bias, output, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
     is_causal=False, *, scale=None,
 ):  # fmt: skip
-    """Computes `aten::_scaled_dot_product_efficient_attention_backward`: the gradients that `grad_input_mask` asks for.
-    They are of query, key, value and the bias."""
     saved, asked = (output, logsumexp, philox_seed), grad_input_mask[3]
     found = _backward(gradient, query, key, value, attn_bias, saved, dropout_p, is_causal, scale, bias_gradient=asked)
     return tuple(tensor if wanted else None for tensor, wanted in zip(found, grad_input_mask, strict=True))
 
 
 def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor | None, int | None]:
-    """Returns the output [B, H, T, D]; the logsumexp of the CPU's operator, or None; with dropout, what names its
-    mask."""
+    """Returns the output [B, H, T, D], logsumexp or None, and the dropout mask's seed or None."""
     if _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
         found = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
@@ -99,10 +83,10 @@ def _forward(query, key, value, bias, dropout_p, is_causal, scale) -> tuple[Tens
 def _backward(
     gradient, query, key, value, bias, saved, dropout_p, is_causal, scale, bias_gradient=False
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """Returns the gradients for query, key, value and bias; `saved`: output, logsumexp and seed."""
     output, logsumexp, seed = saved
     rows = query.shape[2]
     if not bias_gradient and _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale):
+        # The saved tensors are read, so code that overwrites them changes the gradients, as on CUDA.
         return *_aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             gradient, query, key, value, output, logsumexp.flatten(2)[..., :rows], dropout_p,
             is_causal, attn_mask=bias, scale=scale,
@@ -119,10 +103,8 @@ def _backward(
 
 
 def _in_one_operator(query, key, value, bias, dropout_p, is_causal, scale) -> bool:
-    """True if the CPU computes these in one operator. Keys may have fewer heads than queries.
-
-    Forward and backward have to choose the same, so a program's `sdpa_kernel` is ignored: it chooses among CUDA's
-    kernels."""
+    # Forward and backward have to choose the same, so a program's `sdpa_kernel`, which chooses among CUDA's kernels, is
+    # ignored.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         choice = torch._fused_sdp_choice(query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=True)
     return choice == SDPBackend.FLASH_ATTENTION.value
@@ -135,7 +117,10 @@ def _plain(query, key, value, bias, dropout_p, is_causal, scale) -> Tensor:
 
 
 def _keep_generator_state() -> int:
-    """Keeps the state of the CPU's generator; its name, a hash of 63 bits."""
+    """Stores the state of the CPU's generator, and returns a hash of 63 bits that names it."""
+    # CUDA's operators return a seed and an offset, and backward draws the mask again from these 16 bytes. A state of
+    # the CPU's generator has 5,056 bytes, so it is stored here, and its hash is the seed. An overwritten seed is an
+    # error.
     state = torch.default_generator.get_state()
     name = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little") >> 1
     _states[name] = state

@@ -1,13 +1,9 @@
-"""Makes the libraries of the stand-in for the CUDA build of PyTorch that this interpreter has.
+"""Builds the stand-in's libraries for this interpreter's CUDA build of PyTorch. Needs a C compiler and binutils.
 
     .venv-cuda/bin/python -m stand_in.build
 
-One library contains the model of the card (card/*.c). For every CUDA library that PyTorch's own libraries need, a
-second kind is generated, with the same name and the same versioned symbols. Each of its functions jumps to the model
-or is a stub: it returns 0 (success), and a piece of memory if it creates an object. The names of the functions are read
-from PyTorch's libraries, so another version of PyTorch needs no change here.
-
-Needs a C compiler and binutils (nm, readelf). The headers of CUDA are those that Triton's package has.
+One library models the card (card/*.c). Each CUDA library that PyTorch needs is generated, with the same name and
+symbols: each function jumps to the model, or is a stub that returns 0 (success).
 """
 
 import hashlib
@@ -40,10 +36,7 @@ class BuildError(Exception):
 
 
 def build() -> Path:
-    """Returns the folder of the libraries, and makes them if they are missing or outdated.
-
-    They are made in a temporary folder, which is renamed when it is complete. So other processes may build or run the
-    same libraries meanwhile, and an interrupted build is not taken for a complete one."""
+    """Returns the folder of the libraries, built if they are missing or outdated. Raises BuildError."""
     asking = _libraries_that_ask()
     sources = sorted((HERE / "card").iterdir())
     made_of = hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in asking).encode())
@@ -55,6 +48,7 @@ def build() -> Path:
     headers = _headers(_cuda_version(asking))
     modelled = set(re.findall(rf"\b{_PREFIX}(\w+)\s*\(", "".join(path.read_text() for path in sources)))
     modelled |= set(re.findall(r"^PRODUCT\((\w+)\)", (HERE / "card" / "kernels.c").read_text(), re.M))
+    # A folder is renamed when it is complete: other processes may build meanwhile, and a build may be interrupted.
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="part-") as name:
         part = Path(name) / "libraries"
@@ -73,7 +67,6 @@ def build() -> Path:
 
 
 def _libraries_that_ask() -> list[Path]:
-    """Returns PyTorch's libraries, and bitsandbytes' if it is installed."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec else None
     if folder is None or not (folder / "libtorch_cuda.so").exists():
@@ -89,25 +82,24 @@ def _libraries_that_ask() -> list[Path]:
 
 
 def _cuda_version(libraries: list[Path]) -> str:
-    """Returns the major version of CUDA that PyTorch's libraries are built for."""
     library = next(path for path in libraries if path.name == "libtorch_cuda.so")
     return re.search(r"libcudart\.so\.(\d+)", _output("readelf", "-d", library))[1]
 
 
 def _headers(cuda: str) -> Path:
-    """Returns the folder of CUDA's headers. In another major version the structures have other sizes."""
     triton = importlib.util.find_spec("triton")
     folder = Path(triton.origin).parent / "backends" / "nvidia" / "include" if triton else None
     if folder is None or not (folder / "cuda_runtime_api.h").exists():
         raise BuildError("the headers of CUDA come with Triton, which is not installed: pip install triton")
     found = re.search(r"#define CUDA_VERSION (\d+)\d{3}", (folder / "cuda.h").read_text())[1]
+    # In another major version of CUDA, structures have other sizes.
     if found != cuda:
         raise BuildError(f"Triton's headers are of CUDA {found}, and PyTorch is built for {cuda}: take another Triton")
     return folder
 
 
 def _asked_for(asking: list[Path], headers: Path, modelled: set[str]) -> dict[str, dict[str, str]]:
-    """Returns, for each CUDA library, the symbols asked for, with their versions ("" for none)."""
+    """Returns {CUDA library: {symbol that `asking` needs of it: its version, or ""}}."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in asking:
         for library in re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-d", path)):
@@ -168,13 +160,11 @@ def _make_library(folder: Path, library: str, symbols: dict[str, str], modelled:
 
 
 def architectures(libraries: Path) -> list[int]:
-    """Returns the compute capabilities that the kernels of this PyTorch are built for, as noted in `libraries`: 86 for
-    8.6."""
+    """Returns the compute capabilities of this PyTorch's kernels, as noted in the folder `libraries`: 86 for 8.6."""
     return [int(name) for name in (libraries / "architectures").read_text().split()]
 
 
 def _note_architectures(folder: Path) -> None:
-    """Asks PyTorch, which can be imported by now, on a card of which nothing matters."""
     environment = settings.environment("rtx3060", libraries=folder, architectures=[86])
     program = "import torch; print(*(name[3:].rstrip('af') for name in torch._C._cuda_getArchFlags().split()))"
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

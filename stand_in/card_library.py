@@ -1,4 +1,4 @@
-"""The functions of card/*.c that are not CUDA's, as Python calls them; only in processes that run on the stand-in."""
+"""Calls the model of the card in card/*.c, in processes on the stand-in."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ class Counts(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the library itself, with the types of its functions' arguments. KeyError if this is not the stand-in."""
+    """Returns the loaded library. Raises KeyError outside of the stand-in."""
     card = ctypes.CDLL(str(Path(os.environ["STAND_IN_LIBRARIES"]) / "libstand_in_card.so"))
     card.card_counts.restype = ctypes.POINTER(Counts)
     card.card_arena.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)]
@@ -42,8 +42,8 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def order(name: str) -> Iterator[None]:
-    """Runs work in the order `name` (card/streams.c) inside the block, and finishes it at the end. ValueError for no
-    such order."""
+    """Runs the streams' work in the order `name` (settings.ORDERS) inside the block. Raises ValueError for an unknown
+    order."""
     if not library().card_set_order(name.encode()):
         library().card_set_order(b"issue")
         raise ValueError(f"{name}: no such order of streams")
@@ -55,7 +55,6 @@ def order(name: str) -> Iterator[None]:
 
 @contextmanager
 def page_locked_limit(limit_bytes: int) -> Iterator[None]:
-    """Limits page-locked host memory to `limit_bytes` inside the block."""
     before = library().card_set_page_locked_bytes(limit_bytes)
     try:
         yield
@@ -64,6 +63,5 @@ def page_locked_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def counts() -> dict[str, int]:
-    """Returns the card's counts at this moment, by name."""
     found = library().card_counts().contents
     return {name: getattr(found, name) for name, _ in Counts._fields_}

@@ -1,18 +1,8 @@
-"""CPU implementations of CUDA operators that the CPU does not have, or has in another form.
+"""CPU implementations of CUDA operators that the CPU lacks, or computes with other dtypes or other saved tensors.
 
-The CPU's own implementation computes most operators. COUNTERPARTS has the others:
-
-  * not implemented on the CPU: fused attention (attention.py), the project's Triton kernels (interpreted.py), products
-    with a result in another dtype, RMS norm's backward;
-  * computed by other operators on the CPU: dropout;
-  * with saved tensors of another dtype on the CPU, or with conversions inside: layer norm, softmax.
-
-A counterpart takes the operator's arguments with CPU tensors for CUDA tensors. It returns the operator's results, with
-None for a tensor that nobody reads. The bits are those of the same model on a CPU, even if CUDA's operator rounds
-elsewhere.
-
-RANDOM: operators that draw from a generator. SYNCHRONOUS: operators whose CUDA implementation reads a number from
-device memory to decide on a shape or a result.
+A counterpart in COUNTERPARTS takes the operator's arguments on the CPU, and returns its results, None for a tensor that
+nobody reads. Its bits are those of the same model on a CPU. RANDOM operators draw from a generator. SYNCHRONOUS ones
+read a number from device memory to decide on a shape or a result.
 """
 
 import math
@@ -28,27 +18,27 @@ _aten = torch.ops.aten
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Follows the CPU's code for F.dropout: it draws the mask, and rounds the quotient, in the dtype of `x`."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    # The CPU's F.dropout draws the mask, and rounds the quotient, in the dtype of `x`.
     noise = torch.empty_like(x).bernoulli_(1 - p)
     kept = noise.bool()
     return x * noise.div_(1 - p), kept
 
 
 def _native_dropout_backward(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """Multiplies by the mask / (1 / scale), as the CPU does. `scale` is 1 / (1 - p), or 0 for p = 1."""
     if scale == 0:
         return torch.zeros_like(gradient)
+    # `scale` is 1 / (1 - p), and the CPU divides by its inverse.
     return gradient * kept.to(gradient.dtype).div_(1 / scale)
 
 
 def _layer_norm(x: Tensor, shape, weight: Tensor | None, bias: Tensor | None, epsilon: float):
-    """Keeps the statistics of 16-bit inputs in fp32, as CUDA does."""
     output, mean, reciprocal = _aten.native_layer_norm.default(x, shape, weight, bias, epsilon)
     kind = torch.promote_types(x.dtype, torch.float32)
+    # CUDA keeps the statistics of 16-bit inputs in fp32.
     return output, mean.to(kind), reciprocal.to(kind)
 
 
@@ -59,8 +49,7 @@ def _layer_norm_backward(gradient, x, shape, mean, reciprocal, weight, bias, ask
 
 
 def _rms_norm_backward(gradient, x, shape, reciprocal, weight, asked):
-    """Takes autograd's steps in reverse: the product with the weight, that of x and the reciprocal root, the root, the
-    mean and the square."""
+    # The CPU has this only by autograd, whose steps these are, in reverse: weight, reciprocal root, mean, square.
     kind = reciprocal.dtype
     axes, leading = list(range(x.dim() - len(shape), x.dim())), list(range(x.dim() - len(shape)))
     x_there, of_normal = x.to(kind), gradient.to(kind)
@@ -76,7 +65,7 @@ def _rms_norm_backward(gradient, x, shape, reciprocal, weight, asked):
 
 
 def _softmax(operator: OpOverload) -> Callable:
-    """Makes a counterpart of softmax. `half_to_float`: an fp16 input is computed in fp32; the CPU converts it first."""
+    # `half_to_float`: an fp16 input is computed in fp32; the CPU converts it first.
     return lambda x, dim, half_to_float: operator(x.float() if half_to_float else x, dim, False)
 
 
@@ -88,7 +77,7 @@ def _softmax_backward(operator: OpOverload) -> Callable:
 
 
 def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Sums exact products in the result's dtype: fp32 of 16-bit factors."""
+    # Exact products are summed in the result's dtype: in fp32 for 16-bit factors.
     found = torch.matmul(left.to(out_dtype), right.to(out_dtype))
     return found if out is None else out.copy_(found)
 
@@ -129,7 +118,6 @@ COUNTERPARTS |= interpreted.COUNTERPARTS
 
 
 def _tagged(*tags: torch.Tag) -> Iterable[OpOverload]:
-    """Yields PyTorch's operators that have one of these tags."""
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
         packet, _, overload = name.partition(".")
@@ -159,7 +147,7 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 def waits(operator: OpOverload, args: Sequence) -> bool:
-    """True if the operator waits for the GPU with these arguments. Indexing waits only for masks."""
+    """Returns whether the operator waits for the GPU with these arguments. Indexing waits only for masks."""
     if operator in _INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return operator in SYNCHRONOUS

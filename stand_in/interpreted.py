@@ -1,16 +1,6 @@
-"""The project's Triton kernels, run by Triton's interpreter on tensors in host memory.
+"""Runs the project's Triton kernels by Triton's interpreter on tensors in host memory.
 
-`triton.jit` decides when a function is defined whether it becomes GPU code or calls of the interpreter. The stand-in
-compiles, loads and launches the real kernels. So their module is loaded a second time here, under another name, for the
-interpreter.
-
-The interpreter changes Triton's language while a kernel runs and does not undo all of it, which breaks the compiler.
-`language_interpreted` restores everything. It also lets kernels call the language's own jitted functions (sums,
-maxima), and rounds to bf16 as GPUs do; the interpreter truncates.
-
-Elementwise kernels over parameters run in blocks as large as fit, since the interpreter takes milliseconds per block of
-any size. The loss keeps its block size, because the order of its sums depends on it. Kernels of layers are plain
-PyTorch (plain_layers.py).
+Kernels of layers are plain PyTorch instead (plain_layers.py), because the interpreter takes milliseconds per block.
 """
 
 import importlib.util
@@ -33,9 +23,12 @@ _lock = threading.RLock()
 
 @cache
 def interpreted_kernels() -> ModuleType:
-    """Loads lowmem.core.kernels.triton_kernels again, for the interpreter. ImportError if Triton is missing."""
+    """Loads lowmem.core.kernels.triton_kernels a second time, for the interpreter. Raises ImportError without
+    Triton."""
     import triton
 
+    # `triton.jit` decides at its definition whether a function is compiled or interpreted, and the stand-in also
+    # compiles and launches the real kernels.
     specification = importlib.util.find_spec("lowmem.core.kernels.triton_kernels")
     copy = importlib.util.spec_from_file_location("stand_in._interpreted_kernels", specification.origin)
     module = importlib.util.module_from_spec(copy)
@@ -47,6 +40,8 @@ def interpreted_kernels() -> ModuleType:
 
 @contextmanager
 def language_interpreted() -> Iterator[None]:
+    # The interpreter changes Triton's language and does not undo all of it, which breaks the compiler: all is restored
+    # here. Kernels may call the language's own jitted functions, and bf16 is rounded as on GPUs, not truncated.
     import triton
     from triton.runtime import interpreter
 
@@ -92,6 +87,8 @@ def _kernel(name: str) -> Callable:
     def run(first: Tensor, *others) -> None:
         kernels = interpreted_kernels()
         with _lock, language_interpreted():
+            # Large blocks, because a block of any size takes milliseconds. The loss keeps its own: its sums depend on
+            # it.
             kernels.BLOCK = min(1 << max(first.numel() - 1, 0).bit_length(), _LARGEST_BLOCK)
             getattr(kernels, name)(first, *others)
 

@@ -1,7 +1,6 @@
-"""Replaces the project's own checks that need values, for a stand-in without them.
+"""Replaces the project's own checks of values, for a stand-in that computes none.
 
-Without values nobody writes device memory. A check that compares values still allocates and launches, but its verdict
-is ignored, and every question about a value is answered with yes. With values no check is replaced.
+A check still allocates and launches, but its verdict is ignored.
 """
 
 import contextlib
@@ -10,8 +9,7 @@ from lowmem.errors import InputError
 
 
 def comparisons() -> None:
-    """Makes comparisons find no difference: of a decoder's pieces with the whole model, and of fused kernels with eager
-    code."""
+    """Makes checks of a decoder's pieces, and of fused kernels, find no difference; calls `questions`."""
     from lowmem.core.kernels import fused
     from lowmem.models import compatibility
 
@@ -32,10 +30,10 @@ def comparisons() -> None:
 
 
 def questions() -> None:
-    """Makes every value on the card true, as in a simulated step (recorder.py). Models look at masks and positions to
-    see if they need a mask; memory full of zeros would say that they do."""
+    """Makes every value on the card true."""
     from torch import Tensor
 
+    # Models look at masks and positions to see if they need a mask; memory full of zeros would say that they do.
     truth = Tensor.__bool__
     Tensor.__bool__ = lambda tensor: tensor.is_cuda or truth(tensor)
 

@@ -18,15 +18,14 @@ def environment(
     page_locked_bytes: int = UNLIMITED, devices: int = 1, host_resident: bool = False, values: bool = False,
     order: str = "issue", sanitize: bool = False,
 ) -> dict[str, str]:  # fmt: skip
-    """Returns environment variables for a process, and its children, that shall find a card of kind `gpu`.
+    """Returns the environment variables for a process that finds a card of kind `gpu`.
 
     Args:
         libraries: build.py's folder.
-        architectures: the compute capabilities that PyTorch's kernels are built for.
-        memory_bytes: the card's memory, if it is not the table's.
-        page_locked_bytes: the most host memory that may be page-locked.
+        architectures: compute capabilities of PyTorch's kernels, 86 for 8.6.
+        memory_bytes: the card's memory; None for the table's.
         host_resident: page-locked memory and destinations of copies take RAM, as with a GPU.
-        values: the CPU computes operators (values.py); else not even copies write device memory.
+        values: the CPU computes operators; else not even copies write device memory.
         order: one of ORDERS (card/streams.c).
         sanitize: PyTorch's own checker of streams runs.
     """

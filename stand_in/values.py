@@ -1,19 +1,9 @@
 """Computes on the CPU what the card's kernels would compute, and writes it to their output memory.
 
-The memory of the stand-in's card is memory of this process, so a CPU tensor can share a CUDA tensor's bytes. Under the
-mode below each operator runs unchanged: it allocates, checks its arguments and launches kernels that do nothing. The
-card itself makes the copies. For a launched kernel, a computation is queued on the kernel's stream (card/streams.c):
-the CPU's version of the operator, or the one in counterparts.py, on CPU tensors over the same bytes. It runs when the
-card would run the kernel. So a missing wait, or memory that was freed too early, changes the values, as on a card.
-
-Random numbers: CUDA's generator is a seed and an offset; the CPU has another algorithm. Runs with the same seed should
-draw the same dropout masks on both. So each seed and offset of CUDA's generator has a state of the CPU's, from which
-the CPU draws. Operators may not draw a number of values that depends on values (poisson does).
-
-Code that disables dispatch modes is not computed. Printing a CUDA tensor disables them, so print `tensor.cpu()`.
-
-Some operators decide on the host from device memory (such as the number of nonzero entries), which a later computation
-would fill. These wait for all earlier work first, and their result is the CPU's.
+The card's memory is memory of this process. Each operator runs unchanged on CUDA tensors, with kernels that do nothing.
+The CPU's version is queued on the kernel's stream, over the same bytes. So a missing wait, or memory that was freed too
+early, changes the values, as on a card. Code that disables dispatch modes is not computed (printing a CUDA tensor does;
+print `tensor.cpu()`).
 """
 
 import _thread
@@ -42,7 +32,7 @@ _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 
 def begin() -> None:
-    """Starts computing: operators of this thread, and of its backward passes, compute from now on."""
+    """Starts to compute the operators of this thread and of its backward passes."""
     library().card_set_computation(_run)
     torch.cuda.empty_cache = _when_all_is_computed(torch.cuda.empty_cache)
     _mode.append(Values())
@@ -50,9 +40,8 @@ def begin() -> None:
 
 
 def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]:
-    """Waits for all computations before cudaFree, because they need Python's lock. cudaFree waits for the card. PyTorch
-    calls it with its allocator's lock taken, for which another thread may wait with Python's lock: a deadlock."""
-
+    # cudaFree waits for the card, whose computations need Python's lock. PyTorch calls cudaFree with its allocator's
+    # lock taken, for which another thread may wait with Python's lock: a deadlock.
     def wait_and_empty() -> None:
         library().card_cudaDeviceSynchronize()
         empty_cache()
@@ -62,7 +51,7 @@ def _when_all_is_computed(empty_cache: Callable[[], None]) -> Callable[[], None]
 
 @COMPUTATION
 def _run(number: int) -> int:
-    """Runs a computation; the card calls it when a stream reaches it. Returns 0 unless it failed."""
+    """Runs a computation when a stream of the card reaches it. Returns 0, or 1 for an error."""
     try:
         with _disable_current_modes(), torch.no_grad():
             _computations.pop(number)()
@@ -77,7 +66,7 @@ def _run(number: int) -> int:
 
 
 class Values(TorchDispatchMode):
-    """Computes what is launched by the thread that imported PyTorch, and by the backward passes that it begins."""
+    """Computes the kernels of the thread that imported PyTorch, and of the backward passes that it begins."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +101,6 @@ class Values(TorchDispatchMode):
         return result
 
     def _computation(self, func, args: tuple, kwargs: dict, result: Any, place) -> Callable[[], None]:
-        """Returns the computation of the launched kernels, as a function without arguments."""
         call = self._counterparts.get(func, func)
         over_args, over_kwargs = _over(func, args, kwargs, self._computed_on_host)
         results = [_alias(leaf) for leaf in tree_leaves(result)]
@@ -128,6 +116,8 @@ class Values(TorchDispatchMode):
         return compute
 
     def _at_once(self, func, args: tuple, kwargs: dict) -> Any:
+        # The host decides from device memory, which earlier computations fill (a number of nonzero entries, for
+        # example).
         torch.cuda.synchronize()
         call = self._counterparts.get(func, func)
         over_args, over_kwargs = _over(func, args, kwargs, self._computed_on_host)
@@ -140,7 +130,8 @@ class Values(TorchDispatchMode):
 
 
 class _Draws:
-    """Maps each seed and offset of CUDA's generator to a state of the CPU's."""
+    """Maps each seed and offset of CUDA's generator to a state of the CPU's, so that both draw the same dropout masks
+    from one seed. An operator may not draw a number of values that depends on values (poisson does)."""
 
     def __init__(self):
         self._states: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # of the CPU's generator, 5 KiB each
@@ -149,7 +140,7 @@ class _Draws:
         self._generator = threading.RLock()
 
     def place(self, func, args: tuple, kwargs: dict) -> tuple[torch.Generator, tuple[int, int]] | None:
-        """Returns the state of the generator from which `func` is about to draw; None if it draws from a CPU's."""
+        """Returns the CUDA generator from which `func` will draw, with its seed and offset; None for a CPU's."""
         given = kwargs.get("generator")
         if given is None:
             given = next((value for value in args if isinstance(value, torch.Generator)), None)
@@ -163,7 +154,7 @@ class _Draws:
         return given, (given.initial_seed(), given.get_offset())
 
     def reserve(self, call: Callable, args: tuple, kwargs: dict, place) -> Callable:
-        """Draws what `call` will draw, in its name; returns what calls it later in the same state."""
+        """Draws as many numbers as `call` will. Returns a function that calls `call` later from the same state."""
         generator, before = place
         state = self._state(before)
         stand_ins = tree_map(lambda leaf: torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -190,7 +181,6 @@ class _Draws:
 
 
 def _device_index(args: tuple, kwargs: dict) -> int:
-    """Returns the index of the card that runs an operator with these arguments."""
     devices = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
     devices += [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]
     index = devices[0].index if devices else None
@@ -205,8 +195,7 @@ def _any_cuda(args: tuple, kwargs: dict) -> bool:
 
 
 def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[tuple, dict]:
-    """Returns the arguments of `func` for the CPU: tensors over the CUDA tensors' bytes. A CPU tensor that is only
-    read, and neither page-locked nor `computed_on_host`, is copied now, as a launch does."""
+    """Returns the arguments of `func` for the CPU: tensors over the CUDA tensors' bytes."""
     written = {
         id(value)
         for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -217,6 +206,7 @@ def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[
         if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write
     }
 
+    # A CPU tensor that is only read, and neither page-locked nor computed by a kernel, is copied now, as a launch does.
     def over(leaf):
         if isinstance(leaf, torch.device):
             return torch.device("cpu") if leaf.type == "cuda" else leaf
@@ -236,7 +226,7 @@ def _over(func, args: tuple, kwargs: dict, computed_on_host: set[int]) -> tuple[
 
 
 def _host_waits(args: tuple, kwargs: dict, result: Any) -> bool:
-    """True for a copy from or to the host that has finished when the call returns."""
+    """Returns whether a copy from or to the host has finished when the call returns."""
     tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     non_blocking = kwargs.get("non_blocking") or args[2:3] == (True,)
@@ -250,15 +240,13 @@ def _is_on_card(tensor: Tensor) -> bool:
 
 @cache
 def _arena() -> tuple[int, int]:
-    """Returns the address of the card's memory, and the first behind it."""
     start, size = ctypes.c_void_p(), ctypes.c_size_t()
     library().card_arena(ctypes.byref(start), ctypes.byref(size))
     return start.value, start.value + size.value
 
 
 def _alias(leaf):
-    """Returns a CPU tensor over the bytes of a tensor of either device, with its shape and strides; anything else as it
-    is."""
+    """Returns a CPU tensor over the bytes, shape and strides of a tensor; anything else unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_cuda:

@@ -1,1 +1,1 @@
-"""Does a model learn to write code: the same held-out beginnings, continued before and after training."""
+"""Compares how a model continues held-out beginnings of functions, before and after it is trained on code."""

@@ -1,13 +1,13 @@
-"""What a model writes before and after training on code: `python -m experiments.code_generation.compare`.
+"""Compares what a model writes before and after training on code: `python -m experiments.code_generation.compare`.
 
     python -m experiments.code_generation.compare                      from random weights, on any machine
     python -m experiments.code_generation.compare --data codeparrot    the same on GitHub's code, with a network
     python -m experiments.code_generation.compare --before smollm2 --steps 60 --batch 4 --prefixes 40
     python -m experiments.code_generation.compare --before gpt2-xl --after runs/gpt2-xl/model --seq 1024
 
-Trains by `python -m lowmem train`, and compares: with --before that model, else a small GPT-2 from random weights with
-a tokenizer of its own. With --after nothing is trained. The same command continues an interrupted run. Under --out:
-report.json, samples.txt, samples.html; of a training, train.jsonl, held_out.jsonl, `before` (if it is small) and `run`.
+Trains --before, or a small GPT-2 from random weights, unless --after is given. The same command continues an
+interrupted run. Under --out: report.json, samples.txt and samples.html; of a training, its data, the model `before` (if
+it is small) and `run`.
 """
 
 import argparse
@@ -61,7 +61,7 @@ KEYS = ("parsing_lines", "exact_next_lines", "parsing_functions", "compiling_fun
 
 
 class TrainingEnded(LowmemError):
-    """The training did not come to its end, and has said why."""
+    """The training ended early, and has said why."""
 
     def __init__(self, exit_code: int):
         goes_on = "; the same command goes on" if exit_code == Stopped.exit_code else ""
@@ -86,7 +86,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
-    """Trains if it has to, continues and scores; writes what is under --out, and returns the report."""
+    """Trains if --after is missing, compares, writes the files under --out, and returns the report."""
     if options.before is None and options.after is not None:
         raise InputError("--after needs --before: the same model before its training")
     options.before = found_model(options.before)
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str] = ()) -> dict:
 
 
 def found_model(name: str | None) -> str | None:
-    """Returns the folder of a GGUF file's model, and any other name as it is."""
+    """Returns the converted folder of a GGUF file or of smollm2; any other name unchanged."""
     if name == SMOLLM2:
         file = model_file()
         if file is None:
@@ -147,7 +147,7 @@ def model_to_train(options: argparse.Namespace) -> str:
 
 
 def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> dict:
-    """Trains --before, or a model of random weights that is made in `before`, in `run`."""
+    """Trains --before, or a small model of random weights."""
     began = time.monotonic()
     make_inputs(options, train, held_out)
     model, tokenizer = loaded(model_to_train(options), torch.device("cpu"))
@@ -165,7 +165,6 @@ def trained(options: argparse.Namespace, train: Sequence[str], held_out: Sequenc
 
 
 def training_words(options: argparse.Namespace) -> list[str]:
-    """Returns the arguments of `python -m lowmem train`."""
     out = options.out
     rate = options.lr or RATES["random" if options.before is None else "pretrained"]
     words = [
@@ -178,8 +177,8 @@ def training_words(options: argparse.Namespace) -> list[str]:
 
 
 def make_inputs(options: argparse.Namespace, train: Sequence[str], held_out: Sequence[str]) -> None:
-    """Writes the data and, without --before, the model of random weights. Files of an earlier start stay. They are
-    refused if they were made of something else."""
+    """Writes the data and, without --before, the model of random weights. Keeps files of an earlier start, and raises
+    InputError if they were made of something else."""
     path = options.out / MADE_OF
     of_model = {"before": options.before} if options.before else {
         "shape": list(options.shape), "seq": options.seq, "vocabulary": options.vocabulary,
@@ -202,7 +201,6 @@ def make_inputs(options: argparse.Namespace, train: Sequence[str], held_out: Seq
 
 
 def make_small_model(options: argparse.Namespace, train: Sequence[str]) -> None:
-    """Makes a tokenizer from `train`, and a model of random weights for it, in `before`."""
     before = options.out / "before"
     tokenizer = corpus.train_tokenizer(train, options.vocabulary)
     torch.manual_seed(options.seed)
@@ -218,12 +216,12 @@ def make_small_model(options: argparse.Namespace, train: Sequence[str]) -> None:
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """Runs a command that saves its work when it is told to stop; its exit code. Ctrl-C is its to answer,
-    since a terminal sends that to both; SIGTERM, which comes to this process alone, is passed on."""
+    """Runs a command that saves its work when it is told to stop, and returns its exit code."""
 
     def pass_on(number: int, _) -> None:
         process.send_signal(number)
 
+    # A terminal sends Ctrl-C to both, so only the command answers. SIGTERM comes to this process, and is passed on.
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if before[signal.SIGINT] is not signal.SIG_IGN:
@@ -257,9 +255,10 @@ def judged(
 def next_lines(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, one: Beginning, context: int, new_tokens: int
 ) -> str:
-    """Returns how the model goes on behind the beginning's last line. The line has no line end: most tokenizers join
-    the end of a line and the next indentation in one token, and would not indent after another. What goes on in the
-    given line begins with an ellipsis, and parses nowhere."""
+    """Returns the model's continuation behind the beginning's last line. Text that continues that line begins with an
+    ellipsis, and parses nowhere."""
+    # Without its line end: most tokenizers join it and the next indentation in one token, and would not indent after
+    # another.
     prompt = (one.before + one.begun).rstrip()
     text = generation.continued(model, tokenizer, prompt, context, new_tokens)
     return text[1:] if text.startswith("\n") else GOES_ON + text
@@ -295,7 +294,6 @@ def shares(begun: Sequence[Beginning], texts: Sequence[str]) -> dict[str, float]
 
 
 def said(report: dict) -> str:
-    """Returns the report in lines of 80 columns."""
     lines = [f"{report['beginnings']} beginnings of functions, each with its next line and its rest",
              f"{'':24}{'before':>12}{'after':>12}{'true':>12}"]  # fmt: skip
     for key in ("loss", "bits_per_byte"):

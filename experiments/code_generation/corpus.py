@@ -1,8 +1,4 @@
-"""Code to train on and code that is held out, a tokenizer of it, and beginnings that a model is to continue.
-
-A document is held out by its content: every `HELD_OUT_EVERY`th by hash, whatever order or machine it is read on. What a
-publisher holds out (codeparrot's own validation split) is taken instead, if there is such a split.
-"""
+"""Code to train on and held-out code, a tokenizer of it, and beginnings that a model continues."""
 
 import ast
 import json
@@ -28,14 +24,15 @@ MOST_PER_DOCUMENT = 8
 
 
 def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], list[str]]:
-    """Splits a --data spec into documents to train on and held-out ones, each at most about so many bytes. InputError
-    if either would be empty."""
+    """Splits a --data spec into documents to train on and held-out ones, each at most about so many bytes. Raises
+    InputError if either would be empty."""
     source = open_source(spec, Reading(text=TEXT, in_part=True))  # what is large is streamed
     if source.evaluation is not None:
         train = _until(_documents(source.train), train_bytes)
         held_out = _until(_documents(source.evaluation), held_out_bytes)
     else:
         train, held_out = [], []
+        # By a hash of the content, whatever order or machine it is read on.
         for text in _until(_documents(source.train), train_bytes + held_out_bytes):
             (train if stable_hash(text) % HELD_OUT_EVERY else held_out).append(text)
         held_out = list(_until(held_out, held_out_bytes))
@@ -47,7 +44,7 @@ def split(spec: str, train_bytes: int, held_out_bytes: int) -> tuple[list[str], 
 
 
 def _documents(records: Iterable[Record]) -> Iterator[str]:
-    """Yields whole texts; a record may have only a piece of one."""
+    """Yields whole texts; a record may have a piece of one."""
     pieces: list[str] = []
     for record in records:
         if TEXT not in record.columns:
@@ -69,7 +66,6 @@ def _until(texts: Iterable[str], most_bytes: int) -> Iterator[str]:
 
 
 def write_documents(path: Path, texts: Iterable[str]) -> None:
-    """Writes documents as lowmem reads them, one a line."""
     path.write_text("".join(json.dumps({TEXT: text}) + "\n" for text in texts), encoding="utf-8")
 
 
@@ -87,8 +83,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedTok
 
 @dataclass(frozen=True)
 class Beginning:
-    """`before`: the document up to the function; `begun`: the function's first lines; `rest`: its others; all of
-    them whole lines. The first line of `rest` is code that parses by itself."""
+    """A cut function. `before`: the document up to it; `begun`: its first lines; `rest`: its others, the first of which
+    parses by itself. All are whole lines."""
 
     before: str
     begun: str
@@ -100,7 +96,7 @@ class Beginning:
 
 
 def beginnings(texts: Iterable[str], count: int, seed: int) -> list[Beginning]:
-    """Functions and methods of held-out documents, each cut once behind its first statement, at random."""
+    """Returns functions and methods of held-out documents, each cut once at random, behind its first statement."""
     draw, found = random.Random(seed), []
     for text in sorted(texts, key=stable_hash):
         functions = [function for function in _functions(text) if function.cuts]
@@ -115,7 +111,7 @@ def beginnings(texts: Iterable[str], count: int, seed: int) -> list[Beginning]:
 
 @dataclass(frozen=True)
 class _Function:
-    """Lines `first` to `last` of a document, and before which of them it may be cut."""
+    """Lines `first` to `last` of a document; it may be cut before each of `cuts`."""
 
     lines: list[str]
     first: int

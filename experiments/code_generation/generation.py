@@ -1,4 +1,4 @@
-"""What a model of transformers says of text: the loss of held-out documents, and how it goes on."""
+"""Computes the loss of held-out documents, and continues texts, by a model of transformers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,8 @@ ROWS = 16  # of a batch
 def held_out_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seq: int
 ) -> dict[str, float]:
-    """Returns the mean loss per token, nats, and bits per byte of UTF-8, of every token of `texts`, each with up to
-    `seq` tokens before it. Documents are behind each other, an end of text before each, whose bits are counted and
-    which has no byte."""
+    """Returns the mean loss per token in nats, bits per byte of UTF-8, and the numbers of tokens and bytes of `texts`.
+    Tokens have at most `seq` tokens of context. An end of text before each document counts as a token without bytes."""
     ids = [number for text in texts for number in (tokenizer.eos_token_id, *encoded(tokenizer, text))]
     ids.append(tokenizer.eos_token_id)
     total, tokens = 0.0, len(ids) - 1
@@ -42,7 +41,7 @@ def _batches(rows: list[list[int]]) -> Iterator[Tensor]:
 def continued(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, context: int, new_tokens: int
 ) -> str:
-    """Returns the likeliest text behind the last `context` tokens of `prompt`, token by token, up to an end of text."""
+    """Returns the greedy continuation of the last `context` tokens of `prompt`, up to an end of text."""
     ids = encoded(tokenizer, prompt)[-context:] or [tokenizer.eos_token_id]
     inputs = torch.tensor([ids], device=model.device)
     cache, found = None, []

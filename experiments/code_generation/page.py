@@ -1,4 +1,4 @@
-"""The continuations side by side: as text, and as a page that needs nothing but a browser."""
+"""Shows the continuations side by side, as text, and as a page for a browser."""
 
 import html
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ def _verdict(one: Beginning, text: str) -> str:
 
 
 def _coloured(one: Beginning, text: str) -> str:
-    """Returns the first line by whether it parses, the function's others plainly, what is behind it pale."""
+    """Returns HTML: the first line coloured by whether it parses, the text behind the function pale."""
     line, completion = scoring.next_line_of(text), scoring.completion_of(one.begun, text)
     kept = completion if line is not None and line in completion else ""
     if not kept:
@@ -128,6 +128,6 @@ def _end_of(begun: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escapes text for HTML, and shows control characters as boxes, since a model may write anything."""
+    # A model may write anything, so control characters become boxes.
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return html.escape(shown)

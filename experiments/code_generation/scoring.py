@@ -1,4 +1,4 @@
-"""Is it code: a line by itself, and a function with the completion in it."""
+"""Judges whether a line by itself, and a function with its completion, are code."""
 
 import ast
 import warnings
@@ -15,8 +15,8 @@ _AROUND = (
 
 
 def line_parses(line: str) -> bool:
-    """True if a line, at any indentation, is a statement or the head of a block. Blank lines, comments, and lines that
-    continue in the next one do not count."""
+    """Returns whether a line, at any indentation, is a statement or the head of a block. Blank lines, comments, and
+    lines that continue in the next one do not count."""
     line = line.strip()
     if not line or line.startswith("#"):
         return False
@@ -40,13 +40,12 @@ def completion_of(begun: str, generated: str) -> str:
 
 
 def function_parses(begun: str, completion: str) -> bool:
-    """True if both parts are one function, with at least one new line of code."""
+    """Returns whether both parts are one function, with at least one new line of code."""
     return _has_code(completion) and _tree(_whole(begun, completion)) is not None
 
 
 def function_compiles(begun: str, completion: str) -> bool:
-    """Returns the same by Python's compiler, which also refuses names that are declared too late, `break` outside of
-    loops."""
+    """Returns the same by Python's compiler, which also refuses `break` outside of loops, for example."""
     if not function_parses(begun, completion):
         return False
     try:
@@ -59,7 +58,7 @@ def function_compiles(begun: str, completion: str) -> bool:
 
 
 def _whole(begun: str, completion: str) -> str:
-    """Returns a text that can stand alone: a method is indented, as it is inside of a class."""
+    # A method is indented, so it needs a class.
     return ("class _:\n" if _indentation(begun) else "") + begun + completion
 
 

@@ -1,4 +1,4 @@
-"""The README's table, made from rows: `python -m experiments.code_generation.table`."""
+"""Makes the README's table from rows: `python -m experiments.code_generation.table`."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,6 @@ BEGIN = "<!-- made by python -m experiments.code_generation.table -->"
 
 
 def section(rows: list[dict]) -> str:
-    """Returns the README's section, from the newest row of each command; a pretrained model's first."""
     newest = {row["command"]: row for row in rows}.values()
     parts = []
     for row in sorted(newest, key=lambda row: not (row["training"] or {}).get("pretrained")):

@@ -1,8 +1,6 @@
-"""What is timed: single operators, a matrix product forward and backward, the update of a part, whole steps.
+"""Makes the timed cases: single operators, a linear layer, the update of a piece, whole steps of few blocks.
 
-A case is made for a device, "cuda" to be timed and "meta" to be counted by the simulator's clock, so that both see the
-same lines. Sizes do not matter for the host, so operators get small tensors; steps have the shapes of GPT-2, with fewer
-blocks.
+Each runs on "cuda" to be timed, and on "meta" to be counted by the simulator's clock. Sizes do not matter for the host.
 """
 
 from collections.abc import Callable
@@ -37,8 +35,8 @@ Make = Callable[[torch.device], Callable[[], Run]]
 
 @dataclass(frozen=True)
 class Case:
-    """`make(device)` gives a function that prepares one timing and returns what is timed, which does `calls` times what
-    the case is named after. `count(target)`: host seconds by the simulator's clock for all of them."""
+    """A case of `calls` calls. `make(device)` returns a function that prepares one timing and returns the function to
+    time. `count(target)`: host seconds of all calls by the simulator's clock."""
 
     name: str
     calls: int
@@ -47,7 +45,7 @@ class Case:
 
 
 def _case(name: str, make: Make) -> Case:
-    """Makes a case whose code runs unchanged on meta tensors."""
+    """Returns a case whose code also runs on meta tensors."""
 
     def count(target: Target) -> float:
         with target.device_model.functions(), Recorder(target.device_model) as recorder:
@@ -85,7 +83,7 @@ def _repeated(operator: Callable[[Tensor], Tensor], gradient: bool = False) -> C
 
 
 def _backward_of_tanh(device: torch.device) -> Callable[[], Run]:
-    """Returns a chain of operators with one operation each in backward; the gradient that it begins with is given."""
+    """Returns a case's `make`: operators with one operation each in backward."""
     x = torch.empty(SIDE, SIDE, device=device, requires_grad=True)
     gradient = torch.empty(SIDE, SIDE, device=device)
 
@@ -110,8 +108,8 @@ def _attention(device: torch.device) -> Callable[[], Run]:
 
 
 def product_case(kernels: Kernels) -> Case:
-    """Makes the case of a linear layer in training, forward and backward. With `kernels`, it adds the gradient to
-    its accumulator."""
+    """Returns the case of a linear layer, forward and backward. With `kernels`, it adds the gradient to its
+    accumulator."""
 
     def make(device: torch.device) -> Callable[[], Run]:
         layers = nn.Sequential(nn.Linear(SIDE, SIDE, device=device, dtype=torch.bfloat16))
@@ -138,8 +136,6 @@ def product_case(kernels: Kernels) -> Case:
 
 
 def update_case(rule: UpdateFunction, name: str) -> Case:
-    """Returns the exact update of one piece, whose state is on the device."""
-
     def make(device: torch.device) -> Callable[[], Run]:
         optimizer, entries = get_optimizer(OPTIMIZER), SIDE * SIDE
         layout = state_layout(optimizer, entries, torch.bfloat16)
@@ -159,8 +155,8 @@ def update_case(rule: UpdateFunction, name: str) -> Case:
 
 
 def step_case(model: str, blocks: int, kernels: Kernels, recorded: bool = False) -> Case:
-    """Returns a step with the update of the step before it: everything on the card, blocks recomputed, a sequence at a
-    time. `recorded`: blocks are repeated from recordings, which the simulator's clock does not know."""
+    """Returns the case of a step, with the update of the step before it. `recorded`: blocks are repeated from
+    recordings, which the simulator's clock does not know."""
     _, width, heads = GPT2_SHAPES[model]
     config = GPT2Config(n_layer=blocks, n_embd=width, n_head=heads)
     layout = Layout(micro_batch=1, group=SEQUENCES, states_on_gpu=blocks + 2)

@@ -1,16 +1,9 @@
-"""What the CUDA path costs the host: the time of operators, updates and steps whose kernels return at once.
+"""Times the host's part of operators, updates and steps on the stand-in, where kernels return at once.
 
-    .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.host_time.run [--rounds N] [--out DIR]
+    .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.host_time.run [--rounds N] [--out ROWS.jsonl]
 
-On the stand-in a kernel takes no time. So a step takes there what Python, the dispatcher, autograd, the caching
-allocator and the launch cost the host. Each row also has what the simulator's clock counts for the same lines, on meta
-tensors with a GPU that needs no time: operations times the constants of the card's DeviceModel (cudasim).
-
-The processor time of the process is compared: the forward thread's and autograd's, which take turns. The cases take
-turns too, round after round, so other work on the machine meets all of them. It disturbs a case's least time least.
-
-A constant is seconds of some machine. So every row says how fast this one is: nanoseconds per turn of an empty Python
-loop, and microseconds per addition of two small tensors on the CPU, each the least of the same rounds.
+Each row also has the seconds that the simulator's clock counts for the same lines, and this machine's speed: an empty
+Python loop, and an addition of two small tensors on the CPU.
 """
 
 import argparse
@@ -75,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cases_of(kernels: Kernels) -> list[Case]:
-    """Returns the cases with or without the project's own kernels; operators are PyTorch's own."""
+    """Returns the cases with or without the project's own kernels."""
     rule, name = (fused.update, "one kernel") if kernels else (optimizers.update, "eager")
     parts = [product_case(kernels), update_case(rule, name), *(step_case(*which, kernels) for which in STEPS)]
     return (
@@ -98,12 +91,12 @@ def timed(run: Run) -> Times:
 
 
 def in_rounds(cases: list[Case], device: torch.device, rounds: int) -> dict[str, list[Times]]:
-    """Times each case, "python loop" and "cpu additions" in each round. Each runs once before the first."""
     prepare = {case.name: case.make(device) for case in cases}
     prepare |= {"python loop": lambda: _python_loop, "cpu additions": lambda: _cpu_additions}
     for make_ready in prepare.values():
         make_ready()()  # handles, workspaces and compiled kernels come to be
     times: dict[str, list[Times]] = {name: [] for name in prepare}
+    # The cases take turns, so other work on the machine meets all of them.
     for _ in range(rounds):
         for name, make_ready in prepare.items():
             times[name].append(timed(make_ready()))
@@ -123,7 +116,7 @@ def _cpu_additions() -> None:
 
 
 def without_gpu_time(target: Target) -> Target:
-    """Returns the same target with a GPU that needs no time: its clock shows only the host's time."""
+    """Returns the target with a GPU that needs no time, so that its clock shows the host's."""
     timeless = dataclasses.replace(target.device_model, seconds=lambda *_: 0.0)
     return dataclasses.replace(target, device_model=timeless, copies=None)
 
@@ -149,8 +142,6 @@ def row_of(case: Case, times: list[Times], clock_seconds: float, operations: flo
 
 
 def _constants(target: Target) -> dict[str, float]:
-    """Returns the clock's constants in microseconds: for an operation in forward, one in backward, and more for some
-    operators."""
     forward, backward = target.device_model.host_seconds
     more = {str(operator): seconds for operator, seconds in target.device_model.more_host_seconds.items()}
     named = {"an operation": forward, "one in backward": backward} | more

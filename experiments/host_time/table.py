@@ -1,4 +1,4 @@
-"""The README's table, made from rows: python -m experiments.host_time.table puts it between the README's marks."""
+"""Makes the README's table from rows: `python -m experiments.host_time.table`."""
 
 import re
 import sys
@@ -17,8 +17,6 @@ _STEP = re.compile(r"step, (.+), (\d+) blocks(|, fused|, fused, recorded)")
 
 
 def table(rows: list[dict]) -> str:
-    """Returns the machine, the newest row of each case in the order of the run, and what a further block adds to a
-    step."""
     newest = {row["name"]: row for row in rows}
     cases = [_cells(row) for row in newest.values()]
     header = ("", "processor, us", "its median", "wall, us", *COUNTED)
@@ -33,7 +31,7 @@ def table(rows: list[dict]) -> str:
 
 
 def further_blocks(newest: dict[str, dict]) -> list[dict]:
-    """Returns a row for each model: the difference of its two steps, by the number of blocks between them."""
+    """Returns a row for each model: the difference of its two steps, per block."""
     steps: dict[str, dict[int, dict]] = {}
     for name, row in newest.items():
         if match := _STEP.fullmatch(name):

@@ -1,20 +1,7 @@
-"""Causal attention within each document of a ragged batch, as two implementations of transformers' attention interface.
+"""Causal attention within each document of a ragged batch: one row [1, N] of documents laid end to end.
 
-A ragged batch is one row [1, N] of documents laid end to end, so that embeddings, norms and products, which know
-nothing of neighbours, compute N = the sum of all lengths and nothing else. Attention alone has to know where documents
-end. Models are asked for one of these by name, `AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)`,
-and called with `documents=Documents(lengths)`, which transformers hands down to every layer.
-
-    PACKED   the values as they lie, with offsets. On CUDA in 16 bit `varlen_attn`, FlashAttention's kernel for that.
-             Elsewhere documents of like widths are attended to together, as rows of one causal product per class of
-             widths: what a block-diagonal mask would leave, and no mask is made
-    NESTED   PyTorch's jagged layout over the same values and offsets (`torch.nested`). On CUDA
-             `scaled_dot_product_attention` takes it as it is. On the CPU it has no causal kernel (torch 2.13: "Nested
-             tensors for query / key are not supported when is_causal=True"), so there values are padded to the longest
-             for attention alone
-
-No loop of the model goes over documents. One loop over samples cuts them into classes of widths, once for a batch and
-not per layer. There is at most one class for every 8 tokens of the longest.
+PACKED and NESTED are implementations of transformers' attention interface. A model is called with
+`documents=Documents(lengths)`, which transformers hands down to every layer.
 """
 
 import copy
@@ -37,8 +24,8 @@ LEAST_POSITIONS = 256  # of a class, below which its attention takes no less tim
 @dataclass(frozen=True)
 class Rows:
     """The documents of a batch as rows of a few classes of widths, `shapes` (rows, width), one class behind the other.
-    `there` int64 [M]: the token of the batch that stands in each of the M places of all rows, any at all behind a
-    document's end; `back` int64 [N]: the place of each token of the batch."""
+    `there` int64 [M]: the batch's token in each of the M places of all rows, an arbitrary one in padding. `back` int64
+    [N]: the place of each token."""
 
     shapes: list[tuple[int, int]]
     there: Tensor
@@ -49,7 +36,7 @@ class Rows:
 
 
 class Documents:
-    """The documents of a ragged batch: their `lengths` [B], in their order in the row. ValueError for an empty one."""
+    """The documents of a ragged batch: their `lengths` [B], in order. Raises ValueError for an empty document."""
 
     def __init__(self, lengths: Sequence[int]):
         if not len(lengths) or min(lengths) < 1:
@@ -62,11 +49,10 @@ class Documents:
 
     @property
     def position_ids(self) -> Tensor:
-        """int64 [1, N], from 0 in every document."""
+        """Returns int64 [1, N], from 0 in every document."""
         return (torch.arange(self.tokens) - self._starts.repeat_interleave(self.lengths))[None]
 
     def to(self, device: torch.device) -> "Documents":
-        """Returns the same for a batch on `device`: attention's indices will be there."""
         other = copy.copy(self)
         other.device, other.offsets = torch.device(device), self.offsets.to(device)
         for name in self.__dict__.keys() & {"classes", "padded"}:
@@ -75,14 +61,14 @@ class Documents:
 
     @functools.cached_property
     def classes(self) -> Rows:
-        """Of widths chosen as a training step chooses its micro-batches' (lowmem/core/batch.py)."""
+        """Returns rows of widths chosen as a training step chooses its micro-batches' (lowmem/core/batch.py)."""
         lengths, order = self.lengths.sort(descending=True, stable=True)
         shapes = micro_batch_shapes(lengths.tolist(), self.longest, len(lengths), LEAST_POSITIONS)
         return self._rows(order.split([rows for rows, _ in shapes]))
 
     @functools.cached_property
     def padded(self) -> Rows:
-        """All documents in one class, in their order."""
+        """Returns all documents in one class, in their order."""
         return self._rows([torch.arange(len(self.lengths))])
 
     def _rows(self, classes: Sequence[Tensor]) -> Rows:
@@ -104,7 +90,7 @@ def packed_attention(
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention of `query` [1, H, N, d], `key` and `value` [1, G, N, d], with G a divisor of H -> [1, N, H,
-    d]. ValueError for other shapes, and for attention that is more than causal."""
+    d]. Raises ValueError for other shapes, and for attention that is more than causal."""
     _check(query, key, documents, more)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, d]
     grouped = query.shape[1] != key.shape[1]
@@ -135,7 +121,7 @@ def nested_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     documents: Documents, scaling: float | None = None, dropout: float = 0.0, **more,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes attention through `torch.nested` tensors [B, heads, j, d] of the jagged layout."""
+    """Computes attention, as `packed_attention`, through `torch.nested` tensors of the jagged layout."""
     _check(query, key, documents, more)
     heads = query.shape[1]
     if query.is_cuda:  # whose kernel takes no grouped keys
@@ -149,6 +135,7 @@ def nested_attention(
     if query.is_cuda:
         output = F.scaled_dot_product_attention(*jagged, dropout_p=dropout, is_causal=True, scale=scaling)
         return output.transpose(1, 2).values()[None], None
+    # The CPU has no causal kernel for nested tensors (torch 2.13).
     padded = [tensor.transpose(1, 2).to_padded_tensor(0.0).transpose(1, 2) for tensor in jagged]
     output = F.scaled_dot_product_attention(
         *padded, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads

@@ -1,15 +1,11 @@
-"""Whether each mode computes what it should: `python -m experiments.nested_tensors.eval`.
+"""Compares each mode's logits and gradients with one sample at a time: `python -m experiments.nested_tensors.eval`.
 
-The truth is the stock model with its own attention, one sample at a time, in fp32: the logits of every token, and the
-gradients of all parameters of the sum of all losses. Each mode gets the same samples as one batch. What is reported:
+One sample at a time runs the stock model in fp32. Relative distances are reported, the largest of all:
 
-    output    the largest distance of a token's logits from the truth, relative to their norm
-    gradient  the largest distance of a parameter's gradient, relative to its norm, or to a thousandth of the norm of
-              all gradients where that is more: some are nothing but rounding (of queries, where a sample has one token)
+    output    of a token's logits
+    gradient  of a parameter's gradient; if its norm is below a thousandth of all gradients', relative to that
 
-Both have to be below 1e-5. fp32 rounds to 6e-8. Sums of up to a thousand terms in another order, in a few dozen layers,
-make a few 1e-7; a document that sees another makes 0.3. With --dtype bf16, for which a GPU has other kernels, the truth
-is still in fp32. There a rounding is 4e-3 and small gradients keep few digits (7e-2 was seen), so 0.1 is allowed.
+Both have to be below 1e-5 in fp32, and below 0.1 in bf16, where a rounding is 4e-3.
 """
 
 import sys
@@ -39,7 +35,10 @@ from experiments.nested_tensors.ragged import (
 
 PROGRAM = "experiments.nested_tensors.eval"
 RESULTS = Path(__file__).parent / "results" / "eval.jsonl"
+# fp32 sums of a thousand terms in another order make a few 1e-7; a document that sees another makes 0.3. In bf16 up to
+# 7e-2 was seen.
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.1}
+# Some gradients are nothing but rounding: of queries, if a sample has one token.
 VANISHING = 1e-3  # of the norm of all gradients
 LAST_LABEL = 0  # so that a sample of one token has a loss, too
 LENGTHS = {  # of the samples in one batch
@@ -88,7 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def drawn_samples(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> list[list[int]]:
-    """Samples of these lengths, of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
@@ -97,7 +95,6 @@ Results = tuple[list[Tensor], dict[str, Tensor]]  # logits [tokens, V] of each s
 
 
 def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results:
-    """Computes the stock model, a sample at a time."""
     model = make_model(shape, PADDED, device)
     outputs = []
     for sample in samples:
@@ -110,12 +107,11 @@ def truth(shape: str, samples: list[list[int]], device: torch.device) -> Results
 def distances(
     shape: str, mode: str, samples: list[list[int]], expected: Results, device: torch.device, dtype: str = "fp32"
 ) -> dict:
-    """Returns the largest relative distances of a mode's results, all samples as one batch, from what is expected."""
     return compared(computed(shape, mode, samples, device, dtype), expected)
 
 
 def computed(shape: str, mode: str, samples: list[list[int]], device: torch.device, dtype: str = "fp32") -> Results:
-    """Computes a mode, all samples as one batch; in fp32 whatever `dtype` they were computed in."""
+    """Computes a mode, all samples as one batch. Results are fp32."""
     model = make_model(shape, mode, device, dtype)
     inputs = collate(mode, samples, LAST_LABEL).to(device)
     loss, logits = forward(model, inputs)
@@ -124,7 +120,6 @@ def computed(shape: str, mode: str, samples: list[list[int]], device: torch.devi
 
 
 def compared(found: Results, expected: Results) -> dict:
-    """Returns the largest relative distances: of a token's logits, and of a parameter's gradient."""
     gradients = expected[1]
     least = VANISHING * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     gradient = worst(
@@ -135,14 +130,13 @@ def compared(found: Results, expected: Results) -> dict:
 
 
 def tokens_distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Returns the relative distance of each token's logits."""
     pairs = zip(found, expected, strict=True)
     return [distance for one, true in pairs for distance in ((one - true).norm(dim=1) / true.norm(dim=1)).tolist()]
 
 
 def distribution(found: list[Tensor], expected: list[Tensor]) -> dict[str, list[int]]:
-    """Counts logits by their value (`logits`, `expected`), between LOGIT_EDGES, and tokens by the power of ten of their
-    relative distance (`distances`), between DISTANCE_EDGES; what is beyond an edge counts to the last bin."""
+    """Counts logits by their value (`logits`, `expected`), and tokens by the power of ten of their relative distance
+    (`distances`), in bins of LOGIT_EDGES and DISTANCE_EDGES."""
 
     def counts(values: Tensor, edges: Sequence[float]) -> list[int]:
         inside = values.nan_to_num(edges[-1]).clamp(edges[0], edges[-1])

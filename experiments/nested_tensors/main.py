@@ -3,8 +3,8 @@
     python -m experiments.nested_tensors.main --mode packed --num_samples 256 --batch_size 16 --backward --use_warmup
 
 Prints and keeps real tokens per second, the share of real positions, and the peak of memory above weights (and
-gradients with --backward). On CUDA this is the allocator's peak. On the CPU it is the growth of the process's resident
-set, exact to a few MiB if MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
+gradients with --backward). On the CPU the peak is that of the process's resident set, exact to a few MiB if
+MALLOC_MMAP_THRESHOLD_=65536 is set. Under --out:
 
     data/<model>-<mode>.json        the figures, and seconds, tokens and positions of every batch
     log/<model>-<mode>/             with --use_torch_profiler a trace of two batches, which TensorBoard opens
@@ -102,7 +102,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """Returns the device of the options; ends the process with a sentence if there is none."""
+    """Returns the device of the options; ends the process if there is none."""
     try:
         device = torch.device(options.device)
     except RuntimeError:
@@ -115,7 +115,7 @@ def chosen_device(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[list[int]]:
-    """Returns the token ids of the samples; ends the process with a sentence if they are not available."""
+    """Returns the samples' token ids; ends the process if they are not available."""
     try:
         return read_samples(options.data, options.num_samples)
     except (InputError, ValueError) as error:
@@ -123,7 +123,6 @@ def chosen_samples(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def make_out(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Makes the output folder before anything is measured; ends the process with a sentence if it cannot."""
     try:
         make_folder(folder)
     except InputError as error:
@@ -131,13 +130,12 @@ def make_out(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def on_device(device: torch.device, dtype: str) -> dict:
-    """Returns a row's fields on the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "dtype": dtype}
 
 
 class _Collate:
-    """collate() of one mode; an object, since workers are given it by pickle."""
+    """Calls `collate` for one mode; workers get this object by pickle."""
 
     def __init__(self, mode: str):
         self.mode = mode
@@ -149,8 +147,8 @@ class _Collate:
 def measured(
     model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, warmup: bool, over_time: bool = False
 ) -> dict:
-    """Measures times and the peak of memory over all `batches`, and the loss summed over all tokens. `over_time`:
-    memory above what is held, by seconds, too."""
+    """Measures times and the peak of memory over all `batches`, and the summed loss. `over_time`: also memory by
+    seconds."""
     if backward:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -180,7 +178,7 @@ def measured(
 
 
 def compute(model: nn.Module, inputs: Inputs, device: torch.device, backward: bool) -> float:
-    """One batch; gradients are added to those that are there."""
+    """Returns the loss of one batch, and accumulates gradients."""
     with torch.set_grad_enabled(backward):
         loss, _ = forward(model, inputs.to(device))
     if backward:
@@ -189,7 +187,7 @@ def compute(model: nn.Module, inputs: Inputs, device: torch.device, backward: bo
 
 
 def begin_peak(device: torch.device) -> int:
-    """Returns the memory in use now, and restarts the count of the peak above it."""
+    """Returns the memory in use now, and restarts the count of the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -198,12 +196,11 @@ def begin_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Since `begin_peak`, what was held before it included."""
+    """Returns the peak since `begin_peak`, with the memory held before."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else ram_peak_bytes()
 
 
 def write_trace(model: nn.Module, batches: DataLoader, device: torch.device, backward: bool, folder: Path) -> None:
-    """A trace of the first batches, with the memory of every operator."""
     from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -216,7 +213,6 @@ def write_trace(model: nn.Module, batches: DataLoader, device: torch.device, bac
 
 
 def wait(device: torch.device) -> None:
-    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

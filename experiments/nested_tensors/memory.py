@@ -1,12 +1,8 @@
-"""Peaks of memory of the modes, forward and backward: `python -m experiments.nested_tensors.memory`.
+"""Measures the modes' peaks of memory, forward and backward: `python -m experiments.nested_tensors.memory`.
 
     python -m experiments.nested_tensors.memory --data functions --num_samples 16 --batch_size 8
 
-Every mode runs in a separate process (main.py), so that peaks stay apart. A row is one process, with
-its memory over time. What they free goes
-back to the system at once (MALLOC_MMAP_THRESHOLD_), without which a peak of the resident set has old memory in it. How
-long they take is time_profiling's: processes come one after the other, and a shared machine is not equally fast all the
-time.
+A row is a process of one mode (main.py), with its memory over time.
 """
 
 import argparse
@@ -51,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
-    """Runs main.py in a separate process and returns its figures. CalledProcessError if it fails."""
+    """Runs main.py in a separate process, and returns its figures. Raises CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as out:
         words = [
             *("--model", model, "--mode", mode, "--data", options.data, "--backward", "--use_warmup", "--out", out),
@@ -59,6 +55,7 @@ def in_process(model: str, mode: str, options: argparse.Namespace) -> dict:
             *("--num_samples", str(options.num_samples), "--batch_size", str(options.batch_size)),
             *("--device", options.device, "--dtype", options.dtype),
         ]
+        # Freed memory goes back to the system at once; else a peak of the resident set would contain it.
         environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(options.threads)}
         command = [sys.executable, "-m", CHILD, *words]
         subprocess.run(command, cwd=row_file.ROOT, env=os.environ | environment, check=True)

@@ -1,4 +1,4 @@
-"""Pictures of memory over time and of the distribution of outputs."""
+"""Draws memory over time, and the distribution of outputs."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ ONE = "one sample at a time"
 
 
 def draw_memory(rows: list[dict], path: Path) -> None:
-    """Draws a panel for each model, a line for each mode: MiB above weights and gradients by second, as PNG. `rows`: of
-    one set of samples, with memory over time; of a model and mode the newest counts."""
+    """Draws a panel for each model, a line for each mode: MiB above weights and gradients by second. `rows`: of one set
+    of samples; the newest count."""
     newest = {(row["model"], row["mode"]): row for row in rows}
     models = list(dict.fromkeys(model for model, _ in newest))
     figure, panels = _panels(1, len(models))
@@ -30,8 +30,8 @@ def draw_memory(rows: list[dict], path: Path) -> None:
 
 
 def draw_outputs(rows: list[dict], path: Path) -> None:
-    """Draws, for each model, the distribution of all logits by mode, and of the tokens' relative distances from one
-    sample at a time, as PNG. `rows`: the newest of each model, mode and list of lengths, with a distribution."""
+    """Draws, for each model and mode, the distributions of logits, and of tokens' relative distances from one sample at
+    a time."""
     models, modes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "mode"))
     figure, panels = _panels(2, len(models))
     for column, model in enumerate(models):
@@ -60,7 +60,6 @@ def draw_outputs(rows: list[dict], path: Path) -> None:
 
 
 def _sum(rows: list[dict], name: str) -> list[int]:
-    """Returns the counts of all lists of lengths together."""
     return [sum(counts) for counts in zip(*(row["distribution"][name] for row in rows), strict=True)]
 
 

@@ -1,11 +1,9 @@
-"""What is computed of a list of samples in each mode: real text of real lengths, batches of it, forward and backward.
+"""Real text of real lengths, in batches of each mode, and their forward.
 
-    padded    batches of samples as they come, each padded on the right to its longest
-    bucketed  batches of samples of like lengths (all are sorted once), each padded to its longest
-    nested    batches as they come, as one ragged row; attention through nested tensors (attention.py)
-    packed    the same; attention over the values as they lie
-
-The loss of a batch is the sum over its tokens' predictions, so that all modes have the same sum over all samples.
+padded    batches of samples as they come, each padded on the right to its longest
+bucketed  batches of samples of like lengths, each padded to its longest
+nested    batches as they come, as one ragged row; attention through nested tensors (attention.py)
+packed    the same; attention over the packed values
 """
 
 import ast
@@ -44,7 +42,7 @@ SHAPES = {  # without dropout, whose masks would differ from mode to mode
 
 
 def make_model(shape: str, mode: str, device: torch.device, dtype: str = "fp32", seed: int = 0) -> nn.Module:
-    """One of SHAPES with random weights in one of DTYPES, the same for every mode."""
+    """Returns one of SHAPES with random weights in one of DTYPES, the same for every mode."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), attn_implementation=ATTENTION[mode]).to(
         device, DTYPES[dtype]
@@ -52,10 +50,9 @@ def make_model(shape: str, mode: str, device: torch.device, dtype: str = "fp32",
 
 
 def read_samples(data: str, count: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` samples, drawn without replacement, of each at most LONGEST tokens. `data`: one of KINDS of
-    Python's standard library (nonblank lines, whole functions, whole files), or a --data of the training scripts, with
-    a sample for each row or file; "wikitext" is its rows, which are headings and paragraphs. InputError if that is not
-    available, ValueError if there are fewer."""
+    """Returns token ids of `count` drawn samples, each of at most LONGEST tokens. `data`: one of KINDS of Python's
+    standard library, "wikitext", or a --data of the training scripts, with a sample for each row or file. Raises
+    InputError if `data` is not available, ValueError if there are fewer."""
     texts = _library_texts(data) if data in KINDS else _texts(data)
     if count > len(texts):
         name = f"{data} in the standard library" if data in KINDS else f"samples in {data}"
@@ -96,8 +93,8 @@ def _functions(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A batch: what the model is called with, `labels` of the shape of its token ids (already shifted), and how many
-    tokens are real."""
+    """A batch. `keywords`: of the model's call; `labels`: in the shape of its token ids, already shifted; `tokens`: the
+    number of real ones."""
 
     keywords: dict[str, Any]
     labels: Tensor
@@ -105,7 +102,7 @@ class Inputs:
 
     @property
     def positions(self) -> int:
-        """Tokens and padding."""
+        """Returns the number of tokens and padding."""
         return self.labels.numel()
 
     def to(self, device: torch.device) -> "Inputs":
@@ -115,8 +112,8 @@ class Inputs:
 
 
 def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNORED) -> Inputs:
-    """One batch of `samples`, on the CPU; ValueError if one is empty. `last_label`: what the last token of each has to
-    predict."""
+    """Returns one batch of `samples`, on the CPU. `last_label`: the label of each sample's last token. Raises
+    ValueError for an empty sample."""
     documents = Documents([len(sample) for sample in samples])
     rows = [torch.tensor(sample) for sample in samples]
     shifted = [F.pad(row[1:], (0, 1), value=last_label) for row in rows]
@@ -134,7 +131,7 @@ def collate(mode: str, samples: Sequence[Sequence[int]], last_label: int = IGNOR
 
 
 def batches_of(mode: str, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Places of the samples of each batch; every sample is in one."""
+    """Returns the indices of the samples of each batch; every sample is in one."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__) if mode == BUCKETED else list(range(len(lengths)))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -142,5 +139,6 @@ def batches_of(mode: str, lengths: Sequence[int], batch_size: int) -> list[list[
 def forward(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Returns the sum of the losses of all predictions, and the logits [.., .., V]."""
     logits = model(use_cache=False, **inputs.keywords).logits
+    # A sum over predictions, so that all modes have the same sum over all samples.
     loss = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, logits

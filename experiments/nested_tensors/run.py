@@ -1,9 +1,8 @@
-"""All figures of this experiment by one command: `python -m experiments.nested_tensors.run`.
+"""Makes all figures of this experiment: `python -m experiments.nested_tensors.run`.
 
     python -m experiments.nested_tensors.run --num_samples 16 --batch_size 8 --model gpt2
 
-Runs eval, memory and time_profiling one after the other. Under --out: their rows, the tables, and in plots/ where the
-time goes, memory over time, and the distribution of outputs.
+Runs eval, memory and time_profiling one after the other. Under --out: their rows, the tables, and pictures in plots/.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The README's tables, made from rows: `python -m experiments.nested_tensors.table` puts them between its marks."""
+"""Makes the README's tables from rows: `python -m experiments.nested_tensors.table`."""
 
 import re
 import statistics
@@ -26,8 +26,8 @@ SEED = [  # its own figures, of one batch of random words, forward only
 
 
 def modes_table(peaks: list[dict], stages: list[dict]) -> str:
-    """Returns the peaks of each device, model and set of samples, and the speed in the newest run of the stages:
-    medians over its rounds, as ratios to padded in the same round."""
+    """Returns a table of peaks, and of speeds in the newest run of the stages: medians of ratios to padded in the same
+    round."""
     newest = {(*_what(row), row["mode"]): row for row in peaks}
     lines = []
     for what in dict.fromkeys(key[:-1] for key in newest):
@@ -46,7 +46,7 @@ def _what(row: dict) -> tuple:
 
 
 def _where(row: dict) -> tuple[str, str]:
-    """Device and dtype; rows that do not name them are older than these options."""
+    # Rows without these fields are older than the options.
     return row.get("device", "cpu"), row.get("dtype", "fp32")
 
 
@@ -81,12 +81,11 @@ def _modes_of(peaks: dict[str, dict], timed: list[dict]) -> list[list[str]]:
 
 
 def _speed(row: dict) -> float:
-    """Real tokens a second."""
     return row["tokens"] / sum(row["seconds"].values())
 
 
 def eval_table(rows: list[dict]) -> str:
-    """Returns the newest row of each device, model, mode and list of lengths; the largest over the lists."""
+    """Returns the largest distances by device, model and mode."""
     newest = _newest(rows)
     lines = []
     for kind in dict.fromkeys(key[:-1] for key in newest):
@@ -104,7 +103,6 @@ def _newest(rows: list[dict]) -> dict[tuple, dict]:
 
 
 def draw(folder: Path, plots: Path) -> list[Path]:
-    """Draws all pictures of the rows in `folder`, and returns where they are."""
     evals, peaks, stages = (row_file.read(folder / path.name) for path in (EVAL_ROWS, PEAK_ROWS, STAGE_ROWS))
     made = []
     for kind in _kinds(stages):
@@ -121,20 +119,19 @@ def draw(folder: Path, plots: Path) -> list[Path]:
 
 
 def _over_time(peaks: list[dict]) -> list[dict]:
-    """Returns the rows with memory over time: of each kind of samples those of the newest number and device."""
+    """Returns the rows with memory over time, of the newest device and number of samples."""
     timed = [row for row in peaks if row.get("memory")]
     newest = {row["data"]: (*_where(row), row["num_samples"], row["batch_size"]) for row in timed}
     return [row for row in timed if (*_where(row), row["num_samples"], row["batch_size"]) == newest[row["data"]]]
 
 
 def _counted(evals: list[dict]) -> list[dict]:
-    """Returns the newest rows with a distribution, of one device."""
     counted = [row for row in _newest(evals).values() if row.get("distribution")]
     return [row for row in counted if _where(row) == _where(counted[-1])]
 
 
 def draw_stages(rows: list[dict], path: Path) -> None:
-    """A panel for each model of the newest run, a bar for each mode: milliseconds a real token by stage, as PNG."""
+    """Draws a panel for each model of the newest run, a bar for each mode: milliseconds a real token by stage."""
     run = [row for row in rows if row["date"] == rows[-1]["date"]]
     models, modes = (list(dict.fromkeys(row[key] for row in run)) for key in ("model", "mode"))
     figure = pictures.figure(8, 1.2 + 0.9 * len(models) + 0.3 * len(modes))
@@ -168,7 +165,7 @@ def draw_stages(rows: list[dict], path: Path) -> None:
 
 
 def picture_name(data: str, what: str = "stages") -> str:
-    """Returns the file of the picture for samples of `data`, which may be a path or a name on the hub."""
+    """Returns the picture's file name for samples of `data`, which may be a path or a name on the hub."""
     return f"{what}-{re.sub('[^A-Za-z0-9.-]+', '-', data).strip('-')}.png"
 
 

@@ -1,10 +1,9 @@
-"""Seconds of each stage of forward, and of backward, by mode: `python -m experiments.nested_tensors.time_profiling`.
+"""Times each stage of forward, and backward, by mode: `python -m experiments.nested_tensors.time_profiling`.
 
     python -m experiments.nested_tensors.time_profiling --data functions --num_samples 16 --batch_size 8 --rounds 1
 
-A stage is timed from the call of its module to its return, on a GPU with a synchronization at both ends. The head's
-time includes the loss; the time between modules is "norms, sums". Modes take turns, batch after batch. Writes
-plots/stages-<data>.png under --out and adds rows, of which `table` makes the README's picture.
+Modes alternate, batch after batch. The head's time includes the loss; the time between modules is "norms, sums". Adds
+rows, and writes plots/stages-<data>.png under --out.
 """
 
 import sys

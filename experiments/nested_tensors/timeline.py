@@ -1,4 +1,4 @@
-"""Memory over time: a thread that reads it while batches are computed."""
+"""Reads memory over time in a thread, while batches are computed."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ POINTS = 200
 
 
 class MemoryTimeline:
-    """Reads the memory in use every EVERY_SECONDS, as a context: of a GPU what is allocated, else the process's
-    resident set. Afterwards `samples` has seconds and bytes."""
+    """Reads the memory in use every EVERY_SECONDS, as a context: bytes allocated on a GPU, else the process's resident
+    set. Afterwards `samples` has seconds and bytes."""
 
     def __init__(self, device: torch.device):
         self.samples: list[tuple[float, int]] = []

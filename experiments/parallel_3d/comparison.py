@@ -1,7 +1,7 @@
-"""Puts the processes' parts together, and judges the training beside one process's.
+"""Puts the processes' parts together, and compares the training with one process's.
 
-In fp64 a loss or weight may be LARGEST off, relative to the largest value of its tensor. In fp32 rounding decides: the
-distance to one process in fp64 may be FACTOR times that of one process in fp32, which rounds, too.
+In fp64 a loss or weight may be LARGEST off, relative to the largest value of its tensor. In fp32 the distance to one
+process in fp64 may be FACTOR times that of one process in fp32.
 """
 
 import math
@@ -54,10 +54,10 @@ def whole_weights(told: list[Told]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def one_process(job: Job, dtype: str) -> RankResult:
-    """Trains in this process: the ordinary model with PyTorch's loss; with dropout, whose random numbers differ there,
-    tensor_parallel's with one rank and the whole batch at once."""
+    """Trains in this process: the ordinary model with PyTorch's loss."""
     alone = replace(job, ranks=1, dtype=dtype, keep=True)
     device = group.device_of(0, job.mesh.processes)
+    # PyTorch's dropout draws other numbers: then it is tensor_parallel's with one rank and the whole batch at once.
     with group.threads_of_a_process():
         return tensor_parallel.work(alone, 0, device) if job.dropout else tensor_parallel.reference(alone, device)
 
@@ -85,12 +85,11 @@ def compared(job: Job, losses: list[float], weights: dict[str, Tensor]) -> dict:
 
 
 def loss_distance(losses: Iterable[float], others: Iterable[float]) -> float:
-    """Returns the largest relative difference of a step's losses."""
     return worst(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
 
 
 def weight_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Returns the largest difference, relative to the largest value of its tensor. NaN if a weight is not a number."""
+    """Returns the largest difference, relative to the largest value of its tensor; NaN if a weight is not a number."""
     if found.keys() != expected.keys():
         raise ValueError(f"other tensors: {found.keys() ^ expected.keys()}")
     pairs = [(found[name].double(), tensor.double()) for name, tensor in expected.items()]
@@ -98,6 +97,6 @@ def weight_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
 
 
 def too_far(report: dict) -> list[str]:
-    """Returns what is farther than allowed; nothing if nothing was compared."""
+    """Returns which distances are larger than allowed; none if nothing was compared."""
     allowed = report["allowed"] or {}
     return [name for name, most in allowed.items() if not report[f"{name}_distance"] <= most]

@@ -1,9 +1,9 @@
-"""Measures the README's table, and keeps rows: `python -m experiments.parallel_3d.measure`.
+"""Measures the README's tables, and keeps rows: `python -m experiments.parallel_3d.measure`.
 
 python -m experiments.parallel_3d.measure --only mesh
 
 mesh    every mesh of eight processes in fp64, beside one process
-more    other schedules, dropout, uneven micro-batches, and fp32
+more    other schedules, dropout, and fp32
 """
 
 import shlex
@@ -43,7 +43,6 @@ KEPT = (
 
 
 def sources() -> str:
-    """Returns a digest of the code that makes these rows: this experiment, and those that it is made of."""
     folders = ("harness", "parallel_3d", "pipeline_parallel", "tensor_parallel")
     return row_file.digest(*(f"experiments/{folder}/*.py" for folder in folders))
 

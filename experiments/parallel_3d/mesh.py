@@ -1,7 +1,7 @@
 """Numbers the processes of a mesh, and makes their groups.
 
-Process (p D + d) T + t has stage p, replica d and part t of a mesh of P x D x T. Tensor parallelism talks most, so its
-processes are neighbours; pipelines talk least between machines, so their processes are farthest apart.
+Process (p D + d) T + t has stage p, replica d and part t of a mesh of P x D x T. Parts of layers send most, so their
+processes are neighbours; stages send least between machines, so theirs are farthest apart.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ from experiments.tensor_parallel.collectives import Ranks
 
 
 class Place(NamedTuple):
-    """A process's stage, replica and part of each layer."""
-
     stage: int
     replica: int
     part: int
@@ -37,7 +35,6 @@ class Mesh:
         return (stage * self.dp + replica) * self.tp + part
 
     def pipelines(self) -> list[list[int]]:
-        """Returns the processes of each pipeline by stage."""
         pairs = [(d, t) for d in range(self.dp) for t in range(self.tp)]
         return [[self.process(p, d, t) for p in range(self.pp)] for d, t in pairs]
 
@@ -59,8 +56,8 @@ class Mesh:
 
 
 class Axes:
-    """The groups of process `own`. All processes have to make them at the same time. `ends` is None of a process
-    between the ends of a pipeline, or of one that is both."""
+    """The groups of process `own`, which all processes have to make at the same time. `ends` is None unless the process
+    is one of two ends of a pipeline."""
 
     def __init__(self, mesh: Mesh, own: int):
         self.tensor = _ranks(mesh.tensor_groups(), own)

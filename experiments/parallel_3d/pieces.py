@@ -1,8 +1,4 @@
-"""A decoder's part of a process: layers of its stage, each cut by the rules of tensor_parallel.
-
-The rules cut the whole model. Then a stage keeps its layers: the embedding, blocks, or the norm with the head. So
-dropouts have the same numbers in every mesh.
-"""
+"""Cuts a decoder by the rules of tensor_parallel, and takes the layers of one stage."""
 
 from dataclasses import dataclass
 
@@ -28,8 +24,7 @@ class RotaryBlock(nn.Module):
 
 
 class SampledLayers(Layers):
-    """Layers whose dropouts know the step and the samples. `first_samples`: of each micro-batch, its first sample's
-    number in the whole batch."""
+    """Layers whose dropouts know the step and the samples. `first_samples`: of each micro-batch, in the whole batch."""
 
     def __init__(self, layers: list[nn.Module], first: int, seed: int, first_samples: list[int]):
         super().__init__(layers, first, seed)
@@ -45,7 +40,7 @@ class SampledLayers(Layers):
 @dataclass
 class Piece:
     """A stage's layers. `names`: of its parameters in the whole model, by those in the stage; `cuts`: as Sharded's;
-    `tied`: the name in the stage of the copy of a tied embedding, if another stage has one, too."""
+    `tied`: the name in the stage of a tied embedding's copy, if another stage has one, too."""
 
     layers: SampledLayers
     names: dict[str, str]
@@ -54,7 +49,7 @@ class Piece:
 
 
 def piece_of(sharded: Sharded, sizes: list[int], stage: int, seed: int, first_samples: list[int]) -> Piece:
-    """Returns stage `stage` of stages of so many layers."""
+    """Returns the piece of stage `stage`. `sizes`: layers of each stage."""
     model = sharded.model
     body = model.base_model
     if model.config.model_type == "gpt2":
@@ -63,6 +58,7 @@ def piece_of(sharded: Sharded, sizes: list[int], stage: int, seed: int, first_sa
         blocks = [RotaryBlock(block, body.rotary_emb) for block in body.layers]
         layers = [Embedding(body.embed_tokens), *blocks, Head(body.norm, model.lm_head)]
     first = sum(sizes[:stage])
+    # Cut from the whole model, so that dropouts have the same numbers in every mesh.
     own = SampledLayers(layers[first : first + sizes[stage]], first, seed, first_samples)
     whole_names = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: whole_names[id(parameter)] for name, parameter in own.named_parameters()}

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m experiments.parallel_3d.run --pp 2 --tp 2
 
 Starts its own processes (gloo on the CPU, NCCL if there is a GPU for each), or is one of torchrun's. The schedule is
-made and checked before any process starts. Under --out: report.json and curves.png.
+checked before any process starts. Under --out: report.json and curves.png.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> Job:
-    """Returns the job; InputError for what does not go together."""
+    """Returns the job. Raises InputError for options that exclude each other."""
     given = int(os.environ["WORLD_SIZE"]) if group.is_one_of_torchruns() else options.processes
     model = options.pp * options.tp
     if options.dp is None and given is not None and given % model:
@@ -85,8 +85,8 @@ def train(job: Job) -> list[Told] | None:
 
 
 def report_of(job: Job, told: list[Told], compare: bool) -> dict:
-    """Returns the content of report.json. Bytes are those of the process with the most; `*_theory` that process's by
-    theory; `off_theory_bytes`: the largest difference of any process, in any of these."""
+    """Returns the content of report.json. Bytes are those of the process with the most, `*_theory` its by theory;
+    `off_theory_bytes`: the largest difference of any process."""
     theory = [expected(job, one.place) for one in told]
     losses = losses_of(told)
     weights, copies_differ = whole_weights(told)

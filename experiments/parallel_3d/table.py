@@ -1,4 +1,4 @@
-"""The README's tables, made from rows: `python -m experiments.parallel_3d.table`."""
+"""Makes the README's tables from rows: `python -m experiments.parallel_3d.table`."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,6 @@ DISTANCES = ("losses", "weights")
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the README's tables, from the newest row of each command line."""
     tables = [
         (
             ("mesh",),
@@ -39,7 +38,7 @@ def sections(rows: list[dict]) -> str:
 
 
 def by_theory(row: dict) -> list[Expected]:
-    """Returns every process's bytes, by the row's command line alone."""
+    """Returns every process's bytes, from the row's command line alone."""
     job = run.planned(run.parser().parse_args(row["options"].split()))
     return [expected(job, job.mesh.place(process)) for process in range(job.mesh.processes)]
 

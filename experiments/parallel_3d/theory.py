@@ -1,17 +1,6 @@
-"""What a process of a mesh holds and sends by theory: formulas of a config and of the mesh, nothing measured.
+"""Computes the bytes that a process of a mesh holds and sends, from a config and the mesh alone.
 
-Of P stages, D replicas and T parts, for B sequences of S tokens; H is the hidden size, e the bytes of a number. An
-all-reduce of n bytes among N sends 2 (N - 1) / N of n from each (tensor_parallel/theory.py has the sources).
-
-    parameters   blocks of the stage x (what is cut / T + what is whole), the embedding in the first, the head in the
-                 last; a tied embedding is in both, and once if they are the same
-    gradients    as many; Adam's moments twice as many
-    tensor       four all-reduces of B / D S H numbers for each block, one for the embedding, one for the head's input;
-                 three numbers of each token for the loss. zb-h1 passes the head's input twice, once for each part
-                 of a backward: one more
-    pipeline     B / D S H numbers to each neighbour; of a tied embedding an all-reduce of its rows / T between the ends
-    data         an all-reduce of the parameters
-    clipping     an all-reduce of one number of 8 bytes among P T
+tensor_parallel/theory.py has the sources. An all-reduce of n bytes among N sends 2 (N - 1) / N of n from each.
 """
 
 from dataclasses import dataclass
@@ -26,7 +15,7 @@ LOSS_NUMBERS = 3  # of a token: the largest logit, the sum of exponentials, the 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bytes; `sent` in a step, by axis."""
+    """Bytes that a process holds and, by axis, sends in a step."""
 
     parameters: float
     gradients: float
@@ -35,13 +24,14 @@ class Expected:
 
 
 def expected(job: Job, place: Place) -> Expected:
-    """Returns a process's, if parts divide all that is cut, and replicas the batch."""
+    """Returns a process's bytes, if parts divide all that is cut, and replicas the batch."""
     config, number = job.kind.config, DTYPES[job.dtype].itemsize
     is_first, is_last = place.stage == 0, place.stage == job.pp - 1
     blocks = job.sizes[place.stage] - is_first - is_last
     table = -(-config.vocab_size // job.ranks) * config.hidden_size
     is_tied = tables(config) == 1
     before, after = whole_at_ends(config)
+    # A tied embedding is in the first and in the last stage, and once if they are the same.
     held = number * (
         blocks * (cut_of_a_block(config) / job.ranks + whole_of_a_block(config))
         + is_first * (before + table)
@@ -49,7 +39,9 @@ def expected(job: Job, place: Place) -> Expected:
     )
     tokens = job.batch / job.dp * job.seq
     hidden = tokens * config.hidden_size * number
+    # zb-h1 passes the head's input twice, once for each part of a backward.
     passes = 2 if job.schedule == "zb-h1" else 1
+    # Four all-reduces of hidden states for each block, one for the embedding, one for the head's input.
     tensor = (4 * blocks + is_first + is_last * passes) * hidden + is_last * LOSS_NUMBERS * tokens * number
     pipeline = hidden * ((not is_last) + (not is_first))
     if is_tied and job.pp > 1 and (is_first or is_last):

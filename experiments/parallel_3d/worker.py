@@ -1,4 +1,4 @@
-"""Runs one process of a mesh. It has a part of each layer of one stage, and the samples of one replica."""
+"""Runs one process of a mesh, which has a part of each layer of one stage, and the samples of one replica."""
 
 import math
 from collections.abc import Iterable
@@ -43,12 +43,11 @@ class Job(tensor_parallel.Job):
 
     @property
     def layers(self) -> int:
-        """How many there are to divide: blocks, the embedding and the head."""
+        """Returns the number of layers to divide: blocks, the embedding and the head."""
         return self.kind.config.num_hidden_layers + 2
 
     @property
     def sizes(self) -> list[int]:
-        """Layers of each stage, as equal as can be."""
         return cut([1.0] * self.layers, self.pp)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -58,16 +57,16 @@ class Job(tensor_parallel.Job):
         return check(schedule(self.schedule, self.pp, self.micro_batches), self.pp, self.micro_batches)
 
     def samples_of(self, replica: int) -> list[range]:
-        """Returns the places in the batch of each micro-batch's samples; if they do not divide, the first have more."""
+        """Returns the places in the batch of each micro-batch's samples; the first may have one more."""
         own = np.array_split(np.arange(self.batch), self.dp)[replica]
         return [range(part[0], part[-1] + 1) for part in np.array_split(own, self.micro_batches)]
 
 
 @dataclass(frozen=True)
 class Told:
-    """A process's results. `losses`: its share of each step's, if it has the last stage. `sent`: bytes in the first
-    step, by axis. `gradients_bytes`: before the update. `moments_bytes`: Adam's. `weights`: its parts at the end, by
-    name in the whole model; `cuts`: of those that are cut."""
+    """A process's results. `losses`: its shares, if it has the last stage. `sent`: bytes in the first step, by axis.
+    `gradients_bytes`: before the update. `weights`: its parts at the end, by name in the whole model; `cuts`: of cut
+    ones."""
 
     place: Place
     losses: list[float]
@@ -80,8 +79,6 @@ class Told:
 
 
 class Process:
-    """One process's stage and its groups."""
-
     def __init__(self, job: Job, process: int, device: torch.device):
         self.job, self.device = job, device
         self.place = job.mesh.place(process)
@@ -97,7 +94,7 @@ class Process:
         self.runtime = Rank({self.place.stage: self.stage}, job.pp, self.transfers, self.before_updates)
 
     def micro_batches(self, inputs: Tensor, targets: Tensor) -> MicroBatches:
-        """Returns this replica's part of a batch, whose losses are shares of the whole batch's mean."""
+        """Returns this replica's part of a batch; each loss is a share of the whole batch's mean."""
         job, ranks = self.job, self.axes.tensor
         vocabulary = job.kind.classes
         first = int(padded(vocabulary, ranks.count).indices[ranks.rank][0])
@@ -110,7 +107,6 @@ class Process:
         return MicroBatches(lambda m: inputs[self.samples[m]], loss_of, [len(samples) for samples in self.samples])
 
     def before_updates(self) -> None:
-        """Completes the gradients, and clips them."""
         self.gradients_bytes = sum(gradient.nbytes for gradient in self.stage.gradients)
         self.add_replicas()
         self.add_tied()
@@ -118,7 +114,6 @@ class Process:
             self.clip()
 
     def add_replicas(self) -> None:
-        """Adds up the replicas' gradients, in one message."""
         if self.axes.data.count == 1:
             return
         gradients = self.stage.gradients
@@ -128,14 +123,12 @@ class Process:
         self.stage.gradients = [part.view_as(one) for part, one in zip(parts, gradients, strict=True)]
 
     def add_tied(self) -> None:
-        """Adds up the gradients of a tied embedding's copies in the first and in the last stage."""
         if self.piece.tied is not None:
             place = self.stage.names.index(self.piece.tied)
             total = self.stage.gradients[place].contiguous()
             self.stage.gradients[place] = self.axes.ends.all_reduce(total, ("tied", BACKWARD))
 
     def clip(self) -> None:
-        """Scales all gradients by that of the norm over the replica's processes."""
         square = torch.tensor(self.counted_square(), dtype=torch.float64, device=self.device)
         self.axes.replica.all_reduce(square, ("clipping", BACKWARD))
         scale = clip_scale([float(square)], self.job.clip_norm)
@@ -143,8 +136,8 @@ class Process:
             gradient.mul_(scale)
 
     def counted_square(self) -> float:
-        """Returns this process's summand of the squared norm, so that every weight of the model counts once: what is
-        whole on all parts counts in the first, and a tied embedding in the first stage."""
+        """Returns this process's summand of the squared norm of the model's gradients."""
+        # Every weight counts once: a whole one in part 0, a tied embedding in stage 0.
         squares = squares_of(self.stage.gradients, self.stage.names)
         if self.piece.tied is not None and self.place.stage > 0:
             del squares[self.piece.tied]
@@ -154,7 +147,6 @@ class Process:
         )
 
     def sent(self) -> dict[str, int]:
-        """Returns the bytes sent so far, by axis."""
         axes = self.axes
         of_ends = 0 if axes.ends is None else axes.ends.sent.total()
         counts = (axes.tensor.sent.total(), self.transfers.sent_bytes + of_ends)
@@ -179,5 +171,5 @@ class Process:
 
 
 def work(job: Job, process: int, device: torch.device) -> Told:
-    """Trains this process's part. The process group is there already, if there is more than one process."""
+    """Trains this process's part. With several processes, the process group has to exist."""
     return Process(job, process, device).train()

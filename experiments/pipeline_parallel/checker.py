@@ -1,16 +1,7 @@
 """Proves that a schedule is complete and cannot deadlock, and computes its cost.
 
-`check` runs through the lists of all ranks with a clock and no tensors. Either every rank reaches the end of its list,
-and then a runtime does, too, since it waits for nothing else. Or a ValueError says what is wrong. It runs twice: once
-with sends that return at once, as if the network had room, and once with sends that wait for the receive to begin. A
-schedule has to end in both.
-
-What has to hold:
-    every stage has one forward and one backward of every micro-batch, whole or in its two parts;
-    an action's input is there: of this rank's own earlier actions, or received;
-    what is sent is received, between two ranks in the order in which it is sent, for a network like NCCL's has no names
-    on its messages;
-    the weights of a forward's version are there, and each stage has the updates that it should.
+All ranks' lists are simulated twice: with sends that return at once, and with sends that wait for the receive to begin.
+A schedule has to end in both.
 """
 
 from collections import Counter
@@ -40,11 +31,14 @@ Span = tuple[float, float, Action]  # begin, end
 
 @dataclass(frozen=True)
 class Checked:
-    """A schedule that holds. `actions`: of each rank; `spans`: when it computes what; `bubble`: the share of all ranks'
-    time, from the first forward to the last backward, in which they wait; `peak_in_flight`: the most activations (of a
-    stage and a micro-batch) that a rank holds from their forward to the end of their backward; `weight_versions`: the
-    most versions of its weights that a rank has to hold for a stage; `in_order`: whether every stage takes
-    micro-batches in their order, forward (as running statistics see them) and backward (as gradients are summed)."""
+    """A schedule that holds.
+
+    Args:
+        bubble: share of the ranks' time, from first forward to last backward, in which they wait.
+        peak_in_flight: of each rank, the most activations held for backward.
+        weight_versions: of each rank, the most versions of a stage's weights held.
+        in_order: every stage takes micro-batches in their order, forward and backward.
+    """
 
     actions: list[list[Action]]
     spans: list[list[Span]]
@@ -55,7 +49,7 @@ class Checked:
 
 
 def check(actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, updates: int = 1) -> Checked:
-    """Checks a schedule. `updates`: of each stage. ValueError if it fails."""
+    """Checks a schedule, whose stages have `updates` updates each. Raises ValueError if it fails."""
     ranks = len(actions)
     if micro_batches < 1:
         raise ValueError("there is no micro-batch")
@@ -76,7 +70,7 @@ def check(actions: Sequence[Sequence[Action]], stages: int, micro_batches: int, 
 
 
 def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
-    """Returns the share of the ranks' time, from the first span's begin to the last one's end, that has no span."""
+    """Returns the share of the ranks' time, from the first span to the last, that has no span."""
     spans = [list(of_rank) for of_rank in spans]
     times = [(begin, end) for of_rank in spans for begin, end, _ in of_rank]
     whole = max(end for _, end in times) - min(begin for begin, _ in times)
@@ -84,8 +78,8 @@ def bubble_of(spans: Iterable[Iterable[Span]]) -> float:
 
 
 def steady_bubble_of(spans: Sequence[Sequence[Span]]) -> float | None:
-    """Returns the same of the time in which no rank starts up or runs empty: from the last rank's first backward to the
-    first rank's last forward. None if there is no such time."""
+    """Returns the bubble from the last rank's first backward to the first rank's last forward. None if there is no such
+    time."""
     begin = max(next(b for b, _, action in of_rank if action.kind != FORWARD) for of_rank in spans)
     end = min(max(e for _, e, action in of_rank if action.kind == FORWARD) for of_rank in spans)
     if end <= begin:
@@ -95,7 +89,6 @@ def steady_bubble_of(spans: Sequence[Sequence[Span]]) -> float | None:
 
 
 def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, updates: int) -> None:
-    """Checks each rank's list by itself: every action is there once, and comes after its input."""
     ranks = len(lists)
     for rank, actions in enumerate(lists):
         done: set[Action] = set()
@@ -142,8 +135,6 @@ def _check_contents(lists: list[list[Action]], stages: int, micro_batches: int, 
 
 
 def _check_updates(rank: int, actions: list[Action], micro_batches: int) -> None:
-    """Checks that an update uses the gradients since the last one of its stage: of its micro-batch, or of all. Ranks
-    meet at an update of all (to clip, and for tied weights): afterwards a rank may only have such updates."""
     pending: dict[int, set[int]] = {}
     for place, action in enumerate(actions):
         of_stage = pending.setdefault(action.stage, set())
@@ -154,6 +145,7 @@ def _check_updates(rank: int, actions: list[Action], micro_batches: int) -> None
         if of_stage != (set(range(micro_batches)) if action.micro_batch < 0 else {action.micro_batch}):
             raise ValueError(f"rank {rank}: {action} comes when there are the gradients of {sorted(of_stage)}")
         of_stage.clear()
+        # Ranks meet at an update of all (to clip, and for tied weights): only such updates may follow.
         if action.micro_batch < 0 and (later := [a for a in actions[place:] if a.kind != UPDATE]):
             raise ValueError(f"rank {rank}: {later[0]} comes after an update, for which the ranks meet")
     last_gradient = {action.stage: action for action in actions if action.kind in (BACKWARD, WEIGHT_GRADIENT)}
@@ -184,8 +176,8 @@ def _before(action: Action, ranks: int, stages: int) -> list[Action]:
 
 
 def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list[Span]]:
-    """Returns the times at which each rank computes its actions. ValueError for a deadlock, for messages in another
-    order than the receives, and for a message that nobody receives."""
+    """Returns the times of each rank's computations. Raises ValueError for deadlocks, and for messages that are not
+    received, or in another order."""
     ranks = len(lists)
     place, clock = [0] * ranks, [0.0] * ranks
     spans: list[list[Span]] = [[] for _ in range(ranks)]
@@ -194,7 +186,6 @@ def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list
     arrived: Counter[tuple[str, int, int]] = Counter()
 
     def advance(rank: int) -> bool:
-        """Runs one action of a rank; False if it has to wait."""
         action = lists[rank][place[rank]]
         if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
             source = (action.stage + (-1 if action.kind == RECEIVE_ACTIVATION else 1)) % ranks
@@ -203,6 +194,7 @@ def _walk(lists: list[list[Action]], stages: int, sends_wait: bool) -> list[list
             receive = matching(action)
             key = (receive.kind, rank, receive.stage % ranks)
             number = arrived[key]
+            # Messages of a network like NCCL's have no names, so between two ranks their order has to be the same.
             expected = posted.get(key, [])
             if number < len(expected) and expected[number] != receive:
                 raise ValueError(f"rank {rank}: {action} meets {expected[number]}")
@@ -248,8 +240,8 @@ def _peak_in_flight(actions: list[Action]) -> int:
 
 
 def _weight_versions(actions: list[Action]) -> int:
-    """Returns the most versions of one stage's weights: the newest, those of micro-batches in flight, and older ones
-    that a forward will still use."""
+    """Returns the most versions of a stage's weights: the newest, those in flight, and those that a forward will still
+    use."""
     last_use: dict[tuple[int, int], int] = {}
     version_of: dict[tuple[int, int], int] = {}
     for place, action in enumerate(actions):

@@ -63,12 +63,10 @@ def _row(picture: str, name: str, options: argparse.Namespace, job: Job, checked
 
 
 def pictures(folder: Path, task: str) -> list[Path]:
-    """Returns where the pictures of a task are."""
     return [folder / f"{picture}-{task}.png" for picture in SCHEDULES]
 
 
 def draw(rows: list[dict], folder: Path) -> list[Path]:
-    """Draws the newest rows of each task, and returns where the pictures are."""
     made = []
     for task in dict.fromkeys(row["task"] for row in rows):
         for picture, path in zip(SCHEDULES, pictures(folder, task), strict=True):
@@ -82,7 +80,7 @@ def draw(rows: list[dict], folder: Path) -> list[Path]:
 
 
 def _job(name: str, picture: str, options: argparse.Namespace) -> tuple[Job, run.Checked | None]:
-    """Returns a training's job, and its schedule; None for one process."""
+    """Returns a training's job, and its schedule or None for one process."""
     stages = 1 if name.startswith(ONE) else options.stages
     schedule = {"learning": "1f1b", "stale": "pipedream"}[picture] if name.startswith(ONE) else name
     words = ["--stages", str(stages), "--schedule", *schedule.split(), "--task", options.task]
@@ -94,7 +92,6 @@ def _job(name: str, picture: str, options: argparse.Namespace) -> tuple[Job, run
 
 
 def _trained(job: Job, checked: run.Checked | None) -> reference.Outcome:
-    """Returns losses, and weights by their names in the whole model. LowmemError if a process fails."""
     if checked is not None:
         trained = run.train(job, checked)
         return trained.losses, run.in_the_whole(job, trained.weights)

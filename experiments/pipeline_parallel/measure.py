@@ -1,11 +1,11 @@
-"""Measures the README's tables, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
+"""Measures the tables of tables.md, and keeps rows: `python -m experiments.pipeline_parallel.measure`.
 
 python -m experiments.pipeline_parallel.measure --only bubble
 
-equal    compares 30 steps of each schedule with one process
-memory   measures the peak of each process, by the number of micro-batches
-bubble   pads actions to equal sleeps: with fewer cores than processes, computing would measure how cores are shared
-killed   measures how long processes survive after one of them, or the command, is killed
+equal    30 steps of each schedule, compared with one process
+memory   the peak of each process, by the number of micro-batches
+bubble   actions padded to equal sleeps, since more processes than cores would measure how cores are shared
+killed   how long processes survive after one of them, or the command, is killed
 """
 
 import shlex
@@ -62,7 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def values_of(section: str, words: str) -> dict:
-    """Runs with these options, and returns a row's values: curves for stale weights, spans for bubbles."""
     if section == "killed":
         return killed.ended(run.PROGRAM, words)
     options = run.parser().parse_args(shlex.split(words))

@@ -1,4 +1,4 @@
-"""Draws a run: when each rank computes which action."""
+"""Draws when each rank computes which action."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ NUMBERED = 80
 
 
 def draw_timelines(timelines: dict[str, list[list[Span]]], path: Path) -> None:
-    """Draws a panel for each timeline: a row for each rank, a bar for each action with the number of its micro-batch.
-    Every other chunk of a rank is paler."""
+    """Draws a panel for each timeline, with a row for each rank, and a bar for each action. Every other chunk is
+    paler."""
     from matplotlib.patches import Patch
 
     figure = pictures.figure(9, 2.2 * len(timelines) + 0.5)

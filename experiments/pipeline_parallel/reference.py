@@ -1,12 +1,4 @@
-"""What a pipeline has to compute, by one process and plain autograd: no stages' code, no schedule, no messages.
-
-`synchronous`: every micro-batch passes all layers, gradients are summed in their order and clipped, with one update a
-step. The two gradients of a tied embedding are summed apart and joined once, as each stage has its own sum.
-
-`asynchronous`: PipeDream as a recurrence. Micro-batch i meets in stage s of p the weights of max(0, i - (p - 1 - s))
-updates, with vertical sync those of max(0, i - (p - 1)) in all stages, forward and backward, and its gradient updates
-the newest.
-"""
+"""Trains as a pipeline has to, by one process and plain autograd: without stages, schedule and messages."""
 
 import math
 
@@ -26,7 +18,6 @@ def trained(job: Job, device: torch.device = CPU) -> Outcome:
 
 
 def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
-    """Trains a job with a synchronous schedule."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed).to(device)
     parameters = list(layers.parameters())
@@ -42,6 +33,7 @@ def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
         gradients = {name: parameter.grad for name, parameter in layers.named_parameters()}
         if task.tied:
             first, last = f"layers.0.{task.tied[0]}", f"layers.{len(task.layers) - 1}.{task.tied[1]}"
+            # Joined once, as two stages join their own sums.
             total = gradients[first] + gradients[last]
             gradients[first].copy_(total)
             gradients[last].copy_(total)
@@ -57,7 +49,7 @@ def synchronous(job: Job, device: torch.device = CPU) -> Outcome:
 
 
 def asynchronous(job: Job, device: torch.device = CPU) -> Outcome:
-    """Trains a job with one of PipeDream's schedules."""
+    """Trains a job of one of PipeDream's schedules, as a recurrence."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed).to(device)
     names = [name for name, _ in layers.named_parameters()]
@@ -67,6 +59,8 @@ def asynchronous(job: Job, device: torch.device = CPU) -> Outcome:
     for stage, size in enumerate(job.sizes):
         stage_of |= {f"layers.{place}": stage for place in range(first, first + size)}
         first += size
+    # Micro-batch i meets in stage s of p the weights of max(0, i - (p - 1 - s)) updates, with vertical sync those of
+    # max(0, i - (p - 1)) in all stages, forward and backward. Its gradient updates the newest.
     behind = [job.stages - 1 if job.schedule == "pipedream-vs" else job.stages - 1 - s for s in range(job.stages)]
     optimizer = job.optimizer_of(parameters)
     history = [_copies(parameters)]  # after each update

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 -m experiments.pipeline_parallel.run --stages 4 --schedule 1f1b
 
 Starts its own processes (gloo on the CPU, NCCL if there is a GPU for each), or is one of torchrun's. The schedule is
-made and checked before any process starts. Under --out: report.json, timeline.png (planned, and measured in the last
-step) and, where it trained, curves.png.
+checked before any process starts. Under --out: report.json, timeline.png (planned, and measured in the last step) and
+curves.png.
 """
 
 import argparse
@@ -43,8 +43,8 @@ MOST_PLANNED = 400_000  # micro-batches x stages: some 2 GB and a minute until i
 
 @dataclass(frozen=True)
 class Trained:
-    """The ranks' results: losses of the steps, spans of the last step, and by rank versions of weights, bytes before
-    the first step and at the peak. Bytes are those allocated on a GPU, or the RAM of the process."""
+    """Results of all ranks: losses of the steps, spans of the last step, and by rank the other fields. Bytes are of GPU
+    memory, else of the process's RAM."""
 
     losses: list[float]
     spans: list[list[tuple[float, float, Action]]]
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
-    """Returns the job, and its schedule, checked. InputError for what does not go together."""
+    """Returns the job, and its checked schedule. Raises InputError for options that exclude each other."""
     stages, asynchronous = options.stages * options.chunks, options.schedule in ASYNCHRONOUS
     steps = options.steps or STEPS[options.task]
     batch = options.batch or max(BATCH_SIZE, options.micro_batches)
@@ -114,7 +114,6 @@ def planned(options: argparse.Namespace) -> tuple[Job, Checked]:
 
 
 def seconds_of_layers(task: Task, seed: int, rows: int = 8, repeats: int = 5) -> list[float]:
-    """Returns the median time of forward and backward for each layer."""
     x, target = (tensor[:rows] for tensor in (task.inputs, task.targets))
     found = []
     for number, layer in enumerate(task.layers):
@@ -152,7 +151,6 @@ def _joined(checked: Checked, told: list[dict]) -> Trained:
 
 
 def report_of(job: Job, checked: Checked, trained: Trained | None, options: argparse.Namespace) -> dict:
-    """Returns the content of report.json."""
     report = {
         "schedule": job.schedule,
         "stages": job.ranks,
@@ -182,7 +180,8 @@ def report_of(job: Job, checked: Checked, trained: Trained | None, options: argp
 
 
 def compared(job: Job, trained: Trained) -> dict:
-    """Compares with one process. For an asynchronous schedule, also with training whose weights are never stale."""
+    """Compares with one process. An asynchronous schedule's losses are shown beside training whose weights are never
+    stale."""
     device = group.device_of(0, job.ranks)
     with group.threads_of_a_process():
         losses, weights = reference.trained(job, device)
@@ -201,7 +200,6 @@ def compared(job: Job, trained: Trained) -> dict:
 
 
 def accuracy_of(job: Job, weights: dict[str, torch.Tensor]) -> float:
-    """Returns the share of test samples that the whole model with these weights predicts."""
     task = job.make_task()
     layers = Layers(task.layers, 0, job.seed)
     layers.load_state_dict(weights)

@@ -1,9 +1,5 @@
-"""Runs what a checked schedule says of one rank. It knows nothing of schedules: it does one action after the other.
-
-A sent tensor is held until the network has taken it, but never more than PENDING of a kind. Then the rank waits for the
-oldest, which ends as the checker has proved. What is received has a buffer from the moment the receive is begun until a
-stage has used it. So what a rank holds depends on what is in flight, not on the number of micro-batches.
-"""
+"""Runs the actions of one rank, one after the other, without knowing schedules. Memory depends on the micro-batches in
+flight, not on their number."""
 
 import time
 from array import array
@@ -26,11 +22,8 @@ PENDING = 2
 
 
 class ProcessTransfers:
-    """Passes tensors between neighbours. Messages of a kind between two ranks arrive in the order of the sends.
-
-    `shapes`: shape and dtype of a row of each stage's output. `pipelines`: of each pipeline that the processes make,
-    their numbers by rank; all processes make all of them. Each direction of each kind has its own group, since a group
-    of NCCL does one thing after the other. `sent_bytes`: so far."""
+    """Passes tensors between neighbours, in the order of the sends of a kind. `shapes`: shape and dtype of a row of
+    each stage's output. `pipelines`: processes by rank, for each pipeline; every process has to make all of them."""
 
     def __init__(
         self,
@@ -43,6 +36,7 @@ class ProcessTransfers:
         self._rank, self._ranks, self._shapes, self._device = rank, ranks, shapes, device
         self.sent_bytes = 0
         self._groups = {}
+        # A group for each direction of each kind, since a group of NCCL does one thing after the other.
         for processes in pipelines or [range(ranks)]:
             groups = {}
             for source in range(ranks if ranks > 1 else 0):
@@ -55,7 +49,7 @@ class ProcessTransfers:
         self._pending: dict[str, deque[tuple[dist.Work, Tensor]]] = {}
 
     def begin(self, receive: Action, rows: int) -> None:
-        """Starts to receive `rows` rows; `wait` ends it."""
+        """Starts to receive `rows` rows; `wait` returns them."""
         of_activation = receive.kind == schedules.RECEIVE_ACTIVATION
         shape, dtype = self._shapes[receive.stage - of_activation]
         source = (receive.stage + (-1 if of_activation else 1)) % self._ranks
@@ -73,6 +67,8 @@ class ProcessTransfers:
     def send(self, send: Action, tensor: Tensor) -> None:
         receive = matching(send)
         to = receive.stage % self._ranks
+        # A sent tensor is held until the network has taken it. With more than PENDING of a kind the rank waits for the
+        # oldest, which ends as the checker has proved.
         pending = self._pending.setdefault(send.kind, deque())
         tensor = tensor.contiguous()
         self.sent_bytes += tensor.nbytes
@@ -83,7 +79,6 @@ class ProcessTransfers:
                 pending.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Waits until all sent tensors have been taken."""
         with peer_errors():
             for pending in self._pending.values():
                 while pending:
@@ -92,8 +87,8 @@ class ProcessTransfers:
 
 @dataclass
 class MicroBatches:
-    """The micro-batches of one step. `input_of(m)` is micro-batch m's input of the first stage. `loss_of(m, output)` is
-    its loss, which add up to that of the step. `rows`: of each micro-batch."""
+    """The micro-batches of one step. `input_of(m)` is the input of micro-batch m. `loss_of(m, output)` is its share of
+    the step's loss. `rows`: of each micro-batch."""
 
     input_of: Callable[[int], Tensor]
     loss_of: Callable[[int, Tensor], Tensor]
@@ -102,16 +97,16 @@ class MicroBatches:
 
 @dataclass
 class Done:
-    """A rank's results: the losses of the micro-batches, if it has the last stage, and the start and end of each
-    computation in order, in seconds of a clock that all processes of a machine share."""
+    """A rank's results: losses by micro-batch, if it has the last stage; start and end of each computation, in seconds
+    of a clock that all processes of a machine share."""
 
     losses: dict[int, float] = field(default_factory=dict)
     times: array = field(default_factory=lambda: array("d"))
 
 
 class Rank:
-    """`stages`: those of this rank; `before_updates` is called once, before the first update of a step, with all
-    gradients complete. `padded_to`: seconds that each kind of action takes at least, the rest being slept."""
+    """Runs the actions of one rank, with its `stages`. `before_updates` is called once a step, with all gradients
+    complete. `padded_to`: the least seconds of each kind of action; the rest is slept."""
 
     def __init__(
         self,
@@ -127,7 +122,7 @@ class Rank:
         self._results: dict[tuple[str, int, int], Tensor] = {}  # what a send, or a stage of the same rank, will take
 
     def run(self, actions: Iterable[Action], batch: MicroBatches, step: int) -> Done:
-        """Returns every action in its order; `actions` is gone through twice."""
+        """Runs `actions`, which it iterates over twice."""
         done, updated = Done(), False
         named: dict[int, Counter[int]] = {number: Counter() for number in self._stages}
         self._split = False
@@ -160,7 +155,6 @@ class Rank:
         return done
 
     def _input(self, action: Action) -> Tensor | None:
-        """Returns the input that an action gets from another stage."""
         for receive in schedules.needed(action, self._last + 1):
             local = self._results.pop(receive[:3], None)
             return self._transfers.wait(receive) if local is None else local

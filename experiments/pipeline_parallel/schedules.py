@@ -1,20 +1,7 @@
-"""Pipeline schedules as data: of each rank the list of what it does, in order.
+"""Pipeline schedules as data: of each rank the list of its actions, in order.
 
-A model is cut into S stages on R ranks, stage s on rank s mod R. With S = R each rank has one stage, with S = vR it has
-v chunks. A batch is cut into M micro-batches. What a schedule chooses is the order of forwards and backwards on each
-rank, one short function for each schedule; the sends and receives follow from it (`schedule`).
-
-    gpipe         all forwards, then all backwards                      Huang et al. 2019, arXiv 1811.06965
-    1f1b          a backward as soon as there is one                    Narayanan et al. 2021, arXiv 2104.04473
-    interleaved   the same with v chunks per rank                       the same
-    zb-h1         the same with backwards in two parts, the gradients   Qi et al. 2024, arXiv 2401.10241
-                  of weights being put where the rank would wait
-    pipedream     an update after every backward; a micro-batch meets   Harlap et al. 2018, arXiv 1806.03377
-                  in backward the weights of its forward
-    pipedream-vs  the same, with weights of the same version in all     the same ("vertical sync")
-                  stages
-
-A `version` is how many updates the weights of a stage have had when a forward uses them.
+A model is cut into S stages on R ranks, stage s on rank s mod R. With S = vR each rank has v chunks. A schedule is a
+short function that orders forwards and backwards on each rank; sends and receives follow from it (`schedule`).
 """
 
 import bisect
@@ -35,9 +22,9 @@ TIMES = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_GRADIENT: 1.0, WEIGHT_GRADIENT: 1.0}
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. A send carries the output of `stage` or the gradient of its input, a receive the
-    input of `stage` or the gradient of its output. The receive starts here; the user of its tensor waits for it.
-    `version` is of a forward alone. An update's micro-batch is the one whose gradient it uses, -1: of all."""
+    """An action of a rank. A send or receive of an activation moves an output or input of `stage`, and of a gradient
+    its gradient. A receive only starts here; the user of its tensor waits. `version`: number of updates before a
+    forward. An update uses the gradient of `micro_batch`, or of all (-1)."""
 
     kind: str
     stage: int
@@ -53,15 +40,16 @@ Order = Callable[[int, int, int, int], Iterator[Action]]  # rank, ranks, micro-b
 
 
 def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Backwards in the order of the forwards, not the reverse, so that gradients are summed in that order."""
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     stages = range(rank, ranks * chunks, ranks)
     yield from (Action(FORWARD, stage, m) for stage in stages for m in range(micro_batches))
+    # In the order of the forwards, not the reverse, so that gradients are summed in that order.
     yield from (Action(BACKWARD, stage, m) for stage in reversed(stages) for m in range(micro_batches))
     yield from (Action(UPDATE, stage) for stage in stages)
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """1F1B, with as many forwards ahead as there are stages after this one."""
+    """1F1B (Narayanan et al. 2021, arXiv 2104.04473): as many forwards ahead as there are stages after this one."""
     yield from _alternating(
         [Action(FORWARD, rank, m) for m in range(micro_batches)],
         [Action(BACKWARD, rank, m) for m in range(micro_batches)],
@@ -71,9 +59,8 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, chunks: 
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Interleaves the chunks: as many micro-batches as ranks pass through the first chunk, then through the next. If
-    the ranks do not divide the number of micro-batches, it is the schedule of the next multiple without the extra
-    ones."""
+    """1F1B with chunks (same paper): as many micro-batches as ranks pass through a chunk, then through the next. Other
+    numbers of micro-batches leave out some of the next multiple's."""
     stages = range(rank, ranks * chunks, ranks)
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     forwards = [Action(FORWARD, stage, m) for group in groups for stage in stages for m in group]
@@ -85,8 +72,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """ZB-H1: like 1f1b, but the previous rank gets its gradient sooner, and weight gradients come `rank` micro-batches
-    later. So every rank holds as many activations as the first rank does in 1f1b."""
+    """ZB-H1 (Qi et al. 2024, arXiv 2401.10241): 1F1B with backwards in two parts. Weight gradients come `rank`
+    micro-batches later, so every rank holds as many activations as the first."""
     ahead = min(ranks - rank - 1, micro_batches)
     yield from (Action(FORWARD, rank, m) for m in range(ahead))
     for m in range(micro_batches):
@@ -100,13 +87,14 @@ def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int) -> Itera
 
 
 def pipedream(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """PipeDream: each forward uses the newest weights of its stage."""
+    """PipeDream (Harlap et al. 2018, arXiv 1806.03377): an update after every backward. Forwards use the newest weights
+    of their stage, and backwards those of their forward."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - rank - 1)
 
 
 def pipedream_with_vertical_sync(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
     """PipeDream with vertical sync: all forwards of a micro-batch use the version that is newest in the first stage
-    when it enters."""
+    when the micro-batch enters."""
     yield from _updated_each_time(rank, ranks, micro_batches, behind=ranks - 1)
 
 
@@ -120,7 +108,6 @@ def _updated_each_time(rank: int, ranks: int, micro_batches: int, behind: int) -
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """Yields `ahead` forwards, then a forward and a backward alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for place, backward in enumerate(backwards):
@@ -141,7 +128,8 @@ WITH_CHUNKS = ("gpipe", "interleaved")
 
 
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """Returns each rank's actions, with sends and receives. ValueError for sizes that the schedule does not have."""
+    """Returns each rank's actions, with sends and receives. Raises ValueError for sizes that the schedule does not
+    have."""
     if ranks < 1 or micro_batches < 1 or chunks < 1:
         raise ValueError("ranks, micro-batches and chunks are at least 1")
     if chunks > 1 and name not in WITH_CHUNKS:
@@ -151,10 +139,7 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list
 
 
 def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Action]]:
-    """Returns the orders with sends and receives. A result is sent as soon as it is there. A receive is begun before
-    what its rank computes at the moment of the send, if all actions take the times of TIMES: so a tensor travels while
-    the rank computes, ranks that send to each other have both begun to receive, and receives come in the order of the
-    sends."""
+    """Returns the orders `computed` with sends and receives. A result is sent at once."""
     ranks = len(computed)
     ends = _ends(computed, stages)
     receives: list[dict[int, list[Action]]] = [{} for _ in computed]  # by rank and place
@@ -163,6 +148,8 @@ def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Actio
     ]
     for sent, receive in sorted(messages, key=lambda message: message[0]):
         order = computed[receive.stage % ranks]
+        # A receive is begun before what its rank computes at the moment of the send (by TIMES). So ranks that send to
+        # each other have both begun to receive, and receives come in the order of the sends.
         place = bisect.bisect_left(order, sent, key=ends.__getitem__)
         receives[receive.stage % ranks].setdefault(place, []).append(receive)
     found: list[list[Action]] = []
@@ -176,7 +163,7 @@ def with_transfers(computed: list[list[Action]], stages: int) -> list[list[Actio
 
 
 def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
-    """Returns the end of each action, if each rank runs its list as soon as it can."""
+    """Returns the end of each action, if ranks never wait needlessly."""
     ends: dict[Action, float] = {}
     clock, place = [0.0] * len(computed), [0] * len(computed)
     produced: dict[Action, float] = {}  # by receive
@@ -200,7 +187,6 @@ def _ends(computed: list[list[Action]], stages: int) -> dict[Action, float]:
 
 
 def _sends(action: Action, stages: int) -> list[Action]:
-    """Returns the sends of an action's result."""
     if action.kind == FORWARD and action.stage < stages - 1:
         return [Action(SEND_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage > 0:
@@ -209,7 +195,7 @@ def _sends(action: Action, stages: int) -> list[Action]:
 
 
 def needed(action: Action, stages: int) -> list[Action]:
-    """Returns the receive of an action's input from another stage."""
+    """Returns the receive of an action's input from another stage, if any."""
     if action.kind == FORWARD and action.stage > 0:
         return [Action(RECEIVE_ACTIVATION, action.stage, action.micro_batch)]
     if action.kind in (BACKWARD, INPUT_GRADIENT) and action.stage < stages - 1:

@@ -1,17 +1,6 @@
-"""One stage of a pipeline: its layers, their weights and gradients, and what it holds of micro-batches in flight.
+"""One stage of a pipeline: its layers, weights and gradients, and the graphs of micro-batches in flight.
 
-Gradients are asked of autograd by name (`torch.autograd.grad`) and summed here, so that a backward may be cut in two:
-
-    whole             d loss / d input and d loss / d weights
-    input gradient    d loss / d input, and on the way d loss / d output of every module that has weights of its own
-    weight gradient   d loss / d weights of these modules, each from the gradient of its output: autograd goes no
-                      further back than to the weights, so no product is computed twice
-
-Both ways call the same kernels with the same operands and leave the same bits.
-
-Weights have versions. A synchronous schedule updates them in place once nothing is in flight. An asynchronous stage
-(`stashing`) updates a copy and publishes it as a new version. Graphs in flight keep the weights that they were made
-with; `versions` keeps the ones that a forward may still use.
+A backward may be cut in two, with the same bits: gradients of the input and of modules' outputs, then of the weights.
 """
 
 from collections import Counter
@@ -26,7 +15,7 @@ from experiments.harness.randomness import seed_of
 
 
 class Layers(nn.Module):
-    """Layers `first`, `first` + 1, ... of a model, each with its random numbers."""
+    """Layers `first`, `first` + 1, ... of a model, with random numbers that depend on step, micro-batch and layer."""
 
     def __init__(self, layers: Iterable[nn.Module], first: int, seed: int):
         super().__init__()
@@ -34,7 +23,6 @@ class Layers(nn.Module):
         self.first, self.seed = first, seed
 
     def forward(self, x: Tensor, step: int, micro_batch: int) -> Tensor:
-        """Returns [rows, ...] -> [rows, ...]"""
         for place, layer in enumerate(self.layers):
             torch.manual_seed(seed_of(self.seed, step, micro_batch, self.first + place))
             x = layer(x)
@@ -43,7 +31,7 @@ class Layers(nn.Module):
 
 @dataclass
 class _InFlight:
-    """`graph` is None between a forward that keeps its input alone and its backward."""
+    """A micro-batch between forward and backward. `graph` is None if forward kept only its input."""
 
     x: Tensor
     version: int
@@ -55,8 +43,8 @@ class _InFlight:
 
 
 class Stage:
-    """`optimizer_of(parameters)` makes its optimizer. `recompute`: a forward keeps its input alone, and backward runs
-    it again. `stashing`: weights are updated while micro-batches are in flight."""
+    """A stage with its optimizer, made by `optimizer_of(parameters)`. `recompute`: forward keeps only its input, and
+    backward repeats it. `stashing`: weights are updated while micro-batches are in flight."""
 
     def __init__(
         self,
@@ -79,14 +67,14 @@ class Stage:
         self._owners = [module for module in layers.modules() if any(True for _ in module.parameters(recurse=False))]
 
     def begin(self, named: Counter[int]) -> None:
-        """Prepares for a schedule: how many forwards will name each version."""
+        """Prepares for a schedule. `named`: how many forwards will use each version of the weights."""
         self._begun_at = self.updates
         self._still_named = Counter({self.updates + version: count for version, count in named.items()})
 
     def forward(
         self, micro_batch: int, x: Tensor, step: int, version: int, loss_of=None, split: bool = False
     ) -> Tensor:
-        """Returns the stage's output, or the loss where `loss_of` makes one of it; without a graph."""
+        """Returns the stage's output, or with `loss_of` the loss; without a graph."""
         version += self._begun_at
         held = _InFlight(x, version, step)
         if self.recompute:
@@ -100,7 +88,7 @@ class Stage:
         return output.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
-        """Returns the gradient of the input, None of the first stage; those of the weights are added to the sums."""
+        """Returns the gradient of the input, None of the first stage, and adds those of the weights to their sums."""
         held = self._ready(micro_batch, loss_of, split=False)
         del self._in_flight[micro_batch]
         wanted = [held.x] * held.x.requires_grad + held.parameters
@@ -110,7 +98,7 @@ class Stage:
         return of_input
 
     def input_gradient(self, micro_batch: int, gradient: Tensor | None, loss_of=None) -> Tensor | None:
-        """Like `backward`, but keeps the inputs of weight gradients until `weight_gradient`."""
+        """Returns the gradient of the input, and keeps those of the modules' outputs for `weight_gradient`."""
         held = self._ready(micro_batch, loss_of, split=True)
         wanted = [held.x] * held.x.requires_grad + [output for output, _ in held.outputs]
         found = list(torch.autograd.grad(held.graph, wanted, gradient, retain_graph=True, allow_unused=True))
@@ -126,6 +114,7 @@ class Stage:
         for (output, owned), gradient in zip(held.outputs, held.gradients, strict=True):
             if gradient is None:
                 continue
+            # autograd goes no further back than to the weights, so no product is computed twice.
             found = torch.autograd.grad(output, owned, gradient, retain_graph=True, allow_unused=True)
             for parameter, one in zip(owned, found, strict=True):
                 if one is not None:
@@ -134,7 +123,7 @@ class Stage:
         self._add(sums)
 
     def update(self) -> None:
-        """Lets the optimizer use the sums, which begin again, and makes the weights a new version."""
+        """Updates the weights by the summed gradients, as a new version."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         if self.optimizer is not None:
@@ -143,11 +132,12 @@ class Stage:
         self.gradients = [None] * len(self.parameters)
         previous = self.updates
         self.updates += 1
+        # Stashed weights are copied: graphs in flight keep those that they were made with.
         self.versions[self.updates] = self._published() if self.stashing else self.versions.pop(previous)
         self._forget()
 
     def _forget(self) -> None:
-        """Lets go of versions that no forward will name; graphs hold what they were made with."""
+        """Drops versions that no forward will use; graphs hold their own."""
         for version in [version for version in self.versions if version != self.updates]:
             if not self._still_named[version]:
                 del self.versions[version]
@@ -179,7 +169,6 @@ class Stage:
                 hook.remove()
 
     def _keep(self, held: _InFlight, module: nn.Module, output: Tensor) -> None:
-        """Stores a module's output with the parameters that it ran with."""
         held.outputs.append((output, list(module.parameters(recurse=False))))
 
     def _run(self, held: _InFlight, micro_batch: int, loss_of, again: bool = False) -> Tensor:

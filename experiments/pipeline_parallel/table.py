@@ -1,4 +1,4 @@
-"""The tables of README.md and tables.md, and pictures, from rows: `python -m experiments.pipeline_parallel.table`."""
+"""Makes tables of README.md and tables.md, and pictures: `python -m experiments.pipeline_parallel.table`."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,6 @@ FEWEST = 8  # micro-batches, beside whose peak others are held
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the tables of tables.md, from the newest row of each command line."""
     tables = [
         (
             ("equal",),
@@ -49,7 +48,6 @@ def sections(rows: list[dict]) -> str:
 
 
 def learned(rows: list[dict]) -> str:
-    """Returns the README's table of what schedules learn, from the newest row of each."""
     newest = {(row["task"], row["name"]): row for row in rows}
     return learned_table(newest.values(), ("task", "stages", "name"))
 
@@ -124,7 +122,6 @@ def _name(row: dict) -> str:
 
 
 def _planned(row: dict):
-    """Returns the schedule of a row, checked."""
     asynchronous = row["schedule"] in ASYNCHRONOUS
     count = row["micro_batches"] * (row["steps"] if asynchronous else 1)
     actions = schedule(row["schedule"], row["stages"], count, row["chunks"])
@@ -132,7 +129,7 @@ def _planned(row: dict):
 
 
 def timeline(row: dict) -> list[list[Span]]:
-    """Returns the times at which each rank computed, from a row that has them: seconds."""
+    """Returns the times (in seconds) at which each rank computed, from a row that has them."""
     return [
         list(zip(times[::2], times[1::2], [a for a in actions if a.kind in COMPUTED], strict=True))
         for times, actions in zip(row["times"], _planned(row).actions, strict=True)
@@ -140,7 +137,6 @@ def timeline(row: dict) -> list[list[Span]]:
 
 
 def _words(options: str, *left_out: str) -> str:
-    """Returns options without these and their values, and without the name of the schedule's option."""
     words, found = options.split(), []
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""

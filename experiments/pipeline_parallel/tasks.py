@@ -1,11 +1,8 @@
 """The tasks to train: a model as a list of layers, batches of real data, and the loss of a micro-batch.
 
-    digits    8 x 8 images of scikit-learn's bundled digits, by convolutions
-    cifar10   32 x 32 colour images from a folder, or through `datasets`, by the same convolutions
-    gpt2      a small GPT-2 (stock blocks, dropout 0.1) on the bytes of Python's standard library
-
-Every process makes the whole model from the seed and keeps its own layers, so that nothing about the weights depends on
-where the cuts are.
+digits    8 x 8 images of scikit-learn's bundled digits, by convolutions
+cifar10   32 x 32 colour images from a folder, or through `datasets`, by the same convolutions
+gpt2      a small GPT-2 (stock blocks, dropout 0.1) on the bytes of Python's standard library
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +24,9 @@ SEQ, WIDTH, HEADS, BLOCKS, BYTES = 64, 64, 4, 8, 256
 
 @dataclass(frozen=True)
 class Task:
-    """`layers`: of the whole model, in its order. `tied`: the names, in the first and in the last layer, of a parameter
-    that they share. `inputs` and `targets` are all samples for training [N, ..], `tests` those for testing;
-    `loss_of(output, target)` is the sum over the micro-batch's predictions, `predictions` how many a sample has."""
+    """A model and its data. `layers`: of the whole model. `tied`: names in the first and the last layer of a shared
+    parameter. `inputs` and `targets` [N, ..] are for training, `tests` for testing. `loss_of(output, target)` sums over
+    predictions, of which a sample has `predictions`."""
 
     layers: list[nn.Module]
     inputs: Tensor
@@ -40,13 +37,14 @@ class Task:
     tests: tuple[Tensor, Tensor] | None = None
 
     def chosen(self, number: int, size: int, seed: int) -> Tensor:
-        """Returns which `size` samples step `number` takes, int64 [size]: the same in every process."""
+        """Returns the indices of `size` samples for step `number`, int64 [size], the same in every process."""
         return samples.chosen(len(self.inputs), size, number, seed)
 
 
 def make_task(name: str, seed: int, norm: str = GROUP, tied: bool = True, data: str | None = None) -> Task:
-    """Makes one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's input and output embedding are the same; `data`:
-    a folder with CIFAR-10. InputError if its data are not available."""
+    """Returns one of TASKS. `norm`: of the convolutions; `tied`: GPT-2's embeddings are tied; `data`: a folder with
+    CIFAR-10. Raises InputError if its data are not available."""
+    # Every process makes the whole model, so that no weight depends on the cuts.
     torch.manual_seed(seed)
     return TASKS[name](norm, tied, data)
 
@@ -74,7 +72,7 @@ def _classifier(images: Tensor, labels: Tensor, tests: tuple[Tensor, Tensor], no
 
 
 class Embedding(nn.Module):
-    """Ids [B, T] -> [B, T, D]. `wpe` and `drop`: of a model that has them."""
+    """Ids [B, T] -> [B, T, D], with positions `wpe` and dropout `drop` if the model has them."""
 
     def __init__(self, wte: nn.Module, wpe: nn.Module | None = None, drop: nn.Module | None = None):
         super().__init__()
@@ -121,8 +119,7 @@ LAYERS = {"digits": CONVOLUTIONS + 1, "cifar10": CONVOLUTIONS + 1, "gpt2": BLOCK
 
 
 def accuracy(task: Task, layers: nn.Module) -> float:
-    """Returns the share of the first MOST_TESTED test samples' predictions that trained `layers` (stage.Layers of the
-    whole model) make as they should."""
+    """Returns the share of right predictions of `layers` (the whole model) on the first MOST_TESTED test samples."""
     layers.eval()
     inputs, targets = (tensor[:MOST_TESTED] for tensor in task.tests)
     with torch.no_grad():
@@ -131,8 +128,8 @@ def accuracy(task: Task, layers: nn.Module) -> float:
 
 
 def cut(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns the number of layers of each stage, at least one, such that the most expensive stage is as cheap as
-    possible. Among equal cuts it is the one with the least sum of squares."""
+    """Returns the number of layers of each stage so that the most expensive stage is as cheap as possible; among equal
+    cuts, the one with the least sum of squares."""
     count = len(costs)
     if stages > count:
         raise InputError(f"the model has {count} layers, which make no {stages} stages")

@@ -50,19 +50,18 @@ class Job:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of each micro-batch; if the batch does not divide evenly, the first ones are larger."""
+        """Returns the rows of each micro-batch; the first may have one more."""
         return [len(part) for part in np.array_split(np.arange(self.batch), self.micro_batches)]
 
     def make_task(self) -> Task:
-        """Returns the task; where stages are updated one by one, tied embeddings have no common gradient, and are not
-        tied."""
+        # Stages that are updated one by one have no common gradient for tied embeddings.
         return make_task(self.task, self.seed, self.norm, tied=not self.asynchronous, data=self.data)
 
     def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def micro_batches_of(self, task: Task, step: int, device: torch.device) -> MicroBatches:
-        """Returns the micro-batches of one step, or of all steps of an asynchronous schedule, where each is a batch."""
+        """Returns the micro-batches of one step; of an asynchronous schedule those of all steps."""
         steps = range(self.steps) if self.asynchronous else range(step, step + 1)
         chosen = torch.cat([task.chosen(number, self.batch, self.seed) for number in steps])
         rows = self.rows * len(steps)
@@ -94,7 +93,7 @@ class Actions:
 
 
 def work(given: tuple[Job, list[Actions]], rank: int, device: torch.device) -> dict:
-    """Trains this rank's stages. `given`: the job, and the actions of each rank. The process group is there already."""
+    """Trains this rank's stages. `given`: the job, and the actions of each rank. The process group has to exist."""
     job, actions = given[0], given[1][rank]
     task = job.make_task()
     stages = stages_of(job, task, rank, device)
@@ -129,7 +128,7 @@ def work(given: tuple[Job, list[Actions]], rank: int, device: torch.device) -> d
 
 
 def of_steps(job: Job, losses: dict[int, float]) -> list[float]:
-    """Returns a step's loss; of an asynchronous schedule each micro-batch's. None of a rank without the last stage."""
+    """Returns a step's loss; of an asynchronous schedule each micro-batch's; [] on a rank without the last stage."""
     found = [losses[m] for m in sorted(losses)]
     return found if job.asynchronous or not found else [math.fsum(found)]
 
@@ -145,11 +144,11 @@ def stages_of(job: Job, task: Task, rank: int, device: torch.device) -> dict[int
 
 
 def shapes_of(job: Job, task: Task, stages: dict[int, Stage]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Returns the shape of a row of each stage's output. Each rank finds its own on tensors without data, and tells the
-    others, once."""
+    """Returns the shape and dtype of a row of each stage's output."""
     x = task.inputs[:1]
     shapes: list = []
     for number in range(job.stages - 1):
+        # Each rank finds its own on tensors without data, and tells the others.
         told = [None]
         if number in stages:
             layers = copy.deepcopy(stages[number].layers).to("meta")
@@ -164,7 +163,7 @@ def shapes_of(job: Job, task: Task, stages: dict[int, Stage]) -> list[tuple[torc
 
 
 def add_tied(job: Job, task: Task, stages: dict[int, Stage], both: dist.ProcessGroup) -> None:
-    """Gives both ends of the tied embedding the sum of their gradients. `both`: the ranks that have them."""
+    """Sums the gradients of the tied embedding's two ends. `both`: the ranks that have them."""
     first, last = task.tied
     ends = [(0, f"layers.0.{first}"), (job.stages - 1, f"layers.{job.sizes[-1] - 1}.{last}")]
     here = [(stages[number], stages[number].names.index(name)) for number, name in ends if number in stages]
@@ -179,8 +178,7 @@ def add_tied(job: Job, task: Task, stages: dict[int, Stage], both: dist.ProcessG
 
 
 def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
-    """Scales all gradients by that of the norm over all stages. The squares of its parts are added up exactly
-    (math.fsum), so that where they were computed makes no difference."""
+    """Clips all gradients by their norm over all stages."""
     squares = {number: squares_of(stage.gradients, stage.names) for number, stage in stages.items()}
     gathered: list = [None] * job.ranks
     with peer_errors():
@@ -188,6 +186,7 @@ def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
     named = {(number, name): square for one in gathered for number, of in one.items() for name, square in of.items()}
     if task.tied:
         del named[job.stages - 1, f"layers.{job.sizes[-1] - 1}.{task.tied[1]}"]
+    # The squares are added up exactly (math.fsum), so the places where they were computed make no difference.
     scale = clip_scale(named.values(), job.clip_norm)
     for stage in stages.values():
         for gradient in stage.gradients:
@@ -196,17 +195,15 @@ def clip(job: Job, task: Task, stages: dict[int, Stage]) -> None:
 
 
 def squares_of(gradients: list[Tensor | None], names: list[str]) -> dict[str, float]:
-    """Returns the square of each gradient's norm, in double precision."""
     pairs = zip(names, gradients, strict=True)
     return {name: float(gradient.double().square().sum()) for name, gradient in pairs if gradient is not None}
 
 
 def clip_scale(squares, clip_norm: float) -> float:
-    """Returns the factor that clips gradients of these squared norms."""
     return min(1.0, clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
 
 def weights_of(stage: Stage) -> dict[str, Tensor]:
-    """Parameters and running statistics, by the names that they have in the stage."""
+    """Returns parameters and running statistics by their names in the stage."""
     state = dict(zip(stage.names, stage.parameters, strict=True)) | dict(stage.layers.named_buffers())
     return {name: tensor.detach().cpu() for name, tensor in state.items()}

@@ -1,10 +1,6 @@
 """Lists the compared cases: models, cards, caps and options of training, as command lines.
 
-CASES are for run.py: `SCRIPTS` are train_gpt2_large.py and train_gpt2_xl.py at their full shape. `OTHERS` are all
-models of memory_estimation at batches of a few sequences. Small models run with each of LAYOUTS on every card that has
-room, larger models with some of them, and one model with every option. Most layouts are given, because a search takes
-longer than the run. `SEARCHED` lets the planner choose, under three caps. `PROMISED` are for promise.py and
-`PROMISED_RAM` for promise_ram.py.
+Most layouts are given, because a search takes longer than the run; in SEARCHED and PROMISED the planner chooses.
 """
 
 from dataclasses import dataclass
@@ -15,9 +11,9 @@ NO_CAP, TIGHT = "none", "tight"
 
 @dataclass(frozen=True)
 class Case:
-    """`model`: of harness/models.py, or a script's. `cap`: NO_CAP, a size, or TIGHT: between allocated and
-    reserved bytes without a cap. `grow`: expandable segments. `two_passes`: forward and backward run twice (no
-    option)."""
+    """A run to compare. `model`: of harness/models.py, or a script's. `cap`: NO_CAP, a size, or TIGHT, which is between
+    allocated and reserved bytes without a cap. `grow`: expandable segments. `two_passes`: forward and backward run
+    twice."""
 
     model: str
     card: str
@@ -29,7 +25,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """All fields, so that the name is unique."""
         parts = [self.script or self.model, self.card, *self.options, f"cap {self.cap}"]
         parts += [] if self.grow else ["segments do not grow"]
         parts += ["two passes"] if self.two_passes else []

@@ -1,11 +1,8 @@
-"""The cases of one card: what a plan says, and what PyTorch's own allocator counts in the run with that very plan.
+"""Compares the cases of one card: the plan's peaks, and those of PyTorch's allocator in the run with that plan.
 
     python -m stand_in --gpu CARD -- -m experiments.plan_accuracy.cell NAME ...
 
-Every case has a separate process, forked from this one before CUDA begins and after everything is imported. It runs the
-script's whole path, from the command line on: plan, kernels, evaluation, two steps, evaluation. Left out are random
-weights (nothing of them is on the card, and no kernel runs), the checkpoint and the export (tests/cuda has them). Each
-case leaves one JSON object on stdout.
+Each case runs in a separate process, and prints one JSON object. Random weights, checkpoint and export are left out.
 """
 
 import json
@@ -46,6 +43,7 @@ def main(names: list[str]) -> int:
     cases = {case.name: case for case in CASES}
     for name in names:
         read, write = os.pipe()
+        # Forked after everything is imported, and before CUDA begins.
         child = os.fork()
         if child == 0:
             os.close(read)
@@ -63,7 +61,6 @@ def main(names: list[str]) -> int:
 
 
 def _measured(case: Case) -> dict:
-    """Returns a case's plan and peaks; "error" if it has none, or not those of its plan."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -116,7 +113,8 @@ def _data(folder: Path) -> list[str]:
 
 
 def _with_fate(fate: Fate, settings: Settings, simulations) -> ByHome:
-    """Returns the Choices with this fate of gradients; all Choices if none has it."""
+    """Returns the Choices whose gradients are, when they are final, treated by `fate`; all Choices if there are
+    none."""
     by_home = choices_by_home(settings, simulations)
     return with_fates(by_home, {fate}) or by_home
 

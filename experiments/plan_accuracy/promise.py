@@ -1,10 +1,10 @@
-"""Both ends of a plan's promise for the GPU, on the stand-in: planned caps suffice, refused caps do not (promise.md).
+"""Tests both ends of a plan's promise for the GPU, on the stand-in: planned caps suffice, refused caps do not
+(promise.md).
 
     .venv-cuda/bin/python -m stand_in -- -m experiments.plan_accuracy.promise [--only TEXT ...]
 
-A cell (cases.py) is a model on a card with options of training; what they leave open is the plan's to choose. The
-smallest layout runs under the largest refused cap, and every other one whose tensors do not fill it. The rest cannot
-complete, since allocated bytes are exact. A cell with a row of the same sources does not run again.
+A cell is a model on a card with options of training; the plan chooses the rest. A cell with a row of the same sources
+does not run again.
 """
 
 import argparse
@@ -50,17 +50,16 @@ STEPS = 3
 
 
 def settings_of(case: Case) -> Settings:
-    """Returns the settings of the cell's options, with random weights."""
     return parse_arguments(["--model", case.model, "--init", "random", *case.options], Settings())
 
 
 def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
-    """Returns the smallest cap that is named, and the largest that is refused, in bytes, whole MiB. They may differ by
-    more than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py)."""
+    """Returns the smallest cap that is named, and the largest that is refused, in bytes, whole MiB."""
     free = margins(simulations.base.needs_all_gradients)
     by_home = choices_by_home(settings, simulations)
     smallest = _in_mib(fastest.smallest_room(by_home, simulations, Room(0, None)).gpu, free)
     refused = smallest - MIB
+    # They may differ by more than a MiB: a layout's smallest cap is searched to a few thousandths (simulations.py).
     while True:
         found = fastest.fastest_layout(by_home, simulations, Room(room_under(refused, free), None))
         if found is None:
@@ -70,12 +69,11 @@ def caps(settings: Settings, simulations: Simulations) -> tuple[int, int]:
 
 
 def _in_mib(room_bytes: int, free: int) -> int:
-    """Returns the smallest cap with so much room, as a refusal names it."""
     return math.ceil(smallest_cap(room_bytes, free) / MIB) * MIB
 
 
 def layouts_to_try(settings: Settings, simulations: Simulations, limit_bytes: int) -> list[Layout]:
-    """Returns the smallest layout, and all others whose tensors fit into the limit."""
+    """Returns the smallest layout, and all others whose tensors fit into the limit. The rest cannot complete."""
     size = simulations.allocated_bytes
     by_home = choices_by_home(settings, simulations)
     layouts = [small.layout for small in fastest.candidates(by_home, simulations, Room(None, None))]
@@ -132,7 +130,7 @@ def _reserved_bytes(
 
 
 def run_card(cases: list[Case], path: Path, common: dict) -> int:
-    """Runs the cells of this process's card, appends their rows, and says how many did not hold."""
+    """Runs the cells of this process's card, appends their rows, and returns how many did not hold."""
     devices.set_environment()
     device = devices.select_device("cuda")
     devices.make_deterministic(device)

@@ -1,10 +1,10 @@
-"""Both ends of a plan's promise for RAM, on the stand-in: the smallest cap named holds, and how much less would have.
+"""Tests both ends of a plan's promise for RAM, on the stand-in: the smallest cap named holds, and hardly less would
+have.
 
     .venv-cuda/bin/python -m stand_in --ram -- -m experiments.plan_accuracy.promise_ram [--only TEXT ...]
 
 A cell is a model, its options and a cap of the GPU that leaves states to be streamed (promise.md). `slack` is the share
-of the largest refused cap, a MiB below the one that was named, that the run did not need. A cell holds where that is no
-more than what a plan adds on purpose for what it cannot know (ALLOWED_BYTES), and 2% of the cap.
+of the largest refused cap that the run did not need: at most a plan's own allowance (ALLOWED_BYTES), and 2% of the cap.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def run_cell(case: Case, folder: Path) -> dict:
 
 
 def slack(named_bytes: int, measured_bytes: int) -> float:
-    """Returns the share of the largest refused cap that the run did not need; below 0 if it needed more."""
+    """Returns the unneeded share of the largest refused cap; below 0 if the run needed more."""
     refused_bytes = named_bytes - MIB
     return 1 - measured_bytes / refused_bytes
 

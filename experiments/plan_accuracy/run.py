@@ -1,9 +1,9 @@
-"""Plans against PyTorch's own allocator, case by case, on the stand-in: `.venv-cuda/bin/python -m
-stand_in -- -m experiments.plan_accuracy.run`.
+"""Compares plans with PyTorch's own allocator, case by case, on the stand-in.
 
-Starts a process on the stand-in for each card, which has a process for each case (cell.py); appends a row for each to
-results/rows.jsonl. Cases that have a row made by the same sources are left out, so that the command goes on where it
-was stopped. A minute of one processor for five cases, or so.
+    .venv-cuda/bin/python -m stand_in -- -m experiments.plan_accuracy.run
+
+Appends a row for each case to --out. Cases that have a row of the same sources are left out, so the command goes on
+where it was stopped. Five cases take about a minute of one processor.
 """
 
 import json

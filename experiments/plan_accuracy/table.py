@@ -1,4 +1,4 @@
-"""The tables of README.md and promise.md, and the picture, from rows: `python -m experiments.plan_accuracy.table`."""
+"""Makes the tables of README.md and promise.md, and the picture: `python -m experiments.plan_accuracy.table`."""
 
 import sys
 from pathlib import Path
@@ -27,13 +27,11 @@ LARGE_CAP = 3200 * MIB  # for larger caps a plan's margin, 64 MiB, is at most 2%
 
 
 def committed_rows(path: Path = RESULTS, cases: list[Case] = CASES) -> list[dict]:
-    """Returns the rows of cases that still exist."""
     names = {case.name for case in cases}
     return [row for row in row_file.read(path) if row["name"] in names]
 
 
 def newest(rows: list[dict]) -> list[dict]:
-    """Returns the last row of each case, in the order of names."""
     return sorted({row["name"]: row for row in rows}.values(), key=lambda row: row["name"])
 
 
@@ -57,8 +55,6 @@ def line(row: dict) -> str:
 
 
 def tables(rows: list[dict]) -> str:
-    """Counts cases and exact ones by card and by script, with the worst errors; then lists all cases outside the
-    bars."""
     rows = newest(rows)
     measured = [row for row in rows if "measured" in row]
     groups: dict[str, list[dict]] = {}
@@ -111,7 +107,6 @@ def _cells(row: dict) -> list[str]:
 
 
 def promise_table(rows: list[dict]) -> str:
-    """Makes the table of promise.py: by card, then all cells, then every cell that did not hold."""
     rows = newest(rows)
     cards = {card: [row for row in rows if row["card"] == card] for card in sorted({row["card"] for row in rows})}
     header = (
@@ -155,7 +150,6 @@ def _out_of_memory(rows: list[dict]) -> str:
 
 
 def promise_ram_table(rows: list[dict]) -> str:
-    """Makes the table of promise_ram.py, a line for each cell."""
     header = (
         *("cell", "RAM cap named, MiB", "of it states", "measured under it", "not needed", "of the cap"),
         "exit codes: refused, under the cap named",
@@ -176,11 +170,9 @@ def _ram_cells(row: dict) -> list[str]:
 
 
 def whole_life_table(rows: list[dict]) -> str:
-    """Makes the table of whole_life.py: a line for each case, from its newest row of a whole batch. The GPU's peaks and
-    RAM by phase are those of the second process. The first one is stopped and writes no report: only its largest
-    resident set is known."""
     newest_rows = {row["case"]: row for row in rows if row["batch"] == BATCH}
     rows = sorted(newest_rows.values(), key=lambda row: row["case"])
+    # Of the second process: the first one is stopped and writes no report.
     phases = [phase for phase in PHASES if any(phase in (row["ram_phases"] or ()) for row in rows)]
     header = (
         *("", "exit codes", "allocated, MiB", "reserved", "cap", "RAM of the first process"),
@@ -208,7 +200,6 @@ def _life_cells(row: dict, phases: list[str]) -> list[str]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Draws signed errors of both peaks, sorted, in percent."""
     measured = [row for row in newest(rows) if "measured" in row]
     figure = pictures.figure(6.4, 3.6)
     axes = figure.subplots()

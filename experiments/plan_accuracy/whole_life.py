@@ -1,4 +1,4 @@
-"""Whole runs of both scripts at full shape on the stand-in: peaks beside the plan's, from loading to the last report.
+"""Compares whole runs of both scripts at full shape with their plans, on the stand-in, from loading to the last report.
 
     .venv-cuda/bin/python -m stand_in --gpu rtx3060 --ram -- -m experiments.plan_accuracy.whole_life [--only CASE ...]
 
@@ -31,8 +31,8 @@ CASES = {
 
 
 def run_process(command: list[str], log: Path, metrics: Path | None) -> dict:
-    """Runs `command` to its end and says how it ended. Where `metrics` is given, the process gets SIGTERM as soon as
-    that file has a row. RAM: the largest resident set of the process itself, without that of its children."""
+    """Runs `command` to its end; returns its exit code, seconds and largest resident set, without that of its children.
+    With `metrics`, the process gets SIGTERM as soon as that file has a row."""
     started = time.perf_counter()
     with open(log, "w") as file:
         process = subprocess.Popen(command, cwd=rows.ROOT, stdout=file, stderr=file, env=os.environ)
@@ -53,7 +53,6 @@ def run_process(command: list[str], log: Path, metrics: Path | None) -> dict:
 
 
 def run_case(name: str, batch: int, scratch: Path) -> dict:
-    """Returns the values of a case's row: how both processes ended, and the report of the second."""
     size, optimizer, clip = CASES[name]
     out = scratch / "run"
     command = [

@@ -1,8 +1,7 @@
 """Kills (SIGKILL) one of torchrun's processes at drawn moments: `python -m experiments.several_gpus.killed`.
 
-A small model trains on two processes of the CPU, with a checkpoint after every step, so that many kills hit a save.
-torchrun starts the processes again, and they go on from the newest checkpoint. The end is compared, bit by bit, with
-that of a run that nobody kills. Exit code 1 if an end differs.
+A small model trains on two processes of the CPU, with a checkpoint after every step. torchrun starts the processes
+again. Exit code 1 if a run ends with other bits than one that nobody kills.
 """
 
 import hashlib
@@ -68,20 +67,18 @@ def started(out: Path) -> subprocess.Popen:
 
 
 def wait_for_steps(process: subprocess.Popen, out: Path, count: int) -> None:
-    """Waits until `count` steps are made, or the process has ended."""
     while process.poll() is None and steps_of(out) < count:
         time.sleep(0.01)
 
 
 def steps_of(out: Path) -> int:
-    """Returns how many steps the run in `out` has made."""
     rows = out / "metrics.jsonl"
     return rows.read_bytes().count(b"\n") if rows.exists() else 0
 
 
 def killed(out: Path, rank: int, step: int, delay: float, expected: str) -> dict:
-    """Trains in `out`, and kills the process of `rank` `delay` seconds after so many steps. Returns what was going on
-    then, how long it took until the run had made one step more, and whether the end has the digest `expected`."""
+    """Trains in `out`, and kills the process of `rank` `delay` seconds after `step` steps. Returns a row: the state at
+    the kill, the seconds until one step more, and whether the end has the digest `expected`."""
     process = started(out)
     wait_for_steps(process, out, step)
     time.sleep(delay)
@@ -104,7 +101,7 @@ def killed(out: Path, rank: int, step: int, delay: float, expected: str) -> dict
 
 
 def digest_of(out: Path) -> str:
-    """Returns a digest of the exported weights and of the last checkpoint, which has the optimizer's states."""
+    """Returns a digest of the exported weights and of the last checkpoint."""
     found = hashlib.sha256()
     for path in sorted(
         [*(out / "model").glob("*.safetensors"), *(out / "checkpoints").glob(f"step-*{STEPS}/*.safetensors")]
@@ -120,7 +117,6 @@ def said(row: dict) -> str:
 
 
 def in_a_sentence(rows: list[dict]) -> str:
-    """Returns what the kills of the newest call have shown."""
     rows = [row for row in rows if row["killed"] and row["date"] == rows[-1]["date"]]
     seconds = sorted(row["seconds_until_a_step"] for row in rows)
     in_saves, equal = (sum(row[name] for row in rows) for name in ("in_a_save", "equal"))

@@ -1,9 +1,7 @@
 """Plans training with torchrun on 1 to 64 cards: `python -m experiments.several_gpus.scaling`.
 
-Each plan is that of one card of so many: its step is simulated, with what it gathers, sums and waits for. The machine
-has 256 GiB of RAM, and one bus through it for all cards without NVLink. Several machines have eight cards each, and a
-batch that is as many times as large. Nothing of this was measured on cards. A row is written as soon as its plan is
-made, and a plan that has a row of the same sources is not made again.
+Nothing was measured on cards. A row is written as soon as its plan is made; a plan with a row of the same sources is
+not made again.
 """
 
 import sys
@@ -33,8 +31,8 @@ NETWORKS = {"rtx4090": 10, "h100": 100}  # Gbit/s of a machine, by its cards
 
 @dataclass(frozen=True)
 class Case:
-    """Holds a plan to be made: of MODELS, of CARDS or NETWORKS, how many cards a machine has, how many machines there
-    are, and how many sequences each of them has in a step."""
+    """A plan to be made. `title`: of MODELS; `card`: of CARDS or NETWORKS; `gpus`: of each machine; `batch`: sequences
+    of each machine in a step."""
 
     title: str
     card: str
@@ -67,8 +65,7 @@ class Case:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a table of seconds per step, with the GiB of GPU memory, of RAM of all processes, and sent by a card.
-    Above it, a sentence says how many times as fast more cards are."""
+    """Returns a table of seconds per step, and GiB of GPU memory, of RAM of all processes, and sent by a card."""
     found = {row["name"]: row for row in rows}
     lines, times = [], {gpus: [] for gpus in COUNTS[1:]}
     for title in MODELS:
@@ -84,7 +81,6 @@ def table(rows: list[dict]) -> str:
 
 
 def machines_table(rows: list[dict]) -> str:
-    """Returns a table like `table`, of machines with eight cards each."""
     found, lines = {row["name"]: row for row in rows}, []
     for cases in ON_SEVERAL:
         one, *_ = cells = [found.get(case.name) for case in cases]

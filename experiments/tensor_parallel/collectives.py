@@ -1,15 +1,5 @@
-"""Collectives that autograd knows, each counted.
-
-                        forward           backward
-    copy_in             nothing           all-reduce       each rank uses the whole in a part of a layer (f of Megatron)
-    reduce              all-reduce        nothing          each rank has a summand (g of Megatron)
-    reduce_both_ways    all-reduce        all-reduce       the same, of which each rank then uses the sum for its part
-    gather              all-gather        reduce-scatter   along a dimension, for layers that are cut otherwise
-    reduce_scatter      reduce-scatter    all-gather       each rank has a summand, and keeps a part of the sum
-    gather_replicated   all-gather        a part           along a dimension, for layers that are whole on every rank
-
-Shoeybi et al. 2019, arXiv 1909.08053; `gather` and `reduce_scatter`: Korthikanti et al. 2022, arXiv 2205.05198.
-"""
+"""Collectives that autograd knows, each counted. `copy_in` and `reduce` are f and g of Megatron-LM (Shoeybi et al.
+2019, arXiv 1909.08053); `gather` and `reduce_scatter` are those of Korthikanti et al. 2022, arXiv 2205.05198."""
 
 from collections import Counter
 from functools import partialmethod
@@ -25,11 +15,9 @@ NOTHING, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PART = "nothing", "all-reduce",
 
 
 class Ranks:
-    """The processes that share a model; this one is `rank` of `count`, in `group` (None: all processes).
-
-    `calls` counts collectives by (place, pass, kind); place is the value of `place` in forward. `sent` has the bytes
-    that a rank sends in a ring, the fewest possible: (N - 1) / N of the tensor for an all-gather or a reduce-scatter
-    over N ranks, twice that for an all-reduce."""
+    """Process `rank` of `count` that share a model, in `group` (None: all processes). `calls` counts collectives by
+    (place, pass, kind); place is the value of `place` in forward. `sent` counts the bytes that a rank sends in a
+    ring."""
 
     def __init__(self, rank: int, count: int, group: dist.ProcessGroup | None = None):
         self.rank, self.count, self.group = rank, count, group
@@ -48,7 +36,7 @@ class Ranks:
     gather_replicated = partialmethod(_apply, forward=ALL_GATHER, backward=PART)
 
     def all_reduce(self, tensor: Tensor, key: tuple[str, str], operation=dist.ReduceOp.SUM) -> Tensor:
-        """Returns the sum over all ranks, in `tensor` itself. `key`: place and pass, for the counts."""
+        """Reduces `tensor` over all ranks in place, and returns it. `key`: place and pass, for the counts."""
         if self.count > 1:
             with peer_errors():
                 dist.all_reduce(tensor, operation, group=self.group)
@@ -72,10 +60,11 @@ class Ranks:
 
     def _count(self, key: tuple[str, str], kind: str, bytes_of_ring: int) -> None:
         self.calls[*key, kind] += 1
+        # In a ring: (N - 1) / N of the tensor for an all-gather or a reduce-scatter, twice that for an all-reduce.
         self.sent[*key, kind] += bytes_of_ring * (self.count - 1) // self.count
 
     def do(self, kind: str, tensor: Tensor, dim: int, key: tuple[str, str]) -> Tensor:
-        """Runs one of the kinds. The result is a new tensor; of NOTHING it is a view."""
+        """Returns the result of a collective of this kind as a new tensor; of NOTHING as a view."""
         if kind == NOTHING:
             return tensor.view_as(tensor)
         if kind == PART:

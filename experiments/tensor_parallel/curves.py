@@ -66,7 +66,6 @@ def _row(name: str, job: Job) -> dict:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Draws the newest row of each training."""
     panels: dict[str, dict[str, Learned]] = {}
     for row in rows:
         panels.setdefault(row["model"], {})[row["name"]] = Learned(row["losses"], row["test_accuracy"])
@@ -74,8 +73,8 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def accuracy(job: Job, weights: dict[str, Tensor]) -> float:
-    """Returns the share of the first MOST_TESTED test samples' predictions that the ordinary model with these weights
-    makes as it should."""
+    """Returns the share of right predictions of the ordinary model with these weights on the first MOST_TESTED test
+    samples."""
     kind = job.kind
     sharded = job.sharder(Ranks(0, 1)).apply({})
     sharded.load(iter(weights.items()))
@@ -93,7 +92,6 @@ def _job(model: str, options: argparse.Namespace) -> Job:
 
 
 def _trained(job: Job, name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Returns losses, and whole weights by name. LowmemError if a process fails."""
     if name != ONE:
         first = run.train(job)[0]
         return first.losses, first.weights

@@ -1,8 +1,5 @@
-"""Divides the same Llama by PyTorch's own `parallelize_module`, for comparison: a process of `measure`.
-
-The plan is that of PyTorch's tutorial, with the vocabulary cut too (`loss_parallel`). Norms stay ordinary tensors, and
-nothing is clipped: a norm over ordinary and distributed tensors together is refused. A tied embedding is tied again.
-"""
+"""Divides the same Llama by PyTorch's `parallelize_module`, for comparison, with the plan of PyTorch's tutorial.
+Nothing is clipped: PyTorch refuses a norm over ordinary and distributed tensors together."""
 
 import gc
 
@@ -28,7 +25,7 @@ PLAN = {
 
 
 class Counted(CommDebugMode):
-    """PyTorch's counter of collectives, and the bytes that a rank sends for them in a ring, as Ranks counts them."""
+    """Counts collectives as PyTorch does, and the bytes that a rank sends for them in a ring."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -43,7 +40,7 @@ class Counted(CommDebugMode):
 
 
 def work(job: Job, rank: int, device: torch.device) -> RankResult:
-    """Like worker.work; `calls` come from PyTorch's own counter, only by kind."""
+    """Trains like worker.work. `calls` of the result are by kind only."""
     mesh = init_device_mesh("cpu", (job.ranks,))
     batches = job.batches()
     gc.collect()

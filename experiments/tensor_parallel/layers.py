@@ -1,4 +1,4 @@
-"""Divides layers among ranks; other layers compute on their rank's part of a tensor."""
+"""Layers of which each rank has a part."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def conv1d_product(x: Tensor, weight: Tensor) -> Tensor:
 
 class ColumnParallel(nn.Module):
     """Computes a rank's part of the outputs: x [.., in], the same on all ranks, -> [.., part of out]. Weight and bias
-    have only this rank's outputs. The input has to be `copied` or `gathered` before, once for all such layers."""
+    have only this rank's outputs."""
 
     def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
@@ -33,8 +33,8 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(ColumnParallel):
-    """A rank's part of what goes in: x [.., part of in] -> [.., out]. `leave` adds up the ranks' summands; the bias,
-    which all ranks have, is added once, to the sum."""
+    """Computes outputs from a rank's part of the inputs: x [.., part of in] -> [.., out]. `leave` sums over the ranks.
+    All ranks have the bias, which is added to the sum."""
 
     def __init__(self, product: Product, weight: nn.Parameter, bias: nn.Parameter | None, leave: Callable):
         super().__init__(product, weight, bias)
@@ -51,8 +51,8 @@ def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Rows `first`, `first` + 1, ... of an embedding: ids [B, T] -> [B, T, D]. Other ranks' ids give zeros here, and
-    `leave` adds up the ranks'."""
+    """Looks up ids [B, T] -> [B, T, D] in rows of an embedding from `first` on. Other ranks' ids give zeros; `leave`
+    sums over the ranks."""
 
     def __init__(self, weight: nn.Parameter, first: int, leave: Callable):
         super().__init__()
@@ -65,9 +65,6 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Computes the cross-entropy of logits [N, V / ranks], without gathering them. The largest logit of a row, the sum
-    of the exponentials and the target's logit are reduced over the ranks."""
-
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
         key = (ranks.place, FORWARD)
@@ -93,30 +90,29 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, vocabulary: int, ranks: Ranks) -> Tensor:
-    """Returns the mean over N predictions, the same on all ranks. `logits` [N, part of the vocabulary], from `first`
-    on; `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
+    """Returns the mean cross-entropy over N predictions, the same on all ranks. `logits` [N, part of the vocabulary],
+    from `first` on; `targets` int64 [N]; `vocabulary`: its true size, behind which logits count for nothing."""
     return _VocabularyCrossEntropy.apply(logits, targets, first, vocabulary, ranks).mean()
 
 
 class FeatureParallelLayerNorm(nn.Module):
-    """Layer norm over features [.., D] of which each rank has a part, [.., part of D]. Mean and variance are summed
-    over the ranks one after the other, since E[x^2] - E[x]^2 would lose digits."""
+    """Computes layer norm over D features [.., D], of which each rank has a part."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, features: int, eps: float, ranks: Ranks):
         super().__init__()
         self.weight, self.bias, self.features, self.eps, self.ranks = weight, bias, features, eps, ranks
 
     def forward(self, x: Tensor) -> Tensor:
+        # One sum after the other, since E[x^2] - E[x]^2 would lose digits.
         centred = x - self.ranks.reduce_both_ways(x.sum(-1, keepdim=True)) / self.features
         variance = self.ranks.reduce_both_ways(centred.square().sum(-1, keepdim=True)) / self.features
         return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
 
 
 class PlacedDropout(nn.Module):
-    """Dropout with the mask that the whole tensor would have, of which this rank takes what it sees. So the same is
-    dropped on any number of ranks. A sample's mask depends on (seed, step, number of this layer, number of the sample
-    in the batch); `step`, and `first_sample` of the tensors that come, are to be set before each. `place`: maps the
-    local length of a tensor that is cut along `dim` to its start in the whole and the whole length."""
+    """Drops the same on any number of ranks, which take their parts of the whole tensor's mask. A mask depends on seed,
+    step, layer number and sample number; `step` and `first_sample` have to be set before each call. `place` maps the
+    local length along `dim` to its start in the whole, and the whole length."""
 
     def __init__(self, p: float, number: int, seed: int, dim: int = 0, place: Callable | None = None):
         super().__init__()
@@ -136,9 +132,7 @@ class PlacedDropout(nn.Module):
 
 
 def _causal_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[Tensor, None]:
-    """Computes causal attention of this rank's heads, [B, heads, T, head] each -> [B, T, heads, head]. With dropout the
-    weights [B, heads, T, T] are made. transformers' own mask would have the length of the rank's part of the
-    sequence."""
+    """Computes causal attention of this rank's heads: [B, heads, T, head] each -> [B, T, heads, head]."""
     drop = getattr(module, "attn_dropout", None)
     if drop is None or not drop.p or not module.training:
         grouped = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
@@ -154,4 +148,5 @@ def _causal_attention(module, query, key, value, attention_mask, scaling=None, *
 
 
 AttentionInterface.register(ATTENTION, _causal_attention)
+# transformers' own mask would have the length of the rank's part of the sequence.
 AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

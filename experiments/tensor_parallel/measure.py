@@ -1,11 +1,11 @@
-"""Measures the README's tables, and keeps rows: `python -m experiments.tensor_parallel.measure`.
+"""Measures the tables of tables.md, and keeps rows: `python -m experiments.tensor_parallel.measure`.
 
 python -m experiments.tensor_parallel.measure --only equal
 
-equal     compares 50 steps of every model on 1, 2 and 4 ranks with one process
-memory    measures memory and bytes sent per rank, for GPT-2 of 124M and Llama of 135M parameters
-dtensor   divides the same Llama by PyTorch's `parallelize_module`
-killed    measures how long processes survive after one of them, or the command, is killed
+equal     50 steps of every model on 1, 2 and 4 ranks, compared with one process
+memory    memory and bytes sent per rank, for GPT-2 of 124M and Llama of 135M parameters
+dtensor   the same Llama by PyTorch's `parallelize_module`
+killed    how long processes survive after one of them, or the command, is killed
 """
 
 import os

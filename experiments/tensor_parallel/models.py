@@ -1,10 +1,5 @@
-"""Makes the models that are trained: the networks of networks.py on digits, and on text
-
-    gpt2       transformers' GPT-2
-    llama      Llama with grouped-query heads
-
-Each is an ordinary model, and knows nothing of ranks. rules.py cuts it.
-"""
+"""Makes the models that are trained: networks.py on digits; transformers' GPT-2 and Llama on text. Each is an ordinary
+model; rules.py cuts it."""
 
 import copy
 from collections.abc import Iterator
@@ -54,7 +49,8 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")  # o
 
 @dataclass(frozen=True)
 class Kind:
-    """One of RULES, `config` of a decoder, its weights: of `folder`, or random ones of `seed`."""
+    """A model to train: its name in RULES, the config of a decoder, and weights of `folder`, or random ones of
+    `seed`."""
 
     name: str
     seed: int = 0
@@ -63,18 +59,18 @@ class Kind:
 
     @property
     def classes(self) -> int:
-        """How many there are to choose from in a prediction."""
+        """Returns the number of classes or words of a prediction."""
         return CLASSES if self.config is None else self.config.vocab_size
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Returns the whole model in training mode and without dropout, its parameters on `meta`. Where transformers'
-        norm rounds to fp32 in the middle of fp64, torch's stands."""
+        """Returns the whole model in training mode, without dropout, with parameters on `meta`."""
         if self.config is not None:
             config = copy.deepcopy(self.config)
             for name in DROPOUTS:
                 if hasattr(config, name):
                     setattr(config, name, 0.0)
             model = build_model(config)
+            # transformers' norm rounds to fp32 even in fp64; PyTorch's does not.
             if dtype == torch.float64:
                 for name, module in list(model.named_modules()):
                     if isinstance(module, LlamaRMSNorm):
@@ -107,7 +103,6 @@ class Kind:
         return iter(plain.state_dict().items())
 
     def shard(self, sharder: Sharder) -> Sharded:
-        """This rank's part, with its weights."""
         model = sharder.sharded.model
         if self.config is not None:
             model.set_attn_implementation(ATTENTION)
@@ -116,7 +111,7 @@ class Kind:
         return sharded
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Returns the folder's; of random weights, or if it has none, one whose tokens are bytes."""
+        """Returns the folder's tokenizer. Without a folder, or one in it, tokens are bytes."""
         size = self.config.vocab_size
         if self.folder is not None:
             return load_tokenizer(self.folder, "random" if Path(self.folder).is_dir() else "pretrained", size)
@@ -125,11 +120,9 @@ class Kind:
         return byte_level_tokenizer()
 
     def samples(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all samples for training."""
         return self._parted(seq)[:2]
 
     def tests(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples for testing."""
         return self._parted(seq)[2:]
 
     def _parted(self, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,12 +135,12 @@ class Kind:
         return samples.parted(images, labels)
 
     def loss(self, sharded: Sharded, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of the parts, which is the same on every rank. Decoders get every position's number, since
-        their own count would be that of a rank's part of the sequence."""
+        """Returns the loss, which is the same on every rank."""
         model, ranks = sharded.model, sharded.ranks
         if self.config is None:
             logits = model(inputs)
         else:
+            # Given, because the model would count its own from the rank's part of the sequence.
             positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
             hidden = model.base_model(inputs, position_ids=positions, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden).flatten(0, 1)
@@ -155,7 +148,6 @@ class Kind:
         return vocabulary_cross_entropy(logits, targets.flatten(), first, self.classes, ranks)
 
     def check(self, ranks: int, sequence_parallel: bool, batch: int, seq: int) -> None:
-        """Raises InputError for a model that cannot be divided, or trained."""
         if self.config is None:
             if sequence_parallel:
                 raise InputError(f"{self.name} has no sequence that --sequence-parallel could cut")
@@ -177,8 +169,8 @@ class Kind:
 
 
 def kind_of(name: str, seed: int = 0, weights: str | None = None, shape: str | None = None) -> Kind:
-    """Returns the kind. `weights`: a folder, or a name on the hub, of a decoder of this kind; `shape`: only its config.
-    InputError for another."""
+    """Returns the Kind `name`. `weights`: a decoder's folder or hub name; `shape`: a config, for random weights. Raises
+    InputError for options that do not fit the model."""
     source = weights or shape
     if name not in DECODERS:
         if source is not None:

@@ -1,7 +1,7 @@
-"""The networks on images, in ordinary PyTorch. They know nothing of ranks.
+"""The networks on images, in ordinary PyTorch.
 
 mlp        pairs of dense layers on images of digits
-mlp-norm   the same with norms over the cut features: layer norm and batch norm by turns
+mlp-norm   the same, with layer norms and batch norms
 resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
 """
 
@@ -16,7 +16,7 @@ RESNET_BLOCKS, RESNET_WIDTHS, EXPANSION = (3, 4, 6, 3), (64, 128, 256, 512), 4
 
 
 class Pair(nn.Module):
-    """Two dense layers, [B, into] -> [B, out], added to what came in where the widths allow it."""
+    """Two dense layers, [B, into] -> [B, out]."""
 
     def __init__(self, into: int, hidden: int, out: int, norm: Callable[[int], nn.Module]):
         super().__init__()

@@ -1,12 +1,5 @@
-"""Compares a training with one process's, and judges the differences by what rounding alone does.
-
-The measure is one process's own, after as many steps: a fixed tolerance would not know their number, nor a loss that
-goes to zero. It is the larger of two distances of the ordinary model:
-
-- in fp32 from the same in fp64. A rounding in fp64 is 2**-29 of one in fp32, and so is this distance there;
-- from the same with each batch's samples in reverse order, which only rounds other sums. If rounding grows with every
-  step, the distance in fp32 ends near the size of the weights, and one in fp64 goes on growing.
-"""
+"""Compares a training with one process's, and judges the differences by those that rounding alone makes in as many
+steps."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,12 +18,14 @@ LOSS_EPSILONS = 4  # of the first loss: a sum in another order differs by some, 
 
 
 def compared(job: Job, ours: RankResult) -> dict:
-    """Compares with one process and the ordinary model, with as many threads as each rank has. Returns fields of
-    report.json; `in_roundings` has the differences as multiples of what rounding does to one process."""
+    """Returns fields of report.json: differences from the ordinary model in one process. `in_roundings` has them as
+    multiples of rounding's own."""
     device = group.device_of(0, job.ranks)
     with group.threads_of_a_process():
         references = {dtype: worker.reference(replace(job, dtype=dtype), device) for dtype in DTYPES}
         one, in_reverse = references[job.dtype], worker.reference(job, device, in_reverse=True)
+    # A rounding in fp64 is 2**-29 of one in fp32, and so is the distance. If rounding grows with every step, the
+    # distance in fp32 ends near the size of the weights, and only that of reverse order goes on growing in fp64.
     scale = torch.finfo(DTYPES[job.dtype]).eps / torch.finfo(torch.float32).eps
     measures = [(scale, references["fp32"], references["fp64"]), (1.0, in_reverse, one)]
     pairs = list(zip(ours.losses, one.losses, strict=True))
@@ -49,10 +44,11 @@ def in_roundings(
     ours: RankResult, one: RankResult, measures: list[tuple[float, RankResult, RankResult]], dtype: torch.dtype
 ) -> dict[str, float]:
     """Returns the largest differences between `ours` and `one`, both in `dtype`, as multiples of the largest measure: a
-    factor of the distance between two results. A loss counts beside the largest distance up to its step."""
+    factor of the distance between two results."""
     epsilon = torch.finfo(dtype).eps
     least = LOSS_EPSILONS * epsilon * abs(one.losses[0])
     steps = zip(*([scale * far for far in _distances(a.losses, b.losses)] for scale, a, b in measures), strict=True)
+    # A loss counts beside the largest distance up to its step.
     grown = accumulate(map(max, steps), max)
     losses = zip(_distances(ours.losses, one.losses), grown, strict=True)
 
@@ -68,20 +64,20 @@ def in_roundings(
 
 
 def too_large(report: dict) -> list[str]:
-    """Returns what differs by more than rounding; nothing if nothing was compared. Gradients count only in fp64: in
-    fp32 some ReLU of millions is zero up to rounding, and its gradient may be missing."""
+    """Returns names of values that differ by more than rounding; none if nothing was compared."""
     found = report.get("in_roundings") or {}
+    # In fp32 some ReLU of millions is zero up to rounding, and its gradient may be missing.
     counted = [name for name in found if name != "gradients" or report["dtype"] == "fp64"]
     return [name for name in counted if found[name] is None or not found[name] <= MOST]
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Returns the largest of all tensors, as the norm of the difference relative to the norm. Vectors count together: a
-    bias may begin at zero and have a gradient of pure rounding (that of keys, which softmax does not see). Then no
-    value of it is right or wrong."""
+    """Returns the largest of all tensors' norms of the difference, relative to the norm."""
     if found.keys() != expected.keys():
         raise ValueError(f"other tensors: {found.keys() ^ expected.keys()}")
     pairs = [(found[name], tensor.cpu()) for name, tensor in expected.items() if tensor.is_floating_point()]
+    # Vectors count together: a bias may begin at zero and have a gradient of pure rounding (that of keys, which softmax
+    # does not see).
     vectors = [(one, other) for one, other in pairs if one.dim() < 2]
     pairs = [pair for pair in pairs if pair[0].dim() > 1]
     if vectors:

@@ -1,4 +1,4 @@
-"""By which rules each model is cut: names of its modules, and what becomes of them (sharding.Sharder)."""
+"""The rules by which each model is cut: names of its modules, and methods of sharding.Sharder for them."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from experiments.tensor_parallel.sharding import Sharder, evenly
 
 
 def dense_rules(s: Sharder, model: Dense) -> dict:
-    """Divides two layers as one round: by the outputs of the first, which are the inputs of the second."""
+    # Two layers are one round: the outputs of the first are the inputs of the second.
     inner = evenly(4 * WIDTH, s.ranks.count)
     rules = {
         "blocks.*": (s.block, s.enters),
@@ -26,8 +26,8 @@ def dense_rules(s: Sharder, model: Dense) -> dict:
 
 
 def resnet_rules(s: Sharder, model: ResNet50) -> dict:
-    """Divides the first two convolutions of a block as a pair, and the third, with its norm, by its outputs. The
-    third's output is gathered: sums between blocks are whole."""
+    # The first two convolutions of a block are a pair. The third is cut by its outputs, which are gathered, since sums
+    # between blocks are whole.
     stem = evenly(RESNET_WIDTHS[0], s.ranks.count)
     rules = {
         "conv": s.column(stem),
@@ -83,11 +83,11 @@ def gpt2_rules(s: Sharder, model: nn.Module) -> dict:
 
 
 def llama_rules(s: Sharder, model: nn.Module) -> dict:
-    """Heads of queries go where their head of keys and values goes."""
     config, ranks = model.config, s.ranks.count
     groups = config.num_attention_heads // config.num_key_value_heads
     head = model.model.layers[0].self_attn.head_dim
     key = evenly(config.num_key_value_heads * head, ranks, block=head)
+    # Heads of queries go with their head of keys and values.
     query = evenly(config.num_attention_heads * head, ranks, block=head * groups)
     inner = evenly(config.intermediate_size, ranks)
 

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def planned(options: argparse.Namespace) -> Job:
-    """Returns the job; InputError for what does not go together."""
+    """Returns the job. Raises InputError for options that exclude each other."""
     usual = LEARNING_RATE
     if options.model == "resnet":
         usual = RESNET_COMPARED_LEARNING_RATE if options.compare else RESNET_LEARNING_RATE
@@ -88,9 +88,8 @@ def train(job: Job, work: str = WORK) -> list[RankResult] | None:
 
 
 def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
-    """Returns the content of report.json. `collectives_per_block`: of one block, if all are alike, else the most of
-    any. `collectives`: in a step, by place (a block, or "" around them), pass and kind. `bytes_per_step`: sent by a
-    rank in a ring."""
+    """Returns the content of report.json. `collectives_per_block`: the most of any block. `collectives`: of a step, by
+    place (block or ""), pass and kind. `bytes_per_step`: sent by a rank."""
     first = results[0]
     by_block: dict[str, Counter] = {FORWARD: Counter(), BACKWARD: Counter()}
     collectives: dict[str, dict[str, dict[str, int]]] = {}
@@ -127,7 +126,6 @@ def report_of(job: Job, results: list[RankResult], compare: bool) -> dict:
 
 
 def save(job: Job, weights: dict[str, Tensor], folder: Path) -> None:
-    """Saves the model for transformers, in fp32, with the tokenizer."""
     kind = job.kind
     names = dict(kind.build(torch.float32).named_parameters())  # without buffers
     export_model(

@@ -1,15 +1,8 @@
 """Turns a model into one rank's part, by a list of rules; divides weights, and joins them again.
 
-A rule replaces the modules of a name by a divided layer. Attention and an MLP are pairs: the outputs of the first
-layers and the inputs of the last one are divided, by heads or features. So the layers between need no communication.
-Such a pair is a parallel region: hidden states `enter` it once, and `leave` its last layer:
-
-                         enter                         leave
-    plain                nothing; backward all-reduce  all-reduce; backward nothing
-    sequence-parallel    all-gather; reduce-scatter    reduce-scatter; all-gather
-
-With sequence parallelism each rank has, between pairs, all features of a part of the sequence. Norms, dropouts and
-biases see only that part, so their weights' gradients are summed over the ranks, once for all (`partial`).
+A rule replaces the modules of a name by a divided layer. Attention and an MLP are pairs of divided layers, between
+which ranks send nothing: hidden states `enter` a pair, and `leave` it after its last layer. With sequence parallelism,
+each rank has a part of the sequence between pairs.
 """
 
 import re
@@ -36,32 +29,30 @@ CHANNELS = 1  # dimension of images [B, C, H, W]
 @dataclass(frozen=True)
 class Cut:
     """The indices of a tensor along `dim`, `size` long, that each rank has: `indices` int64 by rank. Indices from
-    `size` on do not exist: they fill the last parts with zeros."""
+    `size` on stand for zeros that fill the last parts."""
 
     dim: int
     size: int
     indices: tuple[Tensor, ...]
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns a rank's part, a tensor of its own."""
+        """Returns a copy of a rank's part."""
         indices = self.indices[rank]
         found = whole.index_select(self.dim, indices.clamp(max=self.size - 1))
         found.index_fill_(self.dim, (indices >= self.size).nonzero()[:, 0], 0)
         return found
 
     def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
-        """Writes a rank's part where it belongs."""
         exists = (self.indices[rank] < self.size).nonzero()[:, 0]
         whole.index_copy_(self.dim, self.indices[rank][exists], part.index_select(self.dim, exists))
 
     def along(self, dim: int) -> "Cut":
-        """Returns the same indices of another dimension."""
         return Cut(dim, self.size, self.indices)
 
 
 def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
-    """Cuts `blocks` concatenated tensors of `size` (GPT-2's Q, K and V): each rank gets a stretch of each one, in whole
-    units of `block`. The first ranks get one unit more if they do not divide evenly. Of dimension 0."""
+    """Cuts dimension 0 of `blocks` concatenated tensors of `size` (GPT-2's Q, K and V): each rank gets a stretch of
+    each, in whole units of `block`. The first ranks may get one unit more."""
     units = np.array_split(np.arange(size).reshape(-1, block), ranks)
     return Cut(
         0,
@@ -71,15 +62,15 @@ def evenly(size: int, ranks: int, block: int = 1, blocks: int = 1) -> Cut:
 
 
 def padded(size: int, ranks: int) -> Cut:
-    """Returns equal stretches of dimension 0. The last may exceed the size (a vocabulary's rows)."""
+    """Cuts dimension 0 into equal stretches. The last may exceed the size (a vocabulary's rows)."""
     each = -(-size // ranks)
     return Cut(0, size, tuple(torch.arange(rank * each, (rank + 1) * each) for rank in range(ranks)))
 
 
 @dataclass
 class Sharded:
-    """A rank's part of `model`. `cuts`: of the parameters and buffers that are cut, by name; all others are whole.
-    `partial`: names of parameters whose gradients are summands. `dropouts`: those that want to know the step."""
+    """A rank's part of `model`. `cuts`: of cut parameters and buffers, by name. `partial`: parameters whose gradients
+    have to be summed over the ranks. `dropouts` have to be told the step."""
 
     model: nn.Module
     ranks: Ranks
@@ -88,7 +79,6 @@ class Sharded:
     dropouts: list[layers.PlacedDropout] = field(default_factory=list)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of all whole parameters and buffers."""
         found = {}
         for name, tensor in self.tensors().items():
             shape = list(tensor.shape)
@@ -106,7 +96,7 @@ class Sharded:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keeps of each whole weight this rank's part. One that comes as several flat runs is put together first."""
+        """Copies this rank's part of each whole weight. A weight may come as several flat runs."""
         tensors, shapes = self.tensors(), self.shapes()
         run: list[Tensor] = []
         for name, tensor in weights:
@@ -118,8 +108,8 @@ class Sharded:
             tensors[name].copy_(self.cuts[name].take(whole, self.ranks.rank) if name in self.cuts else whole)
 
     def gathered(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor | None]]:
-        """Yields names and whole tensors, copies, one at a time, on the CPU of rank 0; None on others. `tensors`: as
-        `tensors()`, or the gradients of these, by name."""
+        """Yields names and whole tensors, copies on the CPU of rank 0; None on others. `tensors`: as `tensors()`, or
+        the gradients of these."""
         for name, tensor in tensors.items():
             part = tensor.detach().cpu().clone()
             if name not in self.cuts or self.ranks.count == 1:
@@ -138,7 +128,7 @@ class Sharded:
 
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Adds up the gradients that are summands, in one all-reduce. To be called after each backward."""
+        """Sums the gradients of `partial` over the ranks; has to be called after each backward."""
         gradients = [self.model.get_parameter(name).grad for name in self.partial]
         if gradients and self.ranks.count > 1:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -148,8 +138,8 @@ class Sharded:
 
     @torch.no_grad()
     def clip_gradients(self, most: float) -> Tensor:
-        """Scales all gradients so that their norm, over all ranks and every weight once, is `most` at most; the norm
-        before."""
+        """Clips the gradients to `most` by their norm over all ranks, and returns the norm. Every weight counts
+        once."""
         cut = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
         whole = cut.clone()
         for name, parameter in self.model.named_parameters():  # a tied weight comes once
@@ -167,7 +157,7 @@ class Sharded:
 
 class Sharder:
     """The tools of rules. A rule gets a module and its name, and returns its replacement, or None to keep it.
-    Parameters may be on `meta`: a rank makes only those that it keeps, empty."""
+    Parameters may be on `meta`; those that a rank keeps are made empty."""
 
     def __init__(
         self, model: nn.Module, ranks: Ranks, *, sequence_parallel: bool = False, dropout: float = 0.0, seed: int = 0,
@@ -179,7 +169,8 @@ class Sharder:
         self._made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of a whole parameter: tied ones stay one
 
     def apply(self, rules: dict[str, Callable | tuple[Callable, ...]]) -> Sharded:
-        """Returns all rules, by names in which * stands for numbers; every layer that no rule has named stays whole."""
+        """Applies rules by names in which * stands for numbers, and returns the result. Every other layer stays
+        whole."""
         model = self.sharded.model
         for pattern, of_pattern in rules.items():
             matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
@@ -197,6 +188,7 @@ class Sharder:
                     setattr(module, leaf, self.whole(parameter))
             for leaf, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, leaf, torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer)
+        # Norms, dropouts and biases see only a part of the sequence.
         if self.sequence_parallel:
             self.sharded.partial += [name for name, _ in model.named_parameters() if name not in self.sharded.cuts]
         model.to(self.device)
@@ -228,22 +220,21 @@ class Sharder:
         module.register_forward_pre_hook(entered, with_kwargs=True)
 
     def head_follows(self, module: nn.Module, name: str) -> None:
-        """Makes the output enter the parallel region of the head, the rest of the model."""
+        """Makes the module's output enter the parallel region of the head."""
         module.register_forward_hook(lambda module, args, output: self.enter(output))
 
     def gathers_channels(self, module: nn.Module, name: str) -> None:
-        """Divides the output by channels, and gathers it."""
         module.register_forward_hook(lambda module, args, output: self.ranks.gather_replicated(output, dim=CHANNELS))
 
     def own_positions(self, module: nn.Module, name: str) -> None:
-        """Selects this rank's part of the sequence from the embedded positions [1, T, D]."""
+        """Selects this rank's part of the embedded positions [1, T, D]."""
         if self.sequence_parallel:
             module.register_forward_hook(
                 lambda module, args, output: output.chunk(self.ranks.count, SEQUENCE)[self.ranks.rank]
             )
 
     def column(self, cut: Cut) -> Callable:
-        """Divides a layer's outputs."""
+        """Returns a rule that divides a layer's outputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, out, _ = _product(module)
@@ -253,7 +244,7 @@ class Sharder:
         return rule
 
     def row(self, cut: Cut) -> Callable:
-        """Divides a layer's inputs."""
+        """Returns a rule that divides a layer's inputs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             product, _, into = _product(module)
@@ -264,13 +255,12 @@ class Sharder:
         return rule
 
     def vocabulary(self, module: nn.Embedding, name: str) -> nn.Module:
-        """Divides an embedding's rows."""
         cut = padded(module.num_embeddings, self.ranks.count)
         weight = self.part(module.weight, f"{name}.weight", cut)
         return layers.VocabularyParallelEmbedding(weight, int(cut.indices[self.ranks.rank][0]), self.leave)
 
     def head(self, module: nn.Linear, name: str) -> nn.Module:
-        """Returns [.., D] -> logits of this rank's part of the vocabulary."""
+        """Divides a head's words: [.., D] -> logits of this rank's part of the vocabulary."""
         return self.column(padded(module.out_features, self.ranks.count))(module, name)
 
     def layer_norm(self, cut: Cut) -> Callable:
@@ -281,9 +271,8 @@ class Sharder:
         return rule
 
     def batch_norm(self, cut: Cut) -> Callable:
-        """Returns a norm of each feature by itself: a rank's are a batch norm of their own."""
-
         def rule(module: nn.Module, name: str) -> nn.Module:
+            # Each feature is normalized by itself.
             own = type(module)(len(cut.indices[self.ranks.rank]), module.eps, module.momentum, dtype=self.dtype)
             for leaf in ("weight", "bias"):
                 setattr(own, leaf, self.part(getattr(module, leaf), f"{name}.{leaf}", cut))
@@ -293,7 +282,7 @@ class Sharder:
         return rule
 
     def drop(self, dim: int = 0, cut: Cut | None = None) -> Callable:
-        """Makes a dropout for tensors divided along `dim`; without a cut one of hidden states between pairs."""
+        """Returns a rule for dropout of tensors cut along `dim`; without a cut, of hidden states between pairs."""
 
         def rule(module: nn.Module, name: str) -> nn.Module:
             place, along = None, dim
@@ -310,14 +299,13 @@ class Sharder:
     # --- parameters
 
     def part(self, whole: nn.Parameter, name: str, cut: Cut) -> nn.Parameter:
-        """This rank's part of a parameter, empty."""
+        """Returns this rank's part of a parameter, empty."""
         self.sharded.cuts[name] = cut
         shape = list(whole.shape)
         shape[cut.dim] = len(cut.indices[self.ranks.rank])
         return self._parameter(whole, shape)
 
     def whole(self, whole: nn.Parameter) -> nn.Parameter:
-        """Makes an empty parameter that all ranks have whole."""
         return self._parameter(whole, whole.shape)
 
     def _parameter(self, whole: nn.Parameter, shape) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""The tables of README.md and tables.md, made from rows: `python -m experiments.tensor_parallel.table`."""
+"""Makes the tables of README.md and tables.md from rows: `python -m experiments.tensor_parallel.table`."""
 
 import argparse
 import sys
@@ -25,7 +25,6 @@ BEGIN = "<!-- made by python -m experiments.tensor_parallel.table -->"
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns the tables of tables.md, from the newest row of each command line."""
     tables = [
         (
             ("equal",),
@@ -55,7 +54,6 @@ def sections(rows: list[dict]) -> str:
 
 
 def learned(rows: list[dict]) -> str:
-    """Returns the README's table of what models learn, from the newest row of each."""
     newest = {(row["model"], row["name"]): row for row in rows}
     return learned_table(newest.values(), ("model", "name"))
 
@@ -113,12 +111,11 @@ def _communication(rows: list[dict]) -> str:
 
 
 def alone(row: dict, rows: list[dict]) -> dict:
-    """Returns the row of one rank and the same model."""
     return next(one for one in rows if one["model"] == row["model"] and one["ranks"] == 1)
 
 
 def by_theory(row: dict) -> dict[str, float]:
-    """Returns a rank's parameters, and the bytes that it keeps and sends, by the row's command line alone."""
+    """Returns a rank's parameters, and the bytes kept and sent, from the row's command line alone."""
     given = _given(row)
     config = kind_of(given.model, shape=given.shape).config
     of = (config, given.ranks, given.batch * (given.seq or SEQ), DTYPES[given.dtype].itemsize, given.sequence_parallel)

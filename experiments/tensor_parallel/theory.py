@@ -1,14 +1,7 @@
-"""What a rank holds, keeps and sends by theory: formulas of a decoder's config, and of nothing that was measured.
+"""Computes from a decoder's config alone what each of N ranks holds, keeps and sends.
 
-Of N ranks, for B sequences of T tokens; H is the hidden size, L the blocks, V the vocabulary:
-
-    parameters     what is cut / N, with the vocabulary filled up to whole rows, + norms, positions and last biases
-    sent           Megatron-LM (Shoeybi et al. 2019, section 3): two all-reduces of the hidden states in each pass of a
-                   block, one more for the embedding and one for the head's input
-    kept           Korthikanti et al. 2022, section 4: a block keeps s b h (34 + 5 a s / h) bytes in 16 bit for backward
-
-The last one has two bytes a number, and a byte for each element of a dropout's mask. Without dropout and with flash
-attention, which keeps no a s s b scores, 16 numbers a hidden number are left. All numbers here have 4 bytes or 8.
+Sent: Megatron-LM (Shoeybi et al. 2019, section 3). Kept for backward: Korthikanti et al. 2022, section 4, without
+dropout and with attention that keeps no scores. All numbers here have 4 bytes or 8.
 """
 
 from transformers import PretrainedConfig
@@ -32,7 +25,7 @@ def whole_of_a_block(config: PretrainedConfig) -> int:
 
 
 def whole_at_ends(config: PretrainedConfig) -> tuple[int, int]:
-    """Returns how many parameters every rank has before the blocks and after them."""
+    """Returns numbers of whole parameters before the blocks, and after them."""
     hidden = config.hidden_size
     return (0, hidden) if config.model_type == "llama" else (config.n_positions * hidden, 2 * hidden)
 
@@ -55,33 +48,30 @@ def _inner(config: PretrainedConfig) -> int:
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:
-    """Returns the widths of all queries together, and of all keys."""
     head = config.head_dim or config.hidden_size // config.num_attention_heads
     return head * config.num_attention_heads, head * config.num_key_value_heads
 
 
 def kept_bytes(config: PretrainedConfig, ranks: int, tokens: int, number_bytes: int, sequence_parallel: bool) -> float:
-    """Returns the bytes that a rank's forward keeps for backward. `tokens`: of a step, B T.
-
-    A norm keeps its input and its output, Llama's norm a product, too. Attention keeps Q, K, V and its output, an MLP
-    its inner tensors, and the loss a probability for each word. Norms' tensors are whole on every rank, all else is
-    divided. With sequence parallelism only the norms' outputs are whole. They are gathered for the next layers;
-    Korthikanti et al., section 4.2.2, gather them again in backward."""
+    """Returns the bytes that a rank's forward keeps for backward. `tokens`: of a step."""
+    # A norm keeps its input and its output, Llama's norm a product, too; the loss a probability for each word. Norms'
+    # tensors are whole on every rank, all else is divided.
     hidden, norms, words = config.hidden_size, 2 * config.num_hidden_layers + 1, -(-config.vocab_size // ranks)
     if config.model_type == "llama":
         query, key = _widths(config)
         of_norm, inside = 3, 2 * query + 2 * key + 4 * _inner(config)
     else:
         of_norm, inside = 2, 4 * hidden + (2 + GELU_KEEPS) * _inner(config)
+    # With sequence parallelism the norms' outputs are gathered and kept; Korthikanti et al., 4.2.2, gather them again.
     gathered = 1 if sequence_parallel else of_norm
     at_norms = norms * hidden * (gathered + (of_norm - gathered) / ranks)
     return tokens * number_bytes * (at_norms + config.num_hidden_layers * inside / ranks + words)
 
 
 def sent_bytes(config: PretrainedConfig, ranks: int, tokens: int, number_bytes: int, sequence_parallel: bool) -> float:
-    """Returns the bytes that a rank sends per step in a ring. An all-reduce sends 2 (N - 1) / N of the hidden states.
-    All-gather and reduce-scatter together send the same (sequence parallelism); there, gradients of whole weights are
-    added up, too."""
+    """Returns the bytes that a rank sends per step in a ring."""
+    # Two all-reduces in each pass of a block, one more for the embedding and one for the head's input. All-gather and
+    # reduce-scatter (sequence parallelism) together send the same; there, gradients of whole weights are added up, too.
     rounds = 4 * config.num_hidden_layers + 2
     numbers = rounds * 2 * tokens * config.hidden_size + (2 * whole(config) if sequence_parallel else 0)
     return numbers * number_bytes * (ranks - 1) / ranks

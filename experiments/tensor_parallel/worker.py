@@ -42,13 +42,13 @@ class Job:
         return kind_of(self.model, self.seed, self.weights, self.shape)
 
     def optimizer_of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Makes AdamW; for ResNet the momentum that it was published with."""
+        """Returns AdamW; for ResNet SGD with the momentum of its paper."""
         if self.model == "resnet":
             return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=0.9, weight_decay=1e-4)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, device: torch.device = CPU) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each step: the same in every process. All samples are read at once."""
+        """Yields inputs and targets of each step, the same in every process."""
         inputs, targets = self.kind.samples(self.seq)
         dtype = DTYPES[self.dtype] if inputs.is_floating_point() else torch.int64
 
@@ -69,10 +69,9 @@ class Job:
 class RankResult:
     """The results of a rank.
 
-    `calls` and `sent` are of the first step, by place, pass and kind. `parameters`: the number of this rank's own, and
-    of whole ones. `gradients` (of the first step, not clipped) and `weights` are whole, by name, on rank 0 if they are
-    kept. Bytes: allocated on a GPU, else the RAM of the process. `saved_bytes`: tensors that the first forward keeps
-    for backward, without parameters.
+    `calls` and `sent` are of the first step, by place, pass and kind. `parameters`: numbers of cut and of whole ones.
+    `gradients` (of the first step, not clipped) and `weights` are whole, on rank 0. Bytes are of GPU memory, else of
+    the process's RAM. `saved_bytes`: saved by the first forward.
     """
 
     losses: list[float]
@@ -87,7 +86,7 @@ class RankResult:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd saves: `total`, each piece of memory once."""
+    """Counts in `total` the bytes that autograd saves, each piece of memory once."""
 
     def __init__(self):
         self.total = 0
@@ -108,7 +107,7 @@ class SavedBytes:
 
 
 def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
-    """Trains this rank's part. The process group is there already, if there is more than one rank."""
+    """Trains this rank's part. With several ranks, the process group has to exist."""
     ranks = Ranks(rank, job.ranks)
     batches = job.batches(device)
     gc.collect()
@@ -144,7 +143,8 @@ def work(job: Job, rank: int, device: torch.device = CPU) -> RankResult:
 
 
 def reference(job: Job, device: torch.device = CPU, in_reverse: bool = False) -> RankResult:
-    """Trains the ordinary model in one process, with PyTorch's loss. `in_reverse`: each batch's samples are."""
+    """Trains the ordinary model in one process, with PyTorch's loss. `in_reverse`: each batch's samples come in reverse
+    order."""
     kind = job.kind
     sharded = job.sharder(Ranks(0, 1), device).apply({})
     sharded.load(kind.weights())

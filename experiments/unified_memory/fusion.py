@@ -1,15 +1,5 @@
-"""Layer fusion of GPT-2 that keeps the function: the four groups that a well-known system fuses, compiled as they are.
-
-    drop-ln                 residual + dropout, then the layer norm behind it
-    attention-ln            the layer norm, then the product that makes Q, K and V
-    attention-projection    attention, then its output product
-    ffn-ln                  the layer norm, then the MLP and its residual
-
-Each is a function of tensors, compiled once for all blocks (`torch.compile`); gradients are autograd's. That system
-drops a residual, leaves out a product and puts an untrained norm; here logits and gradients are the stock model's but
-for rounding, which the tests hold. In generation, behind the prompt, attention is not compiled: its keys grow. The
-stand-in has no values of compiled kernels. With --values the groups run there as they are written.
-"""
+"""Fuses groups of GPT-2's layers as functions of tensors, compiled once for all blocks. Logits and gradients are the
+stock model's but for rounding. On the stand-in with --values the groups run uncompiled."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -26,27 +16,29 @@ FUSIONS = ("none", "attention", "mlp", "all")
 
 
 def drop_ln(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float) -> tuple[Tensor, Tensor]:
-    """Computes [B, T, D] twice -> the hidden states, and their layer norm."""
+    """Computes [B, T, D] twice -> residual + dropout, and its layer norm."""
     hidden = residual + F.dropout(x, p, p > 0)
     return hidden, F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
 
 def attention_ln(x: Tensor, weight: Tensor, bias: Tensor, eps: float, qkv_weight: Tensor, qkv_bias: Tensor) -> Tensor:
-    """Computes [B, T, D] -> Q, K and V, concatenated [B, T, 3 D]."""
+    """Computes layer norm and product: [B, T, D] -> Q, K and V, concatenated [B, T, 3 D]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps) @ qkv_weight + qkv_bias
 
 
 def attention_projection(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor, scale: float, p: float
 ) -> Tensor:
-    """Computes Q, K and V, [B, heads, T, D / heads] each -> [B, T, D]. A single query sees all keys."""
+    """Computes attention and its output product: [B, heads, T, D / heads] each -> [B, T, D]. A single query sees all
+    keys."""
     causal = query.shape[2] == key.shape[2]
     found = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal, scale=scale)
     return found.transpose(1, 2).flatten(2) @ weight + bias
 
 
 def ffn(normed: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], p: float) -> Tensor:
-    """Computes [B, T, D] twice -> [B, T, D]; `weights`: of the first product and the second, each with its bias."""
+    """Computes an MLP and its residual: [B, T, D] twice -> [B, T, D]. `weights`: of both products, each with its
+    bias."""
     into, into_bias, out, out_bias = weights
     found = F.gelu(normed @ into + into_bias, approximate="tanh") @ out + out_bias
     return residual + F.dropout(found, p, p > 0)
@@ -55,7 +47,7 @@ def ffn(normed: Tensor, residual: Tensor, weights: tuple[Tensor, Tensor, Tensor,
 def ffn_ln(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, weights: tuple[Tensor, Tensor, Tensor, Tensor], p: float
 ) -> Tensor:
-    """Computes [B, T, D] -> [B, T, D]."""
+    """Computes layer norm, MLP and residual: [B, T, D] -> [B, T, D]."""
     return ffn(F.layer_norm(x, weight.shape, weight, bias, eps), x, weights, p)
 
 
@@ -65,13 +57,13 @@ def compiled(function: Callable) -> Callable:
 
 
 def compiles() -> bool:
-    """False on the stand-in with --values, which computes operators and nothing else."""
+    """Returns False on the stand-in with --values, which knows no compiled kernels."""
     return not (row_file.on_stand_in() and row_file.computes_values())
 
 
 def fuse(model: nn.Module, fusion: str) -> None:
-    """Gives the blocks of a transformers' GPT-2 their fused forward; `fusion`: one of FUSIONS. InputError for a model
-    whose blocks compute something else."""
+    """Gives the blocks of transformers' GPT-2 their fused forward; `fusion`: one of FUSIONS. Raises InputError for a
+    model whose blocks compute something else."""
     if fusion != "none":
         if model.config.activation_function not in ACTIVATIONS:
             raise InputError(
@@ -99,6 +91,7 @@ def _forward(block: nn.Module, fusion: str, hidden_states: Tensor, past_key_valu
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
         if key.shape[2] > query.shape[2]:
+            # Not compiled in generation, since its keys grow.
             pick[attention_projection] = attention_projection
     found = pick[attention_projection](
         query, key, value, attention.c_proj.weight, attention.c_proj.bias, attention.scaling,

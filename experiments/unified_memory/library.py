@@ -1,10 +1,5 @@
-"""Builds managed memory as a library on first use, and plugs it into PyTorch only for tensors that ask for it.
-
-`managed_tensor(bytes)` is memory that both the host and the GPU can use. Its pages are where they were last prefetched
-to. It comes out of a `torch.cuda.MemPool` with a separate allocator, so PyTorch's statistics count it and all other
-tensors stay ordinary. A global pluggable allocator would lose the statistics and OutOfMemoryError (pytorch #133281,
-#133280).
-"""
+"""Builds managed memory as a library on first use, and plugs it into PyTorch only for tensors that ask for it. Both the
+host and the GPU can use this memory."""
 
 import ctypes
 import hashlib
@@ -32,9 +27,9 @@ COMPILERS = ("cc", "gcc", "clang", "nvcc")
 
 
 def build(cuda_major: int | None = None) -> Path:
-    """Returns the shared library for this PyTorch's runtime (or for `cuda_major`), and builds it if it does not exist.
-    The library is in the user's cache, named by its source, its version and the compiler's machine. InputError without
-    a compiler. LowmemError if the cache cannot be written, or, with the compiler's output, if it fails."""
+    """Returns the shared library for this PyTorch's runtime (or for `cuda_major`), built in the user's cache if it does
+    not exist. Raises InputError without a compiler, and LowmemError if the cache cannot be written or the compiler
+    fails."""
     major = cuda_major or _cuda_major()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{major} {os.uname().machine}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowmem"
@@ -63,14 +58,13 @@ def build(cuda_major: int | None = None) -> Path:
 
 
 def _cuda_major() -> int:
-    """Returns the major version of this PyTorch's CUDA runtime; the newest if it has none."""
+    # The newest, if PyTorch is built without CUDA.
     return int((torch.version.cuda or "13").partition(".")[0])
 
 
 @cache
 def loaded() -> ctypes.CDLL:
-    """Returns the library, with the types of its functions. InputError if PyTorch sees no GPU, or CUDA's runtime is not
-    to be found."""
+    """Returns the loaded library. Raises InputError if PyTorch sees no GPU, or if CUDA's runtime is not found."""
     if not torch.cuda.is_available():
         raise InputError("managed memory needs a GPU; on the CPU leave out what needs it (--placement resident)")
     torch.cuda.init()
@@ -90,16 +84,16 @@ def loaded() -> ctypes.CDLL:
 
 @cache
 def pool() -> torch.cuda.MemPool:
-    """Returns the pool whose tensors are managed memory. It lives as long as the process, like its tensors."""
+    """Returns the pool whose tensors are managed memory. The pool lives as long as the process."""
     loaded()
+    # A global pluggable allocator would lose PyTorch's statistics and OutOfMemoryError (pytorch #133281, #133280).
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(build()), "managed_allocate", "managed_free")
     return torch.cuda.MemPool(allocator.allocator())
 
 
 def check_room(size_bytes: int, limit_bytes: int | None = None, oversubscribe: bool = False) -> None:
-    """Raises InputError if managed memory of this size has no room. Of pages that a schedule moves, `limit_bytes` have
-    to be free on the GPU, without a limit all. RAM has to have room for all, since they are loaded there and go back
-    there. `oversubscribe`: the driver pages in and out, more than the GPU has; only on a GPU that nobody else uses."""
+    """Raises InputError if managed memory of this size has no room. `limit_bytes`, or without a limit all of it, have
+    to be free on the GPU. `oversubscribe`: the driver pages, and nobody else may use the GPU."""
     loaded()
     free_bytes, card_bytes = torch.cuda.mem_get_info()
     others_bytes = card_bytes - free_bytes - torch.cuda.memory_reserved()
@@ -111,6 +105,7 @@ def check_room(size_bytes: int, limit_bytes: int | None = None, oversubscribe: b
     if not oversubscribe and min(limit_bytes or size_bytes, size_bytes) > free_bytes:
         most, what = (limit_bytes, "--physical-limit") if limit_bytes else (size_bytes, "managed memory")
         raise InputError(f"{what} is {most:,} bytes, and {free_bytes:,} are free on the GPU: give a lower limit")
+    # Weights are loaded in RAM, and go back there.
     available_bytes, whose = ram_available_bytes()
     if row_file.computes_values() and size_bytes > available_bytes:
         raise InputError(f"{size_bytes:,} bytes of managed memory need as much RAM, and {whose} is {available_bytes:,}")
@@ -124,18 +119,19 @@ def managed_tensor(size_bytes: int) -> Tensor:
 
 
 def advise(tensor: Tensor, advice: int, device: int = HOST) -> None:
-    """Gives CUDA `advice`, one of the three above. LowmemError with CUDA's words if it refuses."""
+    """Gives CUDA `advice`, one of the three above. Raises LowmemError with CUDA's words."""
     _check(loaded().managed_advise(tensor.data_ptr(), tensor.nbytes, advice, device))
 
 
 def prefetch(tensor: Tensor, device: int, stream: torch.cuda.Stream) -> None:
-    """Moves its pages to `device` (or HOST), in the order of `stream`. LowmemError with CUDA's words."""
+    """Moves the tensor's pages to `device` (or HOST), in the order of `stream`. Raises LowmemError with CUDA's
+    words."""
     _check(loaded().managed_prefetch(tensor.data_ptr(), tensor.nbytes, device, stream.cuda_stream))
 
 
 def attributes(tensor: Tensor) -> dict[str, int]:
-    """Returns what CUDA knows of the tensor, by ATTRIBUTES: 0 or 1, a device, or HOST; -2 if pages differ or have
-    none."""
+    """Returns CUDA's attributes of the tensor, by ATTRIBUTES: 0 or 1, a device, or HOST; -2 if pages differ or do not
+    exist."""
     found = {}
     for name, number in ATTRIBUTES.items():
         value = ctypes.c_int()

@@ -3,10 +3,10 @@
 python -m experiments.unified_memory.measure --only fusion
 .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.unified_memory.measure --only card --only paged
 
-traffic   computes the bytes that a pass moves under a limit of half of the weights, for every shape and placement
-fusion    compares each fused group with plain code on this machine's CPU: seconds and relative difference
-card      runs the same passes on a card or on the stand-in: bytes moved, peak memory and, with values, bits
-paged     times bitsandbytes' paged AdamW: a step with its states on the GPU, and one with its states on the host
+traffic   bytes that a pass moves under a limit of half of the weights, for every shape and placement
+fusion    each fused group, compared with plain code on this machine's CPU: seconds and relative difference
+card      the same passes on a card or on the stand-in: bytes moved, peak memory and, with values, bits
+paged     bitsandbytes' paged AdamW: a step with its states on the GPU, and one with its states on the host
 """
 
 import argparse
@@ -79,7 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Adds a row for each of the chosen cases, and prints the tables."""
     chosen = options.only or WITHOUT_A_GPU
     if set(chosen) - set(WITHOUT_A_GPU) and not torch.cuda.is_available():
         raise InputError("card and paged need a GPU, or the stand-in: see --help")
@@ -98,7 +97,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def planned(case: str) -> dict:
-    """Computes the traffic of a shape in fp32, by the schedule and by the model of page faults."""
     name, _, backward = case.partition(" ")
     pieces = pieces_of(build_model(config_of(name)), torch.float32)
     sizes = pieces.sizes * (2 if backward else 1)
@@ -132,7 +130,6 @@ def fused(case: str, device: str = "cpu") -> dict:
 
 
 def _passed(function: Callable, arguments: list) -> list[Tensor]:
-    """Returns its outputs, and the gradients of its tensors."""
     leaves = [each for each in _flat(arguments) if isinstance(each, Tensor)]
     output = _flat([function(*arguments)])
     gradients = torch.autograd.grad(sum(each.square().sum() for each in output), leaves)
@@ -140,8 +137,6 @@ def _passed(function: Callable, arguments: list) -> list[Tensor]:
 
 
 def _groups() -> dict[str, tuple[Callable, list]]:
-    """Returns each group with its arguments, in the shapes of one block of GPT-2."""
-
     def tensor(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape) * scale).requires_grad_()
 
@@ -166,7 +161,7 @@ def _flat(values) -> list:
 
 
 def on_card(case: str, device: str = "cuda") -> dict:
-    """Runs the command in another process; on the stand-in with its card's counts, and without times."""
+    """Runs run_gpt2 in another process, and returns a row's values; on the stand-in without times."""
     shape, placement = case.split(": ")
     name, *backward = shape.split()
     stand_in = row_file.on_stand_in()
@@ -196,8 +191,7 @@ def on_card(case: str, device: str = "cuda") -> dict:
 
 
 def paged(case: str) -> dict:
-    """Takes two steps on the parameters of a shape, in fp32: one with states on the GPU, and one with states on the
-    host. A forward and a backward that need the room would move them there."""
+    """Times two steps on the parameters of a shape, in fp32: with states on the GPU, and on the host."""
     import bitsandbytes
 
     shapes = [parameter.shape for parameter in build_model(config_of(case)).parameters()]
@@ -228,7 +222,7 @@ def paged(case: str) -> dict:
 
 
 def check(setting: Setting) -> Result:
-    """Measures each placement on a GPU, for the acceptance command, and bitsandbytes' paged AdamW."""
+    """Measures each placement on a GPU, for the acceptance command."""
     model = TINY if setting.dry_run else "gpt2-xl"
     found = {}
     for placement in PLACEMENTS:

@@ -17,7 +17,6 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check(options: argparse.Namespace, device: torch.device) -> None:
-    """Raises InputError for options that contradict each other."""
     if options.model and options.weights is not None:
         raise InputError("--model has random weights, and --weights is a model of its own: give one of them")
     if options.num_streams > 1 and not options.enable_prefetch:

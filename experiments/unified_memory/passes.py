@@ -1,4 +1,4 @@
-"""Passes of a model, and what they took: seconds, memory, and a digest of what they computed."""
+"""Passes of a model, and their seconds, memory, and digests of results."""
 
 import argparse
 import time
@@ -15,12 +15,12 @@ from experiments.unified_memory.shapes import hooked
 
 @torch.no_grad()
 def forward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """Logits of the last token [1, V]."""
+    """Returns logits of the last token [1, V]."""
     return model(inputs, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
 def forward_and_backward(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> Tensor:
-    """Returns the mean loss [1]. Its gradients accumulate."""
+    """Returns the mean loss [1], and accumulates gradients."""
     logits = model(inputs, use_cache=False).logits
     loss = F.cross_entropy(logits[0, :-1].float(), inputs[0, 1:])
     loss.backward()
@@ -53,7 +53,7 @@ def timed(work, times: int, device: torch.device) -> tuple[list[float], Tensor]:
 def used_over_a_pass(
     model: nn.Module, one_pass: Callable[[], Tensor], accesses: int, device: torch.device
 ) -> list[int]:
-    """Returns the bytes in use on the card at each access of a pass, by CUDA's count of everything; none on the CPU."""
+    """Returns the card's bytes in use at each access of a pass, by CUDA's count; [] on the CPU."""
     found: list[int] = []
     if device.type == "cpu":
         return found
@@ -75,7 +75,6 @@ def used_over_a_pass(
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """Returns PyTorch's figures and the card's own."""
     if device.type == "cpu":
         return {}
     free, total = torch.cuda.mem_get_info()
@@ -87,7 +86,6 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Hashes tensors, to compare results and gradients of two runs bit for bit."""
     found = xxhash.xxh64()
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy())

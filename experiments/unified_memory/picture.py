@@ -1,4 +1,4 @@
-"""Draws the pieces on the GPU during each access of a pass."""
+"""Draws the bytes on the GPU at each access of a pass."""
 
 from pathlib import Path
 
@@ -11,8 +11,7 @@ DRAWN = (  # of a report of run_gpt2
 
 
 def draw_resident(report: dict, path: Path) -> None:
-    """Draws a report of run_gpt2: bytes of weights (and gradients) by access, the limit if it is not above all of them,
-    and CUDA's own count."""
+    """Draws a report of run_gpt2: bytes on the GPU by access, by the schedule and by CUDA's count, and the limit."""
     resident = [size / GIB for size in report["planned_resident_bytes"]]
     figure = pictures.figure(8, 3.5)
     axes = figure.subplots()

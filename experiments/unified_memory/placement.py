@@ -17,7 +17,7 @@ MOST_MOVES = 10_000  # that are noted
 
 @dataclass(frozen=True)
 class Move:
-    """A requested move: fetch or evict a piece before an access, on a stream, by its number."""
+    """A requested move, "fetch" or "evict", of a piece before an access, on stream number `stream`."""
 
     access: int
     kind: str
@@ -27,10 +27,9 @@ class Move:
 
 
 class Placement:
-    """All weights, and with `backward` their gradients, in one stretch of memory of the model's device, in the order of
-    the pieces. A subclass moves pieces; this one has everything where it computes.
-
-    `load` puts the weights there. From then on each access of `schedule` begins with `_access`."""
+    """All weights, and with `backward` their gradients, in one stretch of the device's memory, in the order of the
+    pieces (an embedding or a block, for example). Subclasses move pieces before each access of `schedule`; this class
+    moves none."""
 
     def __init__(self, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device, backward: bool):
         self.moves: list[Move] = []  # what was asked for first, in order
@@ -71,7 +70,6 @@ class Placement:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _due(self, place: int) -> None:
-        """Raises RuntimeError if another access was expected."""
         if place != self._number % len(self.schedule.accesses):
             raise RuntimeError(f"access {place} came where {self._number % len(self.schedule.accesses)} was due")
 
@@ -87,12 +85,8 @@ class Placement:
 
 
 class ManagedPlacement(Placement):
-    """Weights in managed memory, whose pages prefer the host and are mapped by the GPU.
-
-    The GPU reads pages on the host unless they were prefetched, and the driver evicts nothing by itself. Pieces leave
-    after their last access, before others come. With `prefetch`, pieces come before their access; else by page faults,
-    without any advice, as in a plain program. `driven`: the driver alone moves pages, and the schedule none.
-    """
+    """Weights in managed memory, whose pages prefer the host and are mapped by the GPU. `prefetch`: pieces come before
+    their access; else by page faults, without any advice. `driven`: the driver moves pages, without a schedule."""
 
     def __init__(self, *args, schedule: Schedule, prefetch: bool, streams: int = 1, driven: bool = False):
         self.schedule, self.prefetch, self.driven = schedule, prefetch, driven
@@ -127,6 +121,7 @@ class ManagedPlacement(Placement):
 
     def _access(self, place: int) -> None:
         self._due(place)
+        # Pieces leave before others come: the driver evicts none by itself, and the GPU reads those on the host.
         leaving, coming = self.schedule.before(self._number) if not self.driven else ([], [])
         computing = torch.cuda.current_stream()
         if leaving:

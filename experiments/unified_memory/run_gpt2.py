@@ -3,10 +3,8 @@
     python -m experiments.unified_memory.run_gpt2 --model gpt2-xl --enable-prefetch --physical-limit 3GiB
     python -m experiments.unified_memory.run_gpt2 --model gpt2-small --device cpu --fusion all --backward
 
-One sequence at a time, forward alone, with --backward, or --generate N tokens. Under --out: report.json, and
-resident.png, bytes on the GPU by access: by the schedule, and as CUDA counts them in one more pass, which is not timed.
-On the CPU, where everything is in one memory, it runs the same passes and says what a GPU with this limit would have to
-move.
+One sequence at a time: forward, with --backward, or --generate N tokens. Under --out: report.json and resident.png,
+bytes on the GPU by access. On the CPU the passes are the same, and nothing moves.
 """
 
 import argparse
@@ -71,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Trains nothing: passes, and what they took. Writes what is under --out, and returns the report."""
+    """Runs passes of a model, writes the files under --out, and returns the report."""
     device = device_of(options.device)
     check(options, device)
     config = config_asked_for(options)
@@ -125,7 +123,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def config_asked_for(options: argparse.Namespace) -> PretrainedConfig:
-    """Returns the config. InputError for another structure than GPT-2's."""
+    """Returns the config. Raises InputError for another structure than GPT-2's."""
     if options.weights is None:
         return config_of(options.model or SMALLEST)
     config = load_config(options.weights, "pretrained")
@@ -135,17 +133,17 @@ def config_asked_for(options: argparse.Namespace) -> PretrainedConfig:
 
 
 def weights_of(options: argparse.Namespace, config: PretrainedConfig) -> Iterable[tuple[str, Tensor]]:
-    """Yields the weights by name; none where nothing is computed, since 13 billion random ones take many minutes."""
+    """Yields the weights by name; none if nothing is computed."""
     if options.weights is not None:
         return read_weights(build_model(config), options.weights)
+    # 13 billion random ones would take many minutes.
     return random_weights(config, options.seed) if row_file.computes_values() else iter(())
 
 
 def placed(
     options: argparse.Namespace, model: nn.Module, pieces: Pieces, dtype: torch.dtype, device: torch.device
 ) -> tuple[Placement, schedule.Schedule]:
-    """Places the model's weights by a schedule. The CPU has only one memory, so nothing moves there. InputError if
-    there is no room."""
+    """Places the model's weights by a schedule; on the CPU none moves. Raises InputError if there is no room."""
     sizes = pieces.sizes * (2 if options.backward else 1)
     limit = options.physical_limit or sum(sizes)
     ahead = 0 if options.placement == MANAGED and not options.enable_prefetch else options.ahead
@@ -164,7 +162,6 @@ def placed(
 
 
 def asked(options: argparse.Namespace) -> dict:
-    """Returns the report's fields of the options."""
     return {
         "model": options.weights or options.model or SMALLEST,
         "placement": options.placement,
@@ -178,11 +175,11 @@ def asked(options: argparse.Namespace) -> dict:
 
 
 def planned_of(options: argparse.Namespace, planned: schedule.Schedule) -> dict:
-    """Returns the report's fields of the schedule. `limit`: of the GPU's memory, where the driver fills all of it."""
     total = sum(planned.sizes)
     limit = options.physical_limit or total
     resident = [planned.resident_bytes(number) for number in range(len(planned.accesses))]
     if options.oversubscribe and torch.cuda.is_available():
+        # The driver fills all of the GPU's memory.
         limit = min(total, torch.cuda.mem_get_info()[1])
         resident = [min(size, limit) for size in resident]
     return {
@@ -195,8 +192,8 @@ def planned_of(options: argparse.Namespace, planned: schedule.Schedule) -> dict:
 
 
 def inputs_of(options: argparse.Namespace, config: PretrainedConfig) -> tuple[Tensor, PreTrainedTokenizerBase | None]:
-    """Returns token numbers [1, T], and the tokenizer if --prompt needs one; else they are bytes of this repository.
-    InputError for more than the model has positions for."""
+    """Returns token numbers [1, T] of --prompt and its tokenizer, else bytes of this repository and None. Raises
+    InputError if there are more than the model's positions."""
     tokenizer = None
     if options.prompt is None:
         if config.vocab_size < 256:
@@ -220,7 +217,6 @@ def inputs_of(options: argparse.Namespace, config: PretrainedConfig) -> tuple[Te
 
 
 def remove_old(path: Path) -> None:
-    """Removes another run's files. InputError if it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

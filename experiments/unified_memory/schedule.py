@@ -1,11 +1,9 @@
-"""Schedules the pieces of a model on the GPU under a limit, and counts the bytes moved.
+"""Schedules the pieces of a model (a block's weights, for example) on the GPU under a limit, and counts the bytes
+moved.
 
-A pass is a list of accesses, in each of which some pieces are used: a block's weights, and in the backward their
-gradients. Passes follow each other. The most frequently used pieces are kept, then the first ones, as far as they fit
-next to the window. The window is the pieces of an access and of those `ahead` of it. Everything else is streamed
-through the window. For passes that repeat and pieces of one size, no choice that looks further ahead moves less but for
-the pieces of one window (Belady 1966). Of other sizes are GPT-2's tied embeddings, which are used most: a window so
-wide that they would have to leave is made narrower.
+A pass is a list of accesses, each of which uses some pieces. The most frequently used pieces are kept. The others are
+streamed through a window: the pieces of an access and of those `ahead`. If passes repeat and pieces have one size, none
+moves less but for one window's pieces (Belady 1966).
 """
 
 from collections import Counter, OrderedDict
@@ -35,27 +33,25 @@ class Schedule:
     in_slots: bool = False
 
     def window(self, number: int) -> frozenset[int]:
-        """Returns the streamed pieces on the GPU during an access; accesses of later passes count on."""
+        """Returns the streamed pieces on the GPU during an access; numbers go on in later passes."""
         places = range(number, number + self.ahead + 1)
         used = {piece for place in places for piece in self.accesses[place % len(self.accesses)]}
         return frozenset(used - self.kept)
 
     def before(self, number: int) -> tuple[list[int], list[int]]:
-        """Returns the pieces that leave before an access, and those that are then fetched, the soonest used first.
-        Before the very first access nothing leaves."""
+        """Returns the pieces that leave before an access, and those that are then fetched, the soonest used first."""
         old = self.window(number - 1) if number else frozenset()
         new = self.window(number)
         order = [piece for place in range(number, number + self.ahead + 1) for piece in self._access(place)]
         return sorted(old - new), [piece for piece in dict.fromkeys(order) if piece in new - old]
 
     def resident_bytes(self, number: int) -> int:
-        """Returns the bytes on the GPU during an access."""
         kept = sum(self.sizes[piece] for piece in self.kept)
         return kept + sum(self.slots if self.in_slots else (self.sizes[piece] for piece in self.window(number)))
 
     @cached_property
     def slots(self) -> list[int]:
-        """Bytes of the slots that all windows find room in."""
+        """Returns the bytes of each slot, so that every window has room."""
         counts: Counter[int] = Counter()
         for number in range(len(self.accesses)):
             counts |= Counter(self.sizes[piece] for piece in self.window(number))
@@ -72,8 +68,8 @@ class Schedule:
 def schedule(
     sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int, ahead: int = 1, in_slots: bool = False
 ) -> Schedule:
-    """Keeps what it can. Looks less far ahead if the window would exceed the limit, or if the most frequently used
-    pieces could be kept otherwise; InputError if one access is over the limit."""
+    """Returns the schedule that keeps most. Looks less far `ahead` if the window would exceed the limit. Raises
+    InputError if one access does."""
     nothing = Schedule(tuple(sizes), tuple(map(tuple, accesses)), frozenset(), 0, in_slots)
     if nothing.peak_bytes > limit_bytes:
         least = "a slot of each size" if in_slots else "one layer"
@@ -83,6 +79,7 @@ def schedule(
     uses = Counter(piece for access in accesses for piece in access)
     narrow = _keeping_most(nothing, limit_bytes, uses)
     most = max(uses.values())
+    # GPT-2's tied embeddings are used most: a window for which they would have to leave is made narrower.
     needed = {piece for piece in narrow.kept if uses[piece] == most > min(uses.values())}
     for window in range(min(ahead, len(accesses) - 1), 0, -1):  # a wider one than a pass looks at nothing else
         found = replace(nothing, ahead=window)
@@ -94,7 +91,6 @@ def schedule(
 
 
 def _keeping_most(found: Schedule, limit_bytes: int, uses: Mapping[int, int]) -> Schedule:
-    """Keeps the most often used pieces, and then the first ones, as far as they fit."""
     for piece in sorted(range(len(found.sizes)), key=lambda piece: (-uses[piece], piece)):
         more = replace(found, kept=found.kept | {piece})
         if more.peak_bytes <= limit_bytes:
@@ -104,7 +100,7 @@ def _keeping_most(found: Schedule, limit_bytes: int, uses: Mapping[int, int]) ->
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one pass, once passes repeat. `faults`: moves that a kernel waits for, of a page each."""
+    """Bytes of one pass, once passes repeat. `faults`: moves of a page that a kernel waits for."""
 
     to_device: int
     to_host: int
@@ -112,7 +108,7 @@ class Traffic:
 
 
 def prefetched(of: Schedule) -> Traffic:
-    """Returns the traffic of the schedule: pieces come ahead of their use, and go back after it."""
+    """Returns the traffic of the schedule."""
     passes = len(of.accesses)
     moves = [of.before(number) for number in range(passes, 2 * passes)]
     fetched, evicted = (sum(of.sizes[piece] for move in moves for piece in move[side]) for side in (1, 0))
@@ -120,21 +116,19 @@ def prefetched(of: Schedule) -> Traffic:
 
 
 def evicted_only(of: Schedule) -> Traffic:
-    """Returns the traffic of a schedule without look-ahead, with pieces that come by faults and are sent back."""
+    """Returns the traffic of a schedule without look-ahead, with pieces that come by faults."""
     moved = prefetched(of)
     return Traffic(moved.to_device, moved.to_host, moved.to_device // PAGE_BYTES)
 
 
 def streamed(of: Schedule) -> Traffic:
-    """Returns the same by copies from host memory: weights that have not changed are not copied back. Only of
-    forwards."""
+    """Returns the traffic of copies from host memory; weights do not go back. Only for forwards."""
     return Traffic(prefetched(of).to_device, 0)
 
 
 def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int) -> Traffic:
-    """Returns the traffic of managed memory without a schedule: pages come when they are used. If there is no room, the
-    least recently used page leaves, as in the driver. A page has one place, so each that leaves is copied, changed or
-    not."""
+    """Returns the traffic of managed memory without a schedule. The least recently used page leaves, as in the
+    driver."""
     room = limit_bytes // PAGE_BYTES
     resident: OrderedDict[tuple[int, int], None] = OrderedDict()
     for _ in range(2):  # the first pass fills the memory
@@ -147,6 +141,7 @@ def by_faults(sizes: Sequence[int], accesses: Sequence[Access], limit_bytes: int
                 faults += 1
                 if len(resident) >= room:
                     resident.popitem(last=False)
+                    # A page has one place, so each that leaves is copied, changed or not.
                     evictions += 1
                 resident[page] = None
     return Traffic(faults * PAGE_BYTES, evictions * PAGE_BYTES, faults)

@@ -31,8 +31,8 @@ def config_of(name: str) -> GPT2Config:
 
 @dataclass(frozen=True)
 class Pieces:
-    """`names`: of the parameters of each piece; `begins`: where each of them begins in its piece, bytes; `sizes`: of
-    the pieces, whole pages; `forward`: which pieces each access of a forward uses."""
+    """A model's pieces. `names`: of the parameters of each; `begins`: bytes before a parameter in its piece; `sizes`:
+    bytes, whole pages; `forward`: the pieces that each access of a forward uses."""
 
     names: tuple[tuple[str, ...], ...]
     begins: dict[str, int]
@@ -40,13 +40,13 @@ class Pieces:
     forward: tuple[Access, ...]
 
     def accesses(self, backward: bool) -> tuple[Access, ...]:
-        """Returns the accesses of a pass. In backward, an access also uses the gradients of its pieces. A piece's
-        gradients follow the weights'. A tied weight's gradient is that of its first use in forward, since autograd adds
-        it up before it is written."""
+        """Returns the accesses of a pass. In backward, an access also uses the gradients of its pieces, numbered after
+        the weights."""
         if not backward:
             return self.forward
         count, known, gradients = len(self.names), set(), []
         for access in self.forward:
+            # A tied weight's gradient is that of its first use, since autograd adds it up before it is written.
             gradients.append(tuple(count + piece for piece in access if piece not in known))
             known.update(access)
         backwards = zip(self.forward[::-1], gradients[::-1], strict=True)
@@ -54,7 +54,7 @@ class Pieces:
 
 
 def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
-    """Returns the embeddings, each block, the last norm. The head uses the embedding's weights, to which it is tied."""
+    """Returns the pieces: the embeddings, each block, the last norm. The head uses the embeddings' piece."""
     groups: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         words = name.split(".")
@@ -74,7 +74,7 @@ def pieces_of(model: nn.Module, dtype: torch.dtype) -> Pieces:
 
 
 def hooked(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Returns, for each access, the module that begins it in forward, and the one that begins it in backward. For the
-    embeddings the latter is their dropout, after which autograd enters both tables."""
+    """Returns, for each access, the modules that begin it in forward and in backward."""
     inner = model.transformer
+    # After the dropout, autograd enters both tables of the embeddings.
     return [(inner.wte, inner.drop), *((block, block) for block in inner.h), (inner.ln_f, model.lm_head)]

@@ -1,4 +1,4 @@
-"""The tables of tables.md, made from rows: `python -m experiments.unified_memory.table`."""
+"""Makes the tables of tables.md from rows: `python -m experiments.unified_memory.table`."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,6 @@ SEEDS = {  # what the system that the groups come from does instead, by group
 
 
 def sections(rows: list[dict]) -> str:
-    """Returns all tables, from the newest row of each case."""
     tables = [
         (
             ("traffic",),
@@ -71,7 +70,7 @@ def newest(rows: list[dict], section: str) -> list[dict]:
 
 
 def committed_rows() -> list[dict]:
-    """This experiment's, and what the GPU's acceptance command measured of it (measure.check)."""
+    """Returns this experiment's rows, and those of the GPU's acceptance command about it."""
     measured = row_file.read(FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl")
     card = [
         row | {"section": section, "case": case} | row["values"]

@@ -1,7 +1,6 @@
 """Prepares every Python process on the stand-in: Python imports a module of this name when it starts.
 
-The libraries are loaded before PyTorch asks for CUDA's, whose names then count as loaded. A module is changed right
-after its import, so that a process without PyTorch does not wait for PyTorch.
+The libraries are loaded before PyTorch asks for CUDA's, whose names then count as loaded.
 """
 
 import atexit
@@ -14,8 +13,7 @@ from pathlib import Path
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself: it lets `then` follow the import of the module `name`. Asking only where
-    the module is, as transformers asks for torch before it imports it, changes nothing."""
+    """Calls `then` after the import of the module `name`, as a finder that finds nothing by itself."""
 
     def __init__(self, name, then):
         self.name, self.then = name, then
@@ -26,6 +24,7 @@ class _AfterImport:
             return None
         self.asking_others = True
         try:
+            # A mere question for the module, as transformers asks for torch before it imports it, changes nothing.
             spec = importlib.util.find_spec(name)
         finally:
             self.asking_others = False
@@ -49,9 +48,8 @@ def _load_libraries(folder):
 
 
 def _wait_for_backward_threads():
-    """Lets PyTorch's backward threads finish before Python ends. A thread that needs the interpreter's lock later, to
-    free its last tensors, aborts the process (pytorch #38228). Finished threads sleep. A thread that waits for the lock
-    gets it while this one sleeps."""
+    # A backward thread that needs the interpreter's lock after Python's end, to free its last tensors, aborts the
+    # process (pytorch #38228). Finished threads sleep; a thread that waits for the lock gets it while this one sleeps.
     asleep = 0
     for _ in range(200):  # at most a second
         threads = [folder for folder in Path("/proc/self/task").glob("*") if _name(folder).startswith("pt_autograd")]
@@ -76,7 +74,7 @@ def _begin_values():
 
 
 def _leave_out_nccl():
-    """Lets PyTorch believe that it was built without NCCL, whose library sends nothing here. gloo sends."""
+    # NCCL's library sends nothing here; gloo sends.
     sys.modules["torch.distributed.distributed_c10d"]._NCCL_AVAILABLE = False
 
 
