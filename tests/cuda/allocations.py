@@ -1,8 +1,7 @@
 """Compares the allocations of one call on a CUDA device with the simulator's, on tensors without data.
 
-A call is first made on the meta device, as in a simulated step. Its tensors are kept as descriptions, from which
-tensors of the same sizes, strides and shared storages are made on the device. There the caching allocator's counters
-give the temporaries of the call, and its results are compared with those on meta.
+A call is made on the meta device. The same call on tensors of the same sizes, strides and shared storages is made on
+the device, where the caching allocator's counters give its temporaries.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +39,14 @@ class Described:
 
     @property
     def layout(self) -> tuple:
-        """What two results must share: strides say nothing where a size is 1."""
+        """Returns the properties that two results must share; strides of sizes of 1 say nothing."""
         stride = tuple(stride for size, stride in zip(self.shape, self.stride, strict=True) if size > 1)
         return self.shape, stride, self.dtype, rounded(self.storage_bytes)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `func`, an aten overload, with Described in the place of tensors; `temporaries`: as the table says."""
+    """A call of `func`, an aten overload, with Described in the place of tensors; `temporaries`: bytes by the table."""
 
     func: Callable
     args: tuple
@@ -57,7 +56,7 @@ class Call:
 
     @property
     def key(self) -> tuple:
-        """What two calls must share to be one case."""
+        """Returns the properties that two calls must share to be one case."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
         return str(self.func), str(structure), *(_without_storage(leaf) for leaf in leaves)
 
@@ -71,7 +70,7 @@ class Call:
 
 
 def described(value: Any) -> Any:
-    """`value` with Described in the place of its tensors."""
+    """Returns `value` with Described in the place of its tensors."""
 
     def describe(leaf):
         if not isinstance(leaf, Tensor):
@@ -84,7 +83,7 @@ def described(value: Any) -> Any:
 
 
 def call_on_meta(gpu: Gpu, func: Callable, *args, **kwargs) -> tuple[Call, Any]:
-    """Returns the call, which is made here, and its result."""
+    """Makes a call, and returns its Call and its result."""
     before = described((args, kwargs))
     result = func(*args, **kwargs)
     return record_of(gpu, func, args, kwargs, result, before), result
@@ -124,8 +123,7 @@ def rounded(size: int) -> int:
 
 
 class Peaks(NamedTuple):
-    """Bytes that a function and its backward take above those before: the peak of each, and the bytes kept for
-    backward."""
+    """Bytes that a function and its backward add: the peak of each, and the bytes kept for backward."""
 
     forward: int
     saved: int
@@ -133,7 +131,7 @@ class Peaks(NamedTuple):
 
 
 def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peaks:
-    """Returns the peaks of `function` of tensors like `tensors`, which are on meta. Its result is a tensor."""
+    """Returns the peaks of `function` of tensors like `tensors`, which are on meta. Its result has to be a tensor."""
     inputs = _made(described(tensors), device)
     for made, tensor in zip(inputs, tensors, strict=True):
         made.requires_grad_(tensor.requires_grad)
@@ -149,7 +147,7 @@ def peaks_on(device: torch.device, function: Callable, *tensors: Tensor) -> Peak
 
 
 def peaks_simulated(gpu: Gpu, function: Callable, *tensors: Tensor) -> Peaks:
-    """Returns the same of meta tensors, as step.py would have it."""
+    """Returns the simulated peaks of `function` of `tensors`, on meta."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     machine = DeviceModel(hidden_bytes=lambda *operation: hidden_bytes(*operation, gpu))
     with CudaFunctions(gpu.capability, VERSION), Recorder(machine) as recorder:
@@ -174,7 +172,7 @@ def _heights(tape) -> Iterator[int]:
 
 @contextmanager
 def _peak(device: torch.device) -> Iterator[list[int]]:
-    """A list that holds, afterwards, the most that was allocated inside beyond what there was before."""
+    """Yields a list that has, afterwards, the most bytes that were allocated inside."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -184,7 +182,7 @@ def _peak(device: torch.device) -> Iterator[list[int]]:
 
 
 def _made(value: Any, device: torch.device) -> Any:
-    """`value` with tensors of uninitialised memory in the place of Described: on `device` where they were on meta."""
+    """Returns `value` with uninitialised tensors in the place of Described: on `device` instead of meta."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def make(leaf):

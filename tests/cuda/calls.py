@@ -1,7 +1,5 @@
-"""Calls of operators and functions, over shapes and dtypes, whose allocations operators.py compares.
-
-Tensors are on meta here, and as a model would have them. bf16 is left out for cards that have none.
-"""
+"""Calls of operators and functions on meta tensors, over shapes and dtypes, whose allocations operators.py compares.
+bf16 is left out for cards that have none."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -27,7 +25,7 @@ MATRICES = (  # of which rows, columns and everything are reduced: the widths of
 
 
 def heads(B: int, H: int, T: int, D: int, dtype: torch.dtype, tokens_first: bool = True) -> Tensor:
-    """Returns [B, H, T, D] on meta, laid out as [B, T, H, D] as a model makes it, or as it says."""
+    """Returns [B, H, T, D] on meta, laid out as [B, T, H, D] with `tokens_first`, as models make it."""
     if tokens_first:
         return torch.empty(B, T, H, D, dtype=dtype, device=META).transpose(1, 2)
     return torch.empty(B, H, T, D, dtype=dtype, device=META)
@@ -43,7 +41,7 @@ def caller(gpu: Gpu) -> Callable[..., Call]:
 
 
 def operators(gpu: Gpu) -> Iterator[Call]:
-    """Calls of the operators of the table, and of some that are to have no temporaries."""
+    """Yields calls of the operators of the table, and of some that must have no temporaries."""
     yield from whose_sums_have_an_order(gpu)
     for dtype in dtypes_of(gpu):
         yield from reductions(gpu, dtype)
@@ -207,13 +205,12 @@ def products(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
 
 
 def functions(gpu: Gpu) -> Iterator[tuple[str, Callable, tuple[Tensor, ...]]]:
-    """Names, functions and their arguments, on meta: what autograd saves depends on these."""
+    """Yields names, functions and their arguments on meta."""
 
     def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
         return meta(*shape, dtype=dtype).requires_grad_()
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **keywords) -> Tensor:
-        """As in a model: of projections [B, T, H, D] or [B, H, T, D]."""
         return F.scaled_dot_product_attention(query, key, value, *mask, **keywords)
 
     for dtype, (H, groups), (T, D), dropout, kind in itertools.product(

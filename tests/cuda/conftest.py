@@ -1,4 +1,4 @@
-"""Tests of what only CUDA does run on the stand-in (make test-cuda); elsewhere pytest passes this folder by."""
+"""Collects this folder's tests on the stand-in only (make test-cuda)."""
 
 import os
 

@@ -1,17 +1,11 @@
-"""Keeps of a memory recording the numbers of allocations and frees, a digest of their sequence, and the peak.
+r"""Keeps of a memory recording the numbers of allocations and frees, a digest of their sequence, and the peak.
 
     python -m tests.cuda.digest_recording SNAPSHOT.pickle --name NAME --repository OWNER/NAME --commit C --path P \
         --torch VERSION --context TOKENS [--autocast] [--reductions]
 
-reads a file of torch.cuda.memory._dump_snapshot and writes its entry into recordings.json, in place of the one of that
-name. The recordings are other people's files of several megabytes and stay where they are published.
-
-The sequence of a recording is one line per event, "alloc BYTES" or "free BYTES" with the bytes that were asked for, in
-the order of the allocator. We keep the SHA-256 of it, and of each thousand of events, so that a sequence that differs
-is known to differ first in a certain thousand. With --reductions the staging buffers of reductions are kept instead:
-the allocations that PyTorch's reduction kernels made, found by the stack of each.
-
-Needs neither torch nor CUDA. A pickle can run code when it is read: read none that you do not trust.
+Reads a file of torch.cuda.memory._dump_snapshot, and writes its entry into recordings.json: the SHA-256 of lines "alloc
+BYTES" and "free BYTES", whole and of each thousand. With --reductions, only the staging buffers of reductions are kept.
+A pickle can run code when it is read: read none that you do not trust.
 """
 
 import argparse
@@ -39,7 +33,7 @@ Event = tuple[str, int]
 
 
 def trace_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the snapshot's events of the one device that has any, oldest first."""
+    """Returns the snapshot's events, oldest first. Raises ValueError unless one device has events."""
     traces = [trace for trace in snapshot["device_traces"] if trace]
     if len(traces) != 1:
         raise ValueError(f"the snapshot has events of {len(traces)} devices; it should be one")
@@ -56,7 +50,7 @@ def lines_of(events: list[Event]) -> list[str]:
 
 
 def describe(events: list[Event]) -> dict[str, Any]:
-    """Counts and digests of a sequence, as recordings.json has them."""
+    """Returns counts and digests of a sequence, as recordings.json has them."""
 
     def digest(some: list[Event]) -> str:
         return hashlib.sha256("".join(lines_of(some)).encode()).hexdigest()
@@ -72,7 +66,7 @@ def describe(events: list[Event]) -> dict[str, Any]:
 
 
 def first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """Returns the first difference of two sequences described by `describe`, in words; None if they are equal."""
+    """Returns the first difference of two sequences of `describe`, in words; None if they are equal."""
     if expected["digest"] == found["digest"]:
         return None
     lengths = " and ".join(f"{it['allocations']:,} + {it['frees']:,}" for it in (expected, found))
@@ -84,12 +78,8 @@ def first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | N
 
 
 class _Replay:
-    """Segments and blocks at their recorded addresses: tells how large the block of every request was.
-
-    A recording has the bytes that were asked for, while `allocated` counts whole blocks: rounded to 512 bytes and,
-    in the large pool, with a rest of at most 1 MiB that is not worth splitting. The addresses tell which blocks kept
-    their rest.
-    """
+    """Replays blocks at their recorded addresses. A recording has the requested bytes; the addresses tell how large the
+    block of each request was."""
 
     def __init__(self, segments: dict[int, int], requests: dict[int, int]):
         """`segments`: bytes by address; `requests`: the bytes asked for by each live block, by its address."""
@@ -98,7 +88,8 @@ class _Replay:
             self.blocks[address] = self._block_bytes(address, request)
 
     def _block_bytes(self, address: int, request: int) -> int:
-        """Bytes of the block at `address`: the request rounded, or all up to the next block or the segment's end."""
+        """Returns the bytes of the block at `address`: the request rounded, or all up to the next block or the
+        segment's end."""
         segment = max(start for start in self.segments if start <= address)
         end = segment + self.segments[segment]
         following = bisect_right(self.starts, address)
@@ -106,11 +97,12 @@ class _Replay:
         rounded = max(_SMALLEST_BYTES, -(-request // _SMALLEST_BYTES) * _SMALLEST_BYTES)
         if rounded > room:
             raise ValueError(f"the recording contradicts itself: {request} bytes at {address:#x} have {room}")
+        # In the large pool, a rest of at most 1 MiB is not worth splitting, and counts as allocated.
         unsplit = _UNSPLIT_BYTES if rounded > _LARGEST_SMALL_BYTES else _SMALLEST_BYTES - 1
         return room if room - rounded <= unsplit else rounded
 
     def allocate(self, address: int, request: int) -> None:
-        """A request is served from the beginning of a free range, so the block before must end there."""
+        # A request is served from the beginning of a free range, so the block before must end there.
         before = bisect_left(self.starts, address) - 1
         if before >= 0 and address not in self.segments:
             previous = self.starts[before]
@@ -128,11 +120,8 @@ class _Replay:
 
 
 def allocated_peak_bytes(snapshot: dict[str, Any]) -> int:
-    """Returns the most bytes that were allocated at any moment of the recording, from the addresses in it.
-
-    The state at the end is known, so the events are undone from the last to the first; then they are replayed. Raises
-    ValueError if the replay does not end with the blocks that the snapshot has.
-    """
+    """Returns the most bytes that were allocated at any moment of the recording. Raises ValueError if the replay does
+    not end with the blocks of the snapshot."""
     segments = {segment["address"]: segment["total_size"] for segment in snapshot["segments"]}
     live = {}
     for segment in snapshot["segments"]:
@@ -142,6 +131,7 @@ def allocated_peak_bytes(snapshot: dict[str, Any]) -> int:
                 live[address] = block["requested_size"]
             address += block["size"]
     trace = trace_of(snapshot)
+    # The state at the end is known, so the events are undone from the last to the first, and then replayed.
     for entry in reversed(trace):
         match entry["action"]:
             case "alloc":
@@ -176,11 +166,8 @@ def allocated_peak_bytes(snapshot: dict[str, Any]) -> int:
 
 
 def reductions_of(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the staging buffers of reductions: operator, bytes of buffer and of its semaphores, how many times.
-
-    A reduction whose outputs are too few to fill the card is shared by several groups of threads. Each group leaves its
-    result in the buffer, and semaphores tell which of them is the last. The stacks of the recording are needed.
-    """
+    """Returns the staging buffers of reductions: operator, bytes of buffer and of its semaphores, how many times. The
+    recording must have stacks."""
     found = []
     for entry in trace_of(snapshot):
         names = [frame["name"] for frame in entry.get("frames", ())]
@@ -217,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _to_json(recordings: dict[str, dict[str, Any]]) -> str:
-    """One line for each field of each recording."""
+    """Returns JSON with one line for each field of each recording."""
     entries = []
     for name, entry in sorted(recordings.items()):
         fields = ",\n".join(f"  {json.dumps(field)}: {json.dumps(value)}" for field, value in entry.items())

@@ -1,4 +1,4 @@
-"""A process on a card of its own: the kind of card and the order of streams are fixed when a process begins."""
+"""Starts a process on a card: the kind of card and the order of streams are fixed when a process begins."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str, options: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
-    """`python -m stand_in OPTIONS -- COMMAND` in the repository, with more variables; what it printed is text. CUDA's
-    settings are not passed on: a training that ran in this process before has made some (lowmem/device.py)."""
+    """Runs `python -m stand_in OPTIONS -- COMMAND` in the repository, with more variables. Its output is text."""
+    # A training that ran in this process before has made these settings (lowmem/device.py).
     set_by_training = *ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG"
     inherited = {name: value for name, value in os.environ.items() if name not in set_by_training}
     return subprocess.run(
@@ -23,7 +23,7 @@ def run(*command: str, options: Sequence[str] = (), **environment: str) -> subpr
 
 
 def output(*command: str, options: Sequence[str] = (), **environment: str) -> str:
-    """Returns its stdout. If it failed, raises AssertionError with the end of its output."""
+    """Returns its stdout. Raises AssertionError with the end of its output if the command failed."""
     result = run(*command, options=options, **environment)
     assert result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-3000:]}{result.stdout[-500:]}"
     return result.stdout

@@ -2,17 +2,13 @@
 
     python -m stand_in --gpu a100 -- -m tests.cuda.operators [--workspaces] [--families gpt2 llama ...]
 
-Each case prints a row of JSON. It has the operator, its arguments, and the bytes of its temporaries: those of PyTorch's
-caching allocator and those of the table. A sentence says if a result differs from that on meta. Four kinds of cases:
+Each case prints a row of JSON: the operator, its arguments, the bytes of its temporaries by PyTorch's caching allocator
+and by the table, and a sentence if a result differs from that on meta. Four kinds of cases:
 
-- workspaces: taken and kept by a thread's first matrix product, in forward and in autograd's thread, under
-  CUBLAS_WORKSPACE_CONFIG (`--workspaces`: nothing else).
+- workspaces: of a thread's first matrix product (`--workspaces`: nothing else).
 - operators (calls.py): the table's, over shapes and dtypes, with and without deterministic algorithms.
-- functions (calls.py): the functions that cuda_ops.py replaces, with backward: both peaks, and the saved bytes.
+- functions (calls.py): with backward, both peaks and the saved bytes.
 - steps: every distinct operation of simulated steps of small decoders of many families.
-
-Kernels compute nothing on the stand-in, so no values are compared. The device's properties are those of the card that
-the process was started for.
 """
 
 import argparse
@@ -134,7 +130,7 @@ def rows(gpu: Gpu, families: list[str]) -> Iterator[dict]:
 
 
 def workspaces(gpu: Gpu) -> Iterator[dict]:
-    """Measures workspaces. Run it first: a thread takes its workspace once."""
+    """Measures workspaces. It has to run first: a thread takes its workspace once."""
     device = torch.device("cuda")
     x = torch.ones(8, 8, device=device, requires_grad=True)
     bias = torch.ones(8, device=device)

@@ -1,11 +1,8 @@
 """A model and an optimizer whose step makes the allocator's requests of a recorded program, in the same order.
 
-The program is public (CS336's second assignment, see recordings.json). This copy imitates its *memory*: products
-through einsum, attention with T x T matrices, rotations on halves, an AdamW with a line of tensor operations for each
-moment. Only the tensors and their lifetimes matter: if a name is used twice (`x`, `mixed`), the first tensor must not
-outlive that line. Weights are never set: on the stand-in no kernel runs.
-
-Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a head, V vocabulary.
+The program is public (CS336's second assignment, see recordings.json). Only the tensors and their lifetimes matter: if
+a name is used twice (`x`, `mixed`), the first tensor must not outlive that line. Shape suffixes: B sequences, T tokens
+of each, D width, H heads, K width of a head, V vocabulary.
 """
 
 import math
@@ -55,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation, computed in fp32 from whatever comes in."""
+    """Root mean square normalisation, computed in fp32."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -119,7 +116,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, with the SiLU as a product of its own."""
+    """SwiGLU, with the SiLU as a separate product."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -152,8 +149,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The decoder, of the recorded size 423,183,360 parameters, made in the order in which the recorded program moves
-    them to the GPU."""
+    """The decoder, made in the order in which the recorded program moves its parameters to the GPU."""
 
     def __init__(self, context: int, size: Size = MEDIUM):
         super().__init__()

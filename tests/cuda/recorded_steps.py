@@ -1,7 +1,4 @@
-"""Training steps and reductions that others recorded on a GPU, recorded once more on the stand-in.
-
-The allocator of a GPU sees a program as a sequence of requests and releases. What is kept of a public recording is that
-sequence's digest (recordings.json); here the same program runs, and its sequence is described in the same way.
+"""Repeats on the stand-in the training steps and reductions that others recorded on a GPU (recordings.json).
 
     python -m stand_in --gpu CARD -- -m tests.cuda.recorded_steps step --context 256 [--autocast] [--sequence FILE]
     python -m stand_in --gpu CARD -- -m tests.cuda.recorded_steps reductions --context 512 --width 2560
@@ -26,7 +23,8 @@ STEPS_BEFORE = 5  # so many steps run before the recording begins
 
 
 def record_step(context: int, autocast: bool) -> dict[str, Any]:
-    """One step after five others: its events, and the most bytes allocated during it and reserved after it."""
+    """Returns the events of one step after five others, and the most bytes allocated during it and reserved after
+    it."""
     model = Model(context)
     optimizer = AdamW(model.parameters())
 
@@ -67,14 +65,11 @@ def _stop_recording() -> dict[str, Any]:
 
 def record_reductions(context: int, width: int) -> list[dict[str, Any]]:
     """Returns the staging buffers of the reductions of a model with transposed products, as `reductions_of` describes
-    them.
-
-    The recorded program gives einsum the weights first, so products are [outputs, tokens] in memory, and every
-    reduction over the last dimension runs across the rows of memory. Three of its reductions need a buffer: the loss's
-    maximum and sum over the vocabulary, and a sum over the width in the backward of each RMSNorm. (The operators, the
-    bytes and the number of outputs stand in the recording; the layout is inferred from them.)
-    """
+    them."""
     tokens = BATCH * context
+    # The recorded program gives einsum the weights first, so products are [outputs, tokens] in memory, and reductions
+    # over the last dimension run across its rows. This layout is inferred from the operators and bytes of the
+    # recording. Three reductions need a buffer: the loss's maximum and sum, and a sum in the backward of each RMSNorm.
     logits_BTV = torch.empty(VOCABULARY, tokens, device=DEVICE).t().view(BATCH, context, VOCABULARY)
     gradient_BTD = torch.empty(width, tokens, device=DEVICE).t().view(BATCH, context, width)
     reductions = [

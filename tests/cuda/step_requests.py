@@ -2,8 +2,8 @@
 
     python -m stand_in --gpu CARD -- -m tests.cuda.step_requests
 
-For each case one JSON object: the requests of both that differ, in order; empty where the two sequences are the same.
-Small models; sizes up to LEFT_OUT_BYTES are left out (random numbers' states, and what sorting takes).
+Prints one JSON object for each case: the requests that differ, in order. Sizes up to LEFT_OUT_BYTES are left out
+(random numbers' states, and temporaries of sorting).
 """
 
 import difflib
@@ -77,7 +77,7 @@ CASES = {  # the layout, and what else differs from a plain step
 
 
 def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
-    """Returns ("alloc" or "free", bytes) of a run."""
+    """Returns ("alloc" or "free", bytes) of a run, in order."""
     torch.cuda.memory._record_memory_history(context=None)
     devices.take_workspaces(device)
     layout = case.layout
@@ -100,7 +100,7 @@ def requested(case: StepCase, decoder, device: torch.device) -> list[Event]:
 
 
 def simulated(case: StepCase, decoder, device: torch.device) -> list[Event]:
-    """The same of a plan for the card that is here."""
+    """Returns the same of a plan for this machine's card."""
     sizes: dict[int, int] = {}
     events = []
     target = gpu_target(card_of_name_reported(torch.cuda.get_device_name(device)), decoder.fused_kernels)
@@ -118,8 +118,8 @@ def differences(found: list[Event], planned: list[Event]) -> list[str]:
 
 
 def _lines(events: list[Event]) -> list[str]:
-    """Frees that follow one another are sorted, since a function's variables may end in any order."""
     large = [event for event in events if event[1] > LEFT_OUT_BYTES]
+    # Frees that follow one another are sorted, since a function's variables may end in any order.
     runs = (sorted(run) if action == "free" else run for action, run in groupby(large, key=itemgetter(0)))
     return [f"{action} {size}" for run in runs for action, size in run]
 

@@ -1,8 +1,4 @@
-"""The GPU acceptance command on the stand-in: its first and last jobs and some of each section, as on a GPU.
-
-The command itself runs in a card's process of its own, since it starts the processes of its jobs. What is compared with
-times, compiled or recorded by a profiler must say that it was left out, and everything else must hold.
-"""
+"""The GPU acceptance command on the stand-in: its first and last jobs and some of each section, as on a GPU."""
 
 from pathlib import Path
 

@@ -82,7 +82,7 @@ def test_memory_that_was_given_back_cannot_be_used():
 
 
 def copied_twice(first: int, waits: bool) -> float:
-    """Sends a number to the device on one stream and back on another, which waits for the first or not."""
+    """Sends a number to the device on one stream and back on another, which waits for the first if `waits`."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     source, result = (torch.zeros(4, pin_memory=True) for _ in range(2))
     device = torch.zeros(4, device=CUDA)

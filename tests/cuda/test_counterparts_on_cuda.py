@@ -1,4 +1,4 @@
-"""Counterparts against the operators of a CUDA build of PyTorch: which it needs, and what these return and wait for."""
+"""Compares counterparts with the operators of a CUDA build of PyTorch: which exist, their results, and their waits."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""What operators allocate on a card by PyTorch's own allocator, against the table of lowmem/cudasim/temporaries.py.
-
-One process per card, since a process sees one card. A release of PyTorch that allocates otherwise fails here.
-"""
+"""Compares allocations of operators by PyTorch's own allocator with the table of lowmem/cudasim/temporaries.py. A
+release of PyTorch that allocates otherwise fails here."""
 
 import json
 
@@ -33,7 +31,6 @@ def errors(row: dict) -> list[int]:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_the_table_has_what_the_allocator_counts(card):
-    """One test for a card, since making its rows is what takes time."""
     rows = run(card, *(("--families", *CARDS[card]) if CARDS[card] else ()))
     assert {row["kind"] for row in rows} == {"workspace", "operator", "function", "step"}
     assert [row for row in rows if any(abs(error) > LEFT_OUT_BYTES for error in errors(row))] == []

@@ -1,8 +1,5 @@
 """Streams on the stand-in: the same bits in every order that streams and events allow, and no report by PyTorch's
-sanitizer.
-
-tests/stream_order has the arrangements, and README.md there which missing waits this finds.
-"""
+sanitizer. tests/stream_order has the arrangements, and the missing waits that this finds."""
 
 import json
 
@@ -24,7 +21,7 @@ def test_no_order_of_streams_changes_a_bit(name, orders):
 
 
 def test_pytorchs_sanitizer_has_nothing_to_report():
-    """Without values: it looks at which operator uses which memory on which stream, not at what is computed."""
+    """Without values: the sanitizer sees which operator uses which memory on which stream."""
     command = ("-m", "tests.stream_order.check", "--device", "cuda", "--races-only")
     lines = on_card.output(*command, options=("--order", "sanitize"))
     found = [json.loads(line) for line in lines.splitlines()]

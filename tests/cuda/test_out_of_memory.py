@@ -1,8 +1,5 @@
-"""Memory that really runs out: PyTorch's own allocator raises the error, under a cap.
-
-What tests/faults/test_recovery.py imitates at every operation on the CPU happens here where the allocator refuses. The
-outcome has the bits of the same training on the CPU, which never ran out.
-"""
+"""Memory that really runs out, under a cap: the outcome has the bits of the same training on the CPU, which never ran
+out."""
 
 import gc
 import time
@@ -44,12 +41,12 @@ ENDING = ("in backward", "forward and backward twice")
 
 @pytest.fixture(autouse=True)
 def plain_lines(monkeypatch):
-    """No fused kernels, whose sums are ordered otherwise than the CPU's."""
+    """Switches off fused kernels, whose sums are ordered otherwise than the CPU's."""
     monkeypatch.setattr(fused, "failures", lambda device: {Kernels.ALL: "this test compares the plain lines"})
 
 
 class Taken(TorchDispatchMode):
-    """Just before operation `number` somebody takes all memory that is free, until the allocator has refused some."""
+    """Takes all free memory just before operation `number`, until the allocator has refused some."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -121,8 +118,7 @@ def plain(shape: Shape, case: dict) -> Outcome:
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_whatever_the_allocator_refuses_costs_no_bit(name):
-    """In the second step, at one operation after the other that allocates. Once it has updated some units, the run
-    ends."""
+    """In the second step, at several operations that allocate. Once it has updated some units, the run ends."""
     case, batches = ARRANGEMENTS[name], TINY.batches()
     truth = plain(TINY, case)
     with training(TINY, CUDA, case) as (step, _, _):
@@ -151,7 +147,7 @@ def test_whatever_the_allocator_refuses_costs_no_bit(name):
 
 
 def reserved(case: dict) -> int:
-    """Reserved bytes of the first two steps."""
+    """Returns the reserved bytes of the first two steps."""
     collect_garbage()  # the training before this one is in cycles, and was still named when its block ended
     with training(WIDE, CUDA, case) as (step, _, _):
         torch.cuda.empty_cache()
@@ -188,7 +184,7 @@ def test_under_a_smaller_cap_than_the_layout_takes_a_run_finds_one_that_fits_and
 
 
 class _Fails(torch.autograd.Function):
-    """A backward pass in which memory runs out, in a frame that holds a tensor and takes time to let go of it."""
+    """A backward pass in which memory runs out, in a frame that holds a tensor and takes time to release it."""
 
     @staticmethod
     def forward(context, tensor):
@@ -227,7 +223,7 @@ def test_nothing_of_a_failed_backward_pass_is_held_when_it_is_tried_again():
 
 @pytest.mark.parametrize("downwards", [False, True])
 def test_states_leave_the_card_in_the_middle_of_a_pass(downwards):
-    """When the last step's updates have come to the second unit; the ring has no slots before."""
+    """At the last step's update of the second unit; the ring has no slots before."""
     case = {"states_on_gpu": 99, "defer": True} | (APPLIED | {"group": 2} if downwards else {})
     batches = TINY.batches()
     truth = plain(TINY, case)

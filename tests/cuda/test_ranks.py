@@ -56,7 +56,6 @@ def test_a_ranks_memory_is_its_plans(tmp_path, options):
 
 @pytest.mark.timeout(600)
 def test_the_acceptance_command_trains_on_two_cards(tmp_path):
-    """Every arrangement with the same bits, memory as planned; a machine with one card leaves it out."""
     command = ("-m", "experiments.gpu_acceptance", "--dry-run", "--minutes", "9", "--out", str(tmp_path))
     on_card.output(*command, "--only", "correctness/two cards", options=("--values", "--devices", "2"))
     cases = {row["name"]: row for row in rows.read(tmp_path / "rows.jsonl")}

@@ -1,13 +1,8 @@
-"""The stand-in held against recordings of real GPUs: the same requests to the allocator, in the same order.
+"""Compares the stand-in with recordings of real GPUs: the same requests to the allocator, in the same order.
 
-Recorded with torch 2.11.0: four training steps of a decoder of 423,183,360 parameters. The GPU is not named; its
-addresses are those of CUDA under WSL 2. PyTorch sizes two kinds of buffers by the card, and both have a say here. The
-buffers of the norms' reductions at 1,024 tokens need at least 43 multiprocessors of 1,536 threads, and the workspace of
-the embedding's sort there is that of compute capability 7.5 to 8.9 (on 9.0 and 12.0 it is 1,024 bytes smaller). With
-25.2 GB reserved, that leaves GeForce cards of 24 GB. Any card within those limits gives the same sequence: "a100".
-
-Recorded with torch 2.6.0: reductions on a card of 132 multiprocessors that gives cuBLAS a workspace of 32 MiB, which is
-an H100 or H200.
+Four training steps of a decoder were recorded with torch 2.11.0, on a GeForce card of 24 GB (inferred): any card within
+its limits gives the same sequence. Reductions were recorded with torch 2.6.0 on an H100 or H200 (132 multiprocessors,
+32 MiB for cuBLAS).
 """
 
 import json
@@ -20,6 +15,8 @@ from tests.cuda.digest_recording import first_difference, read_recordings
 from tests.cuda.recorded_model import MEDIUM, VOCABULARY
 
 RECORDINGS = read_recordings()
+# The norms' buffers at 1,024 tokens need at least 43 multiprocessors of 1,536 threads, and the workspace of the
+# embedding's sort is that of capability 7.5 to 8.9. 25.2 GB were reserved.
 STEPS = [name for name in RECORDINGS if name.startswith("step")]
 REDUCTIONS = [name for name in RECORDINGS if name.startswith("reductions")]
 REDUCTION_WIDTH = 2560  # width of the model whose reductions were recorded
@@ -68,7 +65,7 @@ def test_reductions_take_the_recorded_buffers_on_a_card_of_132_multiprocessors(n
 
 @pytest.mark.parametrize(("card", "multiprocessors", "threads"), [("a100", 108, 2048), ("rtx3060", 28, 1536)])
 def test_the_buffer_of_the_loss_is_in_proportion_to_the_threads_of_the_card(card, multiprocessors, threads):
-    """That of the maximum over the vocabulary at 512 tokens, against the recorded one: 132 x 2,048 threads."""
+    """At 512 tokens, beside the recorded one of 132 x 2,048 threads."""
     found = on_stand_in(card, "reductions", "--context", "512", "--width", str(REDUCTION_WIDTH))
     here, recorded = (
         next(row["buffer_bytes"] for row in rows["reductions"] if row["operator"] == "max_dim")

@@ -1,9 +1,7 @@
-"""A plan's tape beside what the allocator of PyTorch's CUDA build is asked for: the same requests in the same order.
-
-The order decides which free block serves which request, and so how much is reserved. Seen to fail: with the results of
-dropout in their order, with temporaries freed in the order of their births, with sums of two gradients never or always
-in place, with workspaces where each thread's first product is, with one step in fp16 without clipping.
-"""
+"""A plan's tape has the requests to the allocator of PyTorch's CUDA build, in the same order, on which reserved memory
+depends. Seen to fail: with the results of dropout in their order, with temporaries freed in the order of their births,
+with sums of two gradients never or always in place, with workspaces at each thread's first product, with one step in
+fp16 without clipping."""
 
 import json
 

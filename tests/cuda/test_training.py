@@ -1,9 +1,5 @@
-"""Training on "cuda", with the values of the CPU: the path over the card changes no bit of them.
-
-Without fused kernels every operator of the card has the CPU's arithmetic (stand_in/values.py), so that a training on
-the card has to leave the bits of the same training on the CPU. With them the kernels' own arithmetic is run, by
-Triton's interpreter, and the two differ by roundings.
-"""
+"""Training on "cuda", with the values of the CPU: the path over the card changes no bit of them. Fused kernels, run by
+Triton's interpreter, differ by roundings."""
 
 import gc
 import json
@@ -34,8 +30,8 @@ SHAPE = Shape.of(True, dropout=0.1)
 ARRANGEMENTS = LAYOUTS | IN_BACKWARD
 FEW = ("streamed, deferred", "in backward, half streamed")
 IN_PRECISIONS = [("bf16", name) for name in ARRANGEMENTS] + [("fp32", name) for name in FEW] + [("fp16", FEW[0])]
-# The largest difference of a weight after two steps at a learning rate of 1e-3. Triton's interpreter orders sums # of
-# exponentials and fused products differently from PyTorch. Adam's first steps are as large as the rate, for any #
+# The largest difference of a weight after two steps at a learning rate of 1e-3. Triton's interpreter orders sums of
+# exponentials and fused products differently from PyTorch. Adam's first steps are as large as the rate, for any
 # gradient, so the sign of a gradient near zero decides.
 MOST_WEIGHT_DIFFERENCE = {"fp32": 2e-4, "bf16": 4e-3, "fp16": 4e-3}
 MOST_LOSS_DIFFERENCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
@@ -43,7 +39,7 @@ MOST_LOSS_DIFFERENCE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 
 @pytest.fixture
 def plain_lines(monkeypatch):
-    """No fused kernels, as on a card that Triton does not know."""
+    """Switches off fused kernels, as on a card that Triton does not know."""
     monkeypatch.setattr(fused, "failures", lambda device: {Kernels.ALL: "this test compares the plain lines"})
 
 
@@ -126,7 +122,7 @@ def test_a_t5_on_the_card_is_that_of_the_cpu(train, text, tmp_path, plain_lines)
 
 
 def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, plain_lines):
-    """Plan, evaluation, steps, checkpoint, export: what is saved are the same bytes."""
+    """Plan, evaluation, steps, checkpoint, export: the saved bytes are the same."""
     collect_garbage()  # an earlier run's tensors would count as this one's
     assert train(tmp_path / "out", *ON_CARD) == 0
     assert losses(tmp_path / "out") == losses(finished)
@@ -145,7 +141,7 @@ def test_a_whole_run_on_the_card_is_that_of_the_cpu(finished, train, tmp_path, p
 
 @pytest.mark.parametrize("pack", ("sorted", "packed"))
 def test_examples_of_many_lengths_train_on_the_card_as_on_the_cpu(train, tmp_path, monkeypatch, plain_lines, pack):
-    """Cut as the CPU cuts them: a GPU's own least micro-batch is larger, and sums would have another order."""
+    # A GPU's own least micro-batch is larger, and sums would have another order.
     monkeypatch.setitem(LEAST_POSITIONS, "cuda", LEAST_POSITIONS["cpu"])
     examples = [{"prompt": f"{n}:", "completion": "x" * (n * n % 29 + 1)} for n in range(40)]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
@@ -177,7 +173,7 @@ def test_a_run_whose_states_cannot_be_page_locked_says_so(finished, train, tmp_p
 
 
 def test_an_error_of_the_card_is_not_taken_for_the_models(train, tmp_path, capsys, plain_lines):
-    """PyTorch page-locks a few bytes when it reads a number back: where even that is refused, no precision helps."""
+    """PyTorch page-locks a few bytes when it reads a number back: if even that is refused, no precision helps."""
     torch._C._host_emptyCache()  # else some are there, from an earlier run
     with page_locked_limit(0):
         assert train(tmp_path / "out", *ON_CARD) == 1
@@ -214,7 +210,7 @@ def test_a_cap_that_the_card_does_not_have_becomes_all_that_it_has(train, tmp_pa
 
 
 def test_what_was_tried_before_training_is_given_back():
-    """Also what only a collection of garbage frees."""
+    """Also memory that only a collection of garbage frees."""
     torch._C._cuda_clearCublasWorkspaces()
     forget_allocations(CUDA)
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # what other tests of this process still hold

@@ -25,8 +25,7 @@ def run(tmp_path, *words: str, order: str = "issue") -> dict:
 @pytest.mark.parametrize("words", [["--physical-limit", "60MiB"], ["--physical-limit", "130MiB", "--backward"]])
 @pytest.mark.parametrize("order", ["issue", "adversarial"])
 def test_managed_weights_compute_the_resident_ones_bits(words, order, tmp_path):
-    """Compares prefetch, page faults and copies, in an order of streams that finds missing waits. Over three passes the
-    card holds and moves the schedule's pieces."""
+    """Compares prefetch, page faults and copies, in an order of streams that finds missing waits, over three passes."""
     limit = int(words[1].removesuffix("MiB")) * MIB
     resident = run(tmp_path, "--placement", "resident", *words[2:], order=order)
     by_faults = run(tmp_path, *words, order=order)
@@ -69,8 +68,8 @@ def test_moves_are_those_of_the_schedule_in_its_order(tmp_path):
 
 
 def test_what_is_refused_leaves_the_report_of_another_run(tmp_path):
-    """Refuses a limit above what is free, and without a limit more managed memory than is free; with values also more
-    than RAM has."""
+    """A limit above the free memory, and without a limit more managed memory than that; with values also more than RAM
+    has."""
     (tmp_path / "report.json").write_text("older")
     for words, said in (
         (["--model", "gpt3-6.7b"], "managed memory is 26,[0-9,]* bytes, and 12,[0-9,]* are free on the GPU"),
@@ -94,8 +93,8 @@ def test_a_model_larger_than_the_card_runs_under_its_limit(tmp_path):
 
 @pytest.mark.parametrize("backward", [[], ["--backward"]])
 def test_fused_groups_in_managed_memory_compute_the_resident_ones_bits(backward, tmp_path):
-    """In an order of streams that finds missing waits. The groups run as they are written: the stand-in has no values
-    of compiled kernels. (Before, the two together were refused.)"""
+    """In an order of streams that finds missing waits. The groups run uncompiled, since the stand-in has no values of
+    compiled kernels."""
     limit = ["--enable-prefetch", "--physical-limit", "130MiB" if backward else "60MiB"]
     runs = [
         run(tmp_path, "--fusion", "all", *backward, *words, order="adversarial")
@@ -115,7 +114,7 @@ def test_compiled_groups_run_in_managed_memory(tmp_path):
 
 
 def test_what_is_left_to_the_driver_is_moved_by_nobody_else(tmp_path):
-    """More than this card has, by name alone; pages move by faults, which the stand-in has not."""
+    """More memory than this card has; pages would move by faults, which the stand-in does not have."""
     small = ["--gpu", "rtx3060", "--memory", "316MiB", "--values"]
     words = ["-m", PROGRAM, "--model", SHAPE, "--seq", "48", "--runs", "1", "--out", str(tmp_path)]
     with pytest.raises(AssertionError, match="are free on the GPU: give a lower limit"):

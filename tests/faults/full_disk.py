@@ -1,14 +1,11 @@
-"""A run on a disk that fills up on the way, killed again and again.
+"""Kills (SIGKILL) a run again and again on a disk that fills up. Needs root, to mount a disk in RAM.
 
-    python -m tests.faults.full_disk --kills 50          (as root: it mounts a disk of its own in RAM)
+    python -m tests.faults.full_disk --kills 50
 
-Trains GPT-2 (--model gpt2, random weights) with --save-every 1 on a disk that has room for what the run's plan says and
-no more. In the middle of every other life of the process something else takes all but the room for the exported model;
-the process is killed (SIGKILL) at random moments, and the same command given again. A run that is refused because there
-is no room for its checkpoints (exit code 3) gets that room back, as from a user who clears the disk. After every kill
-the newest valid checkpoint must be there and no older than the one before; every run must end with exit code 0 and an
-exported model, in which the disk's being full may have changed no bit. Prints one JSON row, and keeps it with --record;
-exit code 1 if anything was lost.
+Trains GPT-2 (--model, random weights) with --save-every 1 on a disk with room for the run's plan. In every other life
+of the process, something else fills the disk but for the room of the exported model. A run that is refused for lack of
+room (exit code 3) gets that room back. After every kill the newest valid checkpoint must be no older than the one
+before; every run must end with exit code 0 and the exported model of an undisturbed run.
 """
 
 import contextlib
@@ -40,7 +37,7 @@ def arguments_of(model: str, steps: int) -> list[str]:
 
 
 def exported(out: Path) -> str:
-    """A hash of the weights that a run exported."""
+    """Returns a hash of the weights that a run exported."""
     digest = hashlib.blake2b()
     for path in sorted((out / "model").glob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -52,14 +49,14 @@ def bytes_in(folder: Path) -> int:
 
 
 class Ballast:
-    """What else is on the disk."""
+    """A file that fills the disk."""
 
     def __init__(self, disk: Path, export_bytes: int):
         self.path, self.left_bytes = disk / "ballast", export_bytes + SPARE_BYTES
         self.filled = 0
 
     def fill(self) -> None:
-        """Takes all but the room for an export. What the run takes meanwhile is not there for it."""
+        """Takes all but the room for an export."""
         if self.path.exists():
             return
         with open(self.path, "wb") as file:
@@ -75,7 +72,7 @@ class Ballast:
 
 
 def kill_often(folder: Path, model: str, kills: int, steps: int, seed: int) -> dict:
-    """The row that is printed."""
+    """Returns the row that is printed."""
     generator = random.Random(seed)
     arguments = arguments_of(model, steps)
     whole, disk = folder / "whole", folder / "disk"

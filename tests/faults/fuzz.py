@@ -3,13 +3,9 @@
     python -m tests.faults.fuzz --examples 1000 [--only jsonl ...]
 
 Each example calls the Large script's main (the demo's model, one step on the CPU, no network) or lowmem.plan's, in this
-process. It fails if an exception comes out, if it takes longer than a minute, if the exit code is none of the
-contract's, if a refusal (2, 3) says nothing or wrote a file, if a run that ended well lacks a file, or if anything
-half-written is left. Failures are counted by the place where they happened, and the first of each is shown. Prints one
-JSON row per kind, and keeps them with --record; exit code 1 if there was a failure.
-
-Sizes in a fuzzed config.json are typing errors (0, -1, a few hundred). Huge ones would make the planner simulate a
-million blocks, or a CPU train them.
+process. It fails if an exception comes out, if it hangs, if the exit code is none of the contract's, if a refusal (2,
+3) says nothing or wrote a file, or if files are missing or half-written after the run. Failures are counted by place,
+and the first of each is shown.
 """
 
 import contextlib
@@ -48,7 +44,7 @@ ONE_STEP = (*SMALL, "--steps", "1", "--recompute", "on")  # half as much to plan
 
 
 class Hang(BaseException):
-    """An example that was still running after HANG_SECONDS. No Exception: what is tried may catch those."""
+    """An example that was still running after HANG_SECONDS. No Exception, because tried code may catch those."""
 
 
 class Finding(Exception):
@@ -56,7 +52,7 @@ class Finding(Exception):
 
 
 def checked(folder: Path, entry: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Calls `entry` in `folder` and returns its exit code. Raises Finding or Hang, or whatever comes out."""
+    """Calls `entry` in `folder` and returns its exit code. Raises Finding or Hang, or the exception of `entry`."""
     before = content(folder)
     errors, output = io.StringIO(), io.StringIO()
     signal.signal(signal.SIGALRM, _hang)
@@ -112,7 +108,7 @@ PLAN_VALUES = (*VALUES, "t4", "rtx3090", "8", "128", "config.json")
 
 
 def mutated(whole: bytes) -> st.SearchStrategy[bytes]:
-    """`whole` with bytes flipped, cut out, put in or doubled; or random bytes altogether."""
+    """Returns a strategy: `whole` with bytes flipped, cut out, put in or doubled; or random bytes."""
     place = st.sampled_from(range(max(len(whole), 1)))  # integers() prefers the beginning
     piece = st.binary(min_size=1, max_size=8) | st.sampled_from(
         [b"\0", b"\n", b'"', b"{", b"]", b"\xff", b"null", b","]
@@ -133,6 +129,8 @@ def _changed(whole: bytes, changes: list[tuple[str, int, bytes]]) -> bytes:
     return whole
 
 
+# Sizes in a fuzzed config.json are small: huge ones would make the planner simulate a million blocks, or a CPU train
+# them.
 FIELDS = st.sampled_from([
     "model_type", "n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner", "activation_function",
     "resid_pdrop", "attn_pdrop", "layer_norm_epsilon", "tie_word_embeddings", "bos_token_id", "eos_token_id",
@@ -146,7 +144,8 @@ ANYTHING = st.sampled_from(
 
 
 def kinds(folder: Path) -> dict[str, tuple[st.SearchStrategy, Callable[[Path, object], int]]]:
-    """{kind: (what is drawn, what is done with it in an empty folder)}; `folder` is what all examples start from."""
+    """Returns {kind: (strategy, function that tries a drawn value in an empty folder)}. All examples start from files
+    made in `folder`."""
     text = "".join(f"line {number}: its square is {number**2}\n" for number in range(60))
     shared = folder / "shared"
     shared.mkdir()
@@ -228,7 +227,7 @@ def kinds(folder: Path) -> dict[str, tuple[st.SearchStrategy, Callable[[Path, ob
 
 
 def _data_files(folder: Path, text: str) -> dict[str, bytes]:
-    """A valid file of each kind."""
+    """Returns a valid file of each kind."""
     lines = text.splitlines()
     texts = "".join(json.dumps({"text": line * 3}) + "\n" for line in lines)
     pairs = [{"prompt": line[:6], "completion": line[6:]} for line in lines]
@@ -249,7 +248,7 @@ def _data_files(folder: Path, text: str) -> dict[str, bytes]:
 
 
 def fuzz(kind: str, strategy: st.SearchStrategy, work: Callable[[Path, object], int], examples: int) -> dict:
-    """The row of one kind."""
+    """Returns the row of one kind."""
     codes: dict[str, int] = {}
     failures: dict[str, str] = {}
     failed = 0

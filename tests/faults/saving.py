@@ -2,13 +2,10 @@
 
     python -m tests.faults.saving --model gpt2-medium [--record]
 
-Trains a model of that shape (random weights, on the CPU) and saves after every step. RAM is the kernel's high-water
-mark of the process, read before and after a save. It is reset before, so an earlier peak of training hides nothing.
-
-The disk's own time is measured just before every save, with the same tensors, since it changes by the minute. `plain`
-writes all bytes into one file, with one fsync. `best` is the most that files.py could reach: it starts writing early
-and removes the previous file, as a save does. Neither hashes. Medians; the first save, which removes nothing, does not
-count. Prints one JSON row.
+Trains a model of that shape (random weights, on the CPU) and saves after every step. The disk's time is measured just
+before every save, with the same tensors: `plain` writes one file with one fsync, `best` also starts writing early and
+removes the previous file, as a save does. Neither hashes. The first save does not count. Prints one JSON row of
+medians.
 """
 
 import os
@@ -30,7 +27,7 @@ from tests.runs import ROOT, SCRIPTS
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Times only `work`: earlier writes are on the disk when it begins."""
+    """Returns the seconds of `work`; earlier writes are on the disk when it begins."""
     os.sync()
     began = time.monotonic()
     work()
@@ -38,7 +35,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def write_bare(path: Path, store: Store, early: bool) -> None:
-    """A checkpoint's tensors in one file, which must not be there, on the disk."""
+    """Writes a checkpoint's tensors to one new file, with an fsync."""
     with open(path, "xb", buffering=0) as file:
         for part in store.parts:
             for piece in checkpoint._file_content(part):
@@ -51,7 +48,7 @@ def write_bare(path: Path, store: Store, early: bool) -> None:
 
 
 def replace_bare(folder: Path, store: Store) -> None:
-    """The disk's part of a save: new bytes there, then the old ones gone."""
+    """Does the disk's part of a save: writes new bytes, then removes the old ones."""
     old, new = folder / "old", folder / "new"
     write_bare(new, store, early=True)
     old.unlink(missing_ok=True)
@@ -59,7 +56,8 @@ def replace_bare(folder: Path, store: Store) -> None:
 
 
 def measure(model: str, folder: Path, saves: int) -> dict:
-    """The row's counts, of a run that saves so many times after the first; `folder` is on the disk to measure."""
+    """Returns the row's counts, of a run that saves `saves` times after the first; `folder` is on the disk to
+    measure."""
     found: list[dict] = []
     save = checkpoint.save_checkpoint
 

@@ -1,18 +1,12 @@
-"""A run that is killed again and again, and ends as if nothing had happened.
+"""Kills (SIGKILL) a run again and again; it has to end as if nothing had happened.
 
     python -m tests.faults.sigkill --kills 200
 
-Trains the demo's model with --save-every 1, kills the process (SIGKILL, which nothing can catch) at a random moment,
-starts the same command again, and so on until the run is done; then the next run, until there were as many kills as
-asked for. Half of the moments are drawn over a whole life of the process (planning, reading, loading, training, saving,
-exporting), half over the three tenths of a second after a step was done, where saving is. After every kill the newest
-valid checkpoint must be there and no older than the one before; in the end weights, moments and loss rows must be
-bitwise those of a run that was left alone. Prints one JSON row, and keeps it with --record; exit code 1 if anything was
-lost.
-
-Importing PyTorch takes longer than such a run, so most processes are forks of this one, made before it computes
-anything; --real of them are the script itself. A killed process loses nothing that it wrote: what a power cut does is
-tested by the order of fsync and rename (test_saves.py).
+Trains the demo's model with --save-every 1, kills it at a random moment, and starts the same command again. Half of the
+moments are drawn over a whole life of the process, half over the time of saving. After every kill the newest valid
+checkpoint must be no older than the one before; in the end weights, moments and loss rows must be those of an
+undisturbed run. Most processes are forks of this one; --real of them are the script itself. Power cuts are tested by
+the order of fsync and rename (test_saves.py).
 """
 
 import os
@@ -39,7 +33,7 @@ SAVING_SECONDS = 0.3  # after a step was done: a few more steps and their saves
 
 
 def start(arguments: list[str], log: Path, real: bool) -> int:
-    """The process id of a run with these arguments, as a fork of this process or as the script."""
+    """Returns the process id of a run with these arguments, as a fork of this process or as the script."""
     if real:
         with open(log, "ab") as file:
             command = [sys.executable, str(ROOT / "train_gpt2_large.py"), *arguments]
@@ -57,13 +51,13 @@ def start(arguments: list[str], log: Path, real: bool) -> int:
 
 
 def ended(process: int) -> int | None:
-    """The exit code of a process, or None while it runs."""
+    """Returns the exit code of a process; None while it runs."""
     found, status = os.waitpid(process, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
 def wait(process: int, seconds: float, until=lambda: False) -> int | None:
-    """Waits for the process's end, at most so long or until something is so; its exit code if it ended."""
+    """Waits for the process's end, at most `seconds` or until `until()`. Returns its exit code if it ended."""
     limit = time.monotonic() + seconds
     while (code := ended(process)) is None and time.monotonic() < limit and not until():
         time.sleep(0.002)
@@ -71,7 +65,7 @@ def wait(process: int, seconds: float, until=lambda: False) -> int | None:
 
 
 def newest_valid_step(out: Path) -> int:
-    """0 where no checkpoint is valid. Looks only: sweeping is for the run to do."""
+    """Returns the step of the newest valid checkpoint, or 0. Changes nothing."""
     steps = []
     # what was put aside while its successor is renamed into place gets its place back when a run starts
     for folder in (*out.glob("checkpoints/step-*"), *out.glob("checkpoints/.old-step-*")):
@@ -86,7 +80,7 @@ def newest_valid_step(out: Path) -> int:
 
 
 def killed(process: int, out: Path, row: dict, reached: int) -> int:
-    """Kills a run, and counts that in `row`. The newest step that ever had a valid checkpoint; before it was
+    """Kills a run, and counts that in `row`. Returns the newest step that ever had a valid checkpoint; before it was
     `reached`."""
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
@@ -102,7 +96,7 @@ def rows_in(out: Path) -> int:
 
 
 def kill_often(folder: Path, kills: int, real: int, steps: int, seed: int) -> dict:
-    """The row that is printed; `folder` keeps the logs and the last run."""
+    """Returns the row that is printed; `folder` keeps the logs and the last run."""
     generator = random.Random(seed)
     arguments = [*SMALL, "--data", str(ROOT / "tests" / "runs.py"), "--steps", str(steps), "--save-every", "1"]
     began = time.monotonic()

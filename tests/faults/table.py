@@ -1,12 +1,9 @@
-"""The rows that sigkill.py, full_disk.py, fuzz.py and saving.py leave in results.jsonl, and the tables that README.md
-makes of them.
+"""Makes README.md's tables from the rows that sigkill.py, full_disk.py, fuzz.py and saving.py leave in results.jsonl.
 
     python -m tests.faults.sigkill --kills 200 --record    adds a row
     python -m tests.faults.table                           puts the tables of the rows into README.md
 
-A row has what is needed to make it again. Of rows of one program, kind and model the last is shown; a test fails when
-README.md and the rows disagree. `--record FILE` leaves the rows elsewhere: a row in the tree makes the tree differ from
-its commit, which the row after it then says.
+The last row of a program, kind and model counts; a test fails if README.md and the rows disagree.
 """
 
 import json
@@ -30,8 +27,9 @@ PROGRAMS = {
 
 
 def parser(program: str, doc: str) -> ArgumentParser:
-    """The parser of a program with this docstring; it has --record."""
+    """Returns a program's parser with --record. `doc`: its docstring, whose first paragraph is the description."""
     made = ArgumentParser(prog=f"python -m tests.faults.{program}", description=doc.split("\n\n")[0])
+    # A row in the tree makes the tree differ from its commit, which the next row would say; in FILE it does not.
     made.add_argument(
         "--record", nargs="?", const=RESULTS, type=Path, metavar="FILE",
         help=f"add the rows to FILE ({RESULTS.relative_to(row_file.ROOT)} if none is named)",
@@ -40,7 +38,7 @@ def parser(program: str, doc: str) -> ArgumentParser:
 
 
 def common(program: str, record: Path | None) -> dict:
-    """What all rows of one call share; to be asked for before anything is written."""
+    """Returns the fields that all rows of one call share. It has to be called before anything is written."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--record", str(record))]
     sources = row_file.digest("lowmem/**/*.py", "train_gpt2_*.py", "tests/faults/*.py", "tests/runs.py")
     made_by = row_file.made_by(f"tests.faults.{program}", arguments)
@@ -48,14 +46,14 @@ def common(program: str, record: Path | None) -> dict:
 
 
 def report(row: dict, record: Path | None) -> None:
-    """Prints a row and, where that was asked for, keeps it."""
+    """Prints a row, and appends it to `record` if there is one."""
     print(json.dumps(row), flush=True)
     if record is not None:
         row_file.append(record, row)
 
 
 def tables(rows: list[dict]) -> str:
-    """Both tables in Markdown, of the last row of each program, kind and model."""
+    """Returns both tables in Markdown, of the last row of each program, kind and model."""
     last = list({tuple(row.get(key) for key in ("program", "kind", "model")): row for row in rows}.values())
     lines = []
     for program, what in PROGRAMS.items():

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not numbers: no update, said in the log, and an end after ten in a row."""
+"""Losses and gradients that are not numbers: no update, a line in the log, and an end after ten in a row."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from runs import content, last_line, simulated, weights, write_rows
 
 
 def spoil(patch: pytest.MonkeyPatch, micro_batches: range) -> None:
-    """The training loss, and its gradient, of these micro-batches (counted from 0 over the run) are NaN."""
+    """Makes the training loss and its gradient NaN in these micro-batches (counted from 0 over the run)."""
     real, calls = lowmem.core.operations.linear_cross_entropy, iter(range(1000))
 
     def spoilt(*arguments, **keywords):

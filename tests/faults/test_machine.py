@@ -91,7 +91,7 @@ def test_a_disk_of_states_without_room_is_refused_with_the_others_code(tmp_path)
 
 
 def test_a_run_that_the_disk_has_no_room_for_is_refused_before_it_trains(train, tmp_path, capsys, monkeypatch):
-    """It saves as often as that is known: a run of three steps once, unless it is asked for more."""
+    """A run of three steps saves once, unless it is asked for more."""
 
     def room(size_bytes: int) -> None:
         usage = shutil._ntuple_diskusage(2**40, 0, size_bytes)
@@ -146,8 +146,7 @@ def test_a_checkpoint_that_does_not_fit_when_a_signal_has_come_is_an_error(train
 
 
 def test_checkpoints_are_made_by_time(finished, train, tmp_path, monkeypatch):
-    """Every half an hour, unless something else is said; a clock that goes twenty minutes a step makes it every other
-    one."""
+    """Every half an hour by default; here a step takes twenty minutes."""
     minutes = itertools.count(step=10)
     monkeypatch.setattr(lowmem.run.saver.time, "monotonic", lambda: 60.0 * next(minutes))
     saved = []

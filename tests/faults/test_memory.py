@@ -1,9 +1,5 @@
-"""Memory that runs out, or is not there to begin with.
-
-test_recovery.py has the recovery of a single step.
-
-Seen to fail: with the layout left out of the checkpoint, with another plan's taken for it.
-"""
+"""Memory that runs out in a run, or is not there to begin with. Seen to fail: with the layout left out of the
+checkpoint, with another plan's taken for it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -52,7 +48,7 @@ ALL_MEASURES = 3  # the cache, the layout that keeps nothing, the micro-batch
 
 @contextmanager
 def memory_runs_out(calls: range) -> Iterator[None]:
-    """At these calls of the loss, so `len(calls)` times one after the other."""
+    """Fails at these calls of the loss, so `len(calls)` times one after the other."""
     real, numbers = lowmem.core.operations.linear_cross_entropy, iter(range(1, 10_000))
 
     def failing(*arguments, **keywords):

@@ -1,4 +1,4 @@
-"""Short runs of the programs that try at random, sigkill.py and fuzz.py; README.md's tables of the long ones."""
+"""Short runs of the programs that try at random, and README.md's tables of the long ones."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FUZZED = {
 
 
 def rows(*arguments: str) -> list[dict]:
-    """What a program prints; it must end with exit code 0."""
+    """Returns the rows that a program prints; it must end with exit code 0."""
     run = python("-m", *arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a disk of its own")
 def test_a_run_on_a_disk_that_fills_up_loses_nothing():
-    """A short one, of a model whose checkpoints are too small to find no room."""
+    """With a model whose checkpoints are too small to find no room."""
     (row,) = rows("tests.faults.full_disk", "--kills", "2", "--model", "gpt2-demo", "--steps", "3")
     assert row["kills"] == 2 and row["disk_filled"] >= 1
     assert (row["lost"], row["wrong_exits"], row["different_models"]) == (0, 0, 0)

@@ -1,8 +1,7 @@
-"""Memory that runs out in a step, at whatever operation, costs no bit until micro-batches have to be smaller.
+"""Memory that runs out at any operation of a step costs no bit until micro-batches have to be smaller.
 
-The tests count PyTorch's operations, and raise an OutOfMemoryError at one of them. In an update, operations that
-allocate nothing are left out. On the CPU the same Python code recovers as on a GPU. tests/cuda shows that the real
-allocator gives the memory back.
+The tests raise an OutOfMemoryError at one of PyTorch's operations, on the CPU. In an update, operations that allocate
+nothing are left out. tests/cuda shows that the real allocator gives the memory back.
 """
 
 import copy
@@ -57,7 +56,8 @@ ARRANGEMENTS = {
 
 
 class RunsOut(TorchDispatchMode):
-    """Fails at the given operations, each counted from the failure before; `phases`: what a step was at then."""
+    """Fails at the given operations, each counted from the failure before; `phases`: the step's state at each
+    failure."""
 
     def __init__(self, step: TrainingStep | None, *numbers: int):
         super().__init__()
@@ -124,7 +124,7 @@ def make_training(
     *, clip_norm=0.5, states_on_gpu=0, precision="fp32",
     ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None, smaller: Sequence[dict] = (), **kind,
 ) -> Training:  # fmt: skip
-    """`smaller`: what of the layout changes in those that the plan has in reserve."""
+    """`smaller`: changes of the layout in those that the plan has in reserve."""
     config = tiny_config("gpt2", dropout=0.1)
     config.n_layer = BLOCKS
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def make_training(
 
 
 def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tuple[list, RunsOut]:
-    """Their results; memory runs out in the first of these steps."""
+    """Trains these steps; memory runs out in the first. Returns their results, and the mode that failed."""
     mode, results = RunsOut(training.step, *failures), []
     for number in numbers:
         training.recovery.number = number + 1
@@ -150,7 +150,7 @@ def train_on(training: Training, numbers: Sequence[int], *failures: int) -> tupl
 
 
 def undisturbed(case: dict, steps: int = 4) -> tuple[str, list[bytes], int]:
-    """Results, bits, and how many operations step 2 has that may run out of memory."""
+    """Returns results, bits, and the number of operations of step 2 that may run out of memory."""
     training = make_training(**case)
     results, _ = train_on(training, range(2))
     second, mode = train_on(training, [2])
@@ -159,7 +159,7 @@ def undisturbed(case: dict, steps: int = 4) -> tuple[str, list[bytes], int]:
 
 
 def disturbed(case: dict, *failures: int) -> tuple[Training, str, RunsOut]:
-    """The same where memory runs out in step 2."""
+    """Trains as `undisturbed` does, with memory that runs out in step 2."""
     training = make_training(**case)
     results, _ = train_on(training, range(2))
     second, mode = train_on(training, [2], *failures)
@@ -197,7 +197,7 @@ def test_memory_that_runs_out_at_any_operation_of_a_step_costs_no_bit(name):
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_memory_that_runs_out_within_updates_costs_no_bit(name):
-    """At the operations of a whole step's updates, which `flush` makes, in turn."""
+    """At the operations of a whole step's updates, which `flush` makes."""
     case = ARRANGEMENTS[name] | {"clip_norm": 0.5, "defer": True}
     case |= {"fate": "held"} if case.get("fate") == "applied" else {}
     expected = make_training(**case)
@@ -221,8 +221,7 @@ def test_memory_that_runs_out_within_updates_costs_no_bit(name):
 
 @pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if "backward" not in name])
 def test_every_measure_but_the_last_costs_no_bit(name):
-    """Memory runs out in attempt after attempt, each time at another operation, until only the micro-batch is left, or
-    nothing is."""
+    """Memory runs out in attempt after attempt, until only the micro-batch can be smaller, or nothing."""
     case = ARRANGEMENTS[name]
     planned = make_training(**case).step.layout
     reserve = [{"states_on_gpu": planned.states_on_gpu // 2}, {"states_on_gpu": 0, "kept": planned.kept // 2}]
@@ -439,7 +438,7 @@ def test_a_gradient_that_did_not_reach_its_accumulator_counts_for_nothing(monkey
 
 
 def test_an_update_that_was_ended_in_the_middle_is_not_made_again(monkeypatch):
-    """By Ctrl-C, say, in somebody's own loop: the moments have the gradient, or not."""
+    """By Ctrl-C in a user's own loop, for example: some moments have the gradient, and some do not."""
     training = make_training()
     train_on(training, [0])
     with monkeypatch.context() as patch:

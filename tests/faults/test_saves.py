@@ -1,8 +1,8 @@
-"""Nothing that was saved is lost, and what is loaded is what was saved, to the last bit.
+"""Nothing that was saved is lost, and loaded bits are the saved ones.
 
-Seen to fail: without the hashes (damage), without fsync of files, folder or parent (order), with the old
-checkpoint removed where it is put aside, or not put back, or removed in place (stages), without the sweep, with
-identities or headers not compared, with `low` left out, with a whole tensor copied (RAM), without the lock.
+Seen to fail: without the hashes (damage), without fsync of files, folder or parent (order), with the old checkpoint
+removed where it is put aside, or not put back, or removed in place (stages), without the sweep, with identities or
+headers not compared, with `low` left out, with a whole tensor copied (RAM), without the lock.
 """
 
 import errno
@@ -44,7 +44,7 @@ RESIDENT, MIXED, STREAMED = 99, 2, 0
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """These tensors are too small to share, and a process that forks should have no threads."""
+    # A process that forks should have no threads.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def one_thread():
 
 
 def make_store(precision="fp32", optimizer="adamw", states_on_gpu=RESIDENT, model=None, fill=None) -> Store:
-    """A tiny decoder's store; `fill` seeds random bytes in every tensor (NaNs, infinities and all)."""
+    """Returns a tiny decoder's store; `fill` seeds random bytes in every tensor (NaNs, infinities and all)."""
     decoder, dtype = Decoder(model or tiny_model("gpt2")), WORKING_DTYPES[precision]
     layout = Layout(1, states_on_gpu=states_on_gpu)
     store = Store(decoder, torch.device("cpu"), dtype, get_optimizer(optimizer), layout)
@@ -65,7 +65,7 @@ def make_store(precision="fp32", optimizer="adamw", states_on_gpu=RESIDENT, mode
 
 
 def smallest_store(fill=None) -> Store:
-    """One block of width 8, SGD: four files."""
+    """Returns a store of one block of width 8, with SGD: four files."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
     return make_store("bf16", "sgd", model=AutoModelForCausalLM.from_config(config), fill=fill)
 
@@ -79,7 +79,7 @@ def tensors_of(store: Store) -> dict[str, torch.Tensor]:
 
 
 def differences(store: Store, other: Store) -> list[str]:
-    """Names of the tensors that are not the same bytes."""
+    """Returns the names of the tensors whose bytes differ."""
     mine, theirs = tensors_of(store), tensors_of(other)
     assert mine.keys() == theirs.keys()
     return [name for name in mine if not torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8))]
@@ -99,7 +99,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def newest(folder: Path, store: Store) -> tuple[Path | None, list[str]]:
-    """The newest valid checkpoint, which is loaded into `store`, and what was said."""
+    """Loads the newest valid checkpoint into `store`; returns its path or None, and the sentences about it."""
     said: list[str] = []
     loaded = load_newest(find_checkpoints(folder, "auto", said.append), store, {}, said.append)
     return loaded and loaded[0], said
@@ -187,7 +187,7 @@ def test_saving_while_an_update_waits_is_a_mistake_of_the_caller(tmp_path):
 
 
 def fresh(precision, optimizer, states_on_gpu, seed):
-    """A fresh model and all that trains it; weights are drawn from `seed`."""
+    """Returns a fresh model and all that trains it; weights are drawn from `seed`."""
     return make_step(
         tiny_model("gpt2", dropout=0.1, seed=seed), precision=precision, optimizer=optimizer,
         states_on_gpu=states_on_gpu, micro_batch=1, segment_blocks=2,
@@ -232,8 +232,8 @@ def test_a_run_stopped_twice_is_bitwise_the_run_that_was_not(tmp_path, precision
 
 
 class Stages:
-    """Every act of a save that changes the disk, as (what, path) in `events`; between `begin` and `end` a function is
-    called with its number before each. A write is two: before it, and when half of it is done."""
+    """Records in `events` every act of a save that changes the disk, as (what, path). Between `begin` and `end`, a
+    function is called with its number before each. A write is two acts: before it, and when half of it is done."""
 
     def __init__(self, monkeypatch):
         self.events: list[tuple[str, str]] = []
@@ -437,7 +437,7 @@ def test_any_refusal_of_the_system_is_one_clear_error(tmp_path, monkeypatch, num
 
 
 def damages(checkpoint: Path):
-    """(file, how, its damaged content or None for a missing file): flips all over, cuts, additions."""
+    """Yields (file, how, its damaged content or None for a missing file): flips all over, cuts, additions."""
     generator = random.Random(0)
     for path in sorted(checkpoint.iterdir()):
         content = path.read_bytes()
@@ -562,7 +562,7 @@ def test_a_checkpoint_with_the_hash_of_earlier_versions_is_read(tmp_path, monkey
 
 
 def refused(checkpoint: Path, store: Store, expected: dict) -> str:
-    """The sentence with which loading is refused; `store` must be as it was."""
+    """Returns the sentence with which loading is refused; `store` must be unchanged."""
     before = {name: tensor.clone() for name, tensor in tensors_of(store).items()}
     with pytest.raises(InputError) as caught:
         load_checkpoint(checkpoint, store, expected)
@@ -586,13 +586,12 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
 
 
 def rewrite(checkpoint: Path, change) -> None:
-    """Applies `change` to the folder and writes the manifest anew, as if this had been saved."""
+    """Applies `change` to the folder and writes the manifest again, as if this had been saved."""
     change(checkpoint)
     rehash(checkpoint)
 
 
 def replace(path: Path, content: bytes | None) -> None:
-    """None: the file is missing."""
     path.unlink() if content is None else path.write_bytes(content)
 
 

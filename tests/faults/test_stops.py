@@ -1,4 +1,4 @@
-"""Signals in every phase, and going on: the same bits as a run that was never stopped, or a refusal that says why."""
+"""Signals in every phase, and resumed runs: the bits of a run that was never stopped, or a refusal that says why."""
 
 import json
 import os
@@ -78,8 +78,8 @@ def test_a_signal_at_any_moment_is_answered_at_the_end_of_the_step_and_costs_no_
 def test_two_signals_in_a_hurry_lose_no_more_than_what_is_under_way(
     finished, train, tmp_path, capfd, monkeypatch, owner, name, call, done, said
 ):
-    """A step in which they come is not made. An evaluation is skipped, except the last, and made when training goes
-    on. A save is finished."""
+    """A step in which they come is not made. An evaluation is skipped, except the last, and made when training goes on.
+    A save is finished."""
     options = ["--eval-every", "1", "--save-every", "1"]
     counted, real = [], StopRequest._note
     monkeypatch.setattr(StopRequest, "_note", lambda *arguments: (real(*arguments), counted.append(True)))
@@ -137,7 +137,7 @@ def test_a_process_that_is_told_to_stop_saves_and_the_same_command_goes_on_bitwi
 
 
 def test_an_interrupt_that_ends_the_program_behind_a_pipe_too_loses_nothing(text, tmp_path):
-    """`train ... 2>&1 | tee log`: a terminal sends the signal to both, and what is said then goes nowhere."""
+    """`train ... 2>&1 | tee log`: a terminal sends the signal to both, and output goes nowhere then."""
     out = tmp_path / "out"
     command = [sys.executable, "train_gpt2_large.py", *SMALL, "--data", str(text), "--steps", "40", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True) as process:

@@ -1,12 +1,10 @@
-"""Whether the tests find mistakes: every mutation of mutation_list.py in turn, in a private copy.
+"""Tries every mutation of mutation_list.py in a private copy, to see if the tests find it.
 
     python -m tests.mutations --out tests/mutations/results.jsonl        all of them, a quarter of an hour on one core
     python -m tests.mutations --only "dropout"
 
-Of each mutation's tests pytest runs one after the other until one fails; which one is the row. The tests that found
-something are run once more in a copy without a mutation, where they must pass. Ends with exit code 1 if a mutation's
-tests do not find it, if a test that found one fails without it too, or if a text to change is not in the package
-exactly once.
+Tests that found a mutation are run once more in a copy without one, where they must pass. Ends with exit code 1 if a
+mutation is not found, if such a test fails without it too, or if a text to change is not there exactly once.
 """
 
 import re
@@ -34,8 +32,8 @@ class CannotTry(Exception):
 
 @contextmanager
 def private_copy(mutation: Mutation | None) -> Iterator[Path]:
-    """A folder with every file of the working tree that git does not ignore, changed as `mutation` says. ValueError
-    where its text is not there exactly once."""
+    """Yields a folder with every file of the working tree that git does not ignore, changed as `mutation` says. Raises
+    ValueError if its text is not there exactly once."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=row_file.ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as name:

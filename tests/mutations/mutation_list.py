@@ -1,9 +1,5 @@
-"""Mistakes that a training step could have and still train: each one changed text of lowmem/ or of an experiment,
-which occurs there once.
-
-They are what a loss curve does not show: weights come out a little wrong, or wrong now and then. The tests have to find
-each of them (README.md).
-"""
+"""Mistakes that a training step could have and still train: each one changed text of lowmem/ or of an experiment, which
+occurs there once. No loss curve shows them; the tests have to find them (README.md)."""
 
 from dataclasses import dataclass
 
@@ -12,10 +8,10 @@ from tests.stream_order import mutation_list
 
 @dataclass(frozen=True)
 class Mutation(mutation_list.Mutation):
-    """`tests`: files of tests/ that have to find it, the fastest first, or single tests where a file takes minutes. A
-    file is not named together with one of its tests, which pytest would run in the file's order. `package`: the folder
-    that `file` is in."""
+    """A mutation. `tests`: files of tests/ that have to find it, the fastest first, or single tests if a file takes
+    minutes. `package`: the folder that `file` is in."""
 
+    # A file is not named together with one of its tests, which pytest would run in the file's order.
     tests: tuple[str, ...] = ()
     package: str = "lowmem"
 

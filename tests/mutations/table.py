@@ -1,9 +1,9 @@
-"""README.md's table, of the rows that `python -m tests.mutations --out tests/mutations/results.jsonl` leaves.
+"""Makes README.md's table from the rows that `python -m tests.mutations --out tests/mutations/results.jsonl` leaves.
 
     python -m tests.mutations.table
 
-Of the rows of one mutation the last is shown. A test fails when README.md and the rows disagree, or a mutation has no
-row or lives. A text that was adapted since, because the code has moved, is said to be.
+The last row of a mutation counts. A test fails if README.md and the rows disagree, or if a mutation has no row or
+lives.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Every mutation has a place and a row, and the command reports mutations that live or cannot be tried.
-
-README.md has them at length: `python -m tests.mutations`.
-"""
+"""Every mutation has a place and a row, and the command reports mutations that live or cannot be tried."""
 
 from experiments.harness import rows as row_file
 from experiments.harness.tables import written
@@ -35,7 +32,6 @@ def test_the_readme_says_what_the_rows_say_and_nothing_lives():
 
 
 def test_a_mutation_that_is_found_one_that_lives_and_one_that_has_no_place(tmp_path, capsys):
-    """One process of pytest for each of the first two, and one without a mutation."""
     found = Mutation(*OVERFLOW, "pass", tests=(LATE,))
     lives = Mutation(*OVERFLOW, OVERFLOW[2] + "  # the same", tests=(LATE,))
     nowhere = Mutation("core/precision.py", "no such text", "no such text", "", tests=(LATE,))

@@ -1,4 +1,4 @@
-"""Predicts what was published and puts the tables of it into README.md: ten minutes, no GPU.
+"""Predicts the published measurements and puts their tables into README.md: ten minutes, no GPU.
 
 python -m tests.published
 """

@@ -1,9 +1,8 @@
 """CS336's decoder as github.com/philharmonic77/cs336-assignment1 builds it, whose operations differ a little.
 
-Rotations check their positions, for which the host waits for the GPU four times in each block. They also look up a row
-of cosines for each position, and write their halves into every second number. Norms divide. AdamW works in place.
-
-Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a head, V vocabulary.
+Rotations check their positions, for which the host waits for the GPU four times in each block. They look up a row of
+cosines for each position. Norms divide. AdamW works in place. Shape suffixes: B sequences, T tokens of each, D width, H
+heads, K width of a head, V vocabulary.
 """
 
 import math
@@ -24,7 +23,7 @@ class DividingNorm(RMSNorm):
 
 
 class CheckedRotary(nn.Module):
-    """`positions_T`: of the tokens, which the model sets before its blocks run."""
+    """Rotary embedding that checks `positions_T` of the tokens, which the model sets before its blocks run."""
 
     positions_T: Tensor
 

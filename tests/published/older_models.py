@@ -1,10 +1,8 @@
-"""Three decoders with the tensors of transformers 4.42 to 4.46, whose peaks its documentation publishes.
+"""Three decoders that make and keep the tensors of transformers 4.42 to 4.46, whose peaks its documentation publishes.
 
-Today's modelling code makes fewer tensors. The older code had rotations in fp32, GELU as six operations, key and value
-of every block in the output, and boolean masks of all positions in every block. These copies make and keep the same
-tensors; all in fp16, in training mode.
-
-Shape suffixes: B sequences, T tokens of each, D width, H heads, K width of a head.
+The older code had rotations in fp32, GELU as six operations, key and value of every block in the output, and boolean
+masks of all positions in every block. All in fp16. Shape suffixes: B sequences, T tokens of each, D width, H heads, K
+width of a head.
 """
 
 import math
@@ -29,7 +27,7 @@ def _merge(y_BHTK: Tensor) -> Tensor:
 
 
 class _Block(nn.Module):
-    """What GPT-2's and GPT-NeoX's blocks have in common."""
+    """Common parts of GPT-2's and GPT-NeoX's blocks."""
 
     positions: int
 
@@ -82,7 +80,7 @@ class NeoXBlock(_Block):
         return self.down(F.gelu(self.up(self.norm_2(x)))) + from_attention + x, cache
 
     def rotate(self, y: Tensor) -> Tensor:
-        """fp32, because the tables are."""
+        # In fp32, because the tables are.
         places = torch.arange(y.size(2), device=y.device)[None]
         cosine, sine = self.cosine[places].unsqueeze(1), self.sine[places].unsqueeze(1)
         turned, rest = y[..., : self.rotated], y[..., self.rotated :]
@@ -144,7 +142,7 @@ class OptBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`narrow`: the width of the embeddings if it is not that of the blocks."""
+    """A decoder of these blocks. `narrow`: the width of the embeddings, or None if it is that of the blocks."""
 
     def __init__(self, block: type, layers: int, width: int, heads: int, eager: bool, narrow: int | None, tied: bool):
         super().__init__()

@@ -1,8 +1,8 @@
-"""The published peaks of steps, and the same in the simulation. WHOLE_STEPS have programs of their own.
+"""Simulates published peaks of memory of training steps.
 
-Hugging Face's documentation has tables of `torch.cuda.max_memory_allocated` in training with fused and with eager
-attention, in fp16, without an optimizer: loops of `model.zero_grad()`, forward, `logits.sum().backward()`
-(gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331). The output of one step lives until the next one's is there.
+Hugging Face's documentation has `torch.cuda.max_memory_allocated` with fused and with eager attention, in fp16, without
+an optimizer: loops of `model.zero_grad()`, forward, `logits.sum().backward()`
+(gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331). A step's output lives until the next one is made.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ WHOLE_STEPS = {
 
 
 def peak_bytes(peak: Peak) -> int:
-    """The most that the allocator has given out at once, in two steps."""
+    """Returns the most bytes allocated at once in two steps."""
     build = WHOLE_STEPS.get(peak.model) or partial(_without_an_optimizer, peak.model, peak.eager)
     _, tape = record(plain_target(*MEASURED_ON[peak.model]), *build(peak.batch, peak.tokens))
     return under_cap(tape, expandable_segments=False).allocated_peak_bytes

@@ -1,8 +1,7 @@
 """Reads the published measurements: the program, the card, and the time or peak memory of a step.
 
-A step of measurements.json is what the program did between two readings of its clock. Where that is not all that
-training does ("forward", "forward and backward"), the group says so. `fitted`: the clock's constants that were fitted
-to the group, or chosen with it in view; `fitted_tokens`: if not to all of its points.
+In measurements.json, `fitted` names the clock's constants that were fitted to a group, or chosen with it in view.
+`fitted_tokens`: only its points of so many tokens were.
 """
 
 import json
@@ -38,7 +37,7 @@ class Point:
 
     @property
     def host_share(self) -> float:
-        """Returns the time that the measuring machine takes to launch an operation, as a multiple of the clock's."""
+        """Returns the measuring machine's time to launch an operation, as a multiple of the clock's."""
         return self.group.get("host_share", 1.0)
 
     @property
@@ -48,7 +47,7 @@ class Point:
 
 
 def at_clock(card: Card, share: float) -> Card:
-    """`card` with the clock of its multiprocessors locked at `share` of its data sheet's; memory has another clock."""
+    """Returns `card` with its multiprocessors locked at `share` of their clock; memory has another clock."""
     return replace(card, rates={name: Rate(rate.peak * share, rate.share) for name, rate in card.rates.items()})
 
 
@@ -63,7 +62,8 @@ def step_times() -> list[Point]:
 
 @dataclass(frozen=True)
 class Peak:
-    """One measured `torch.cuda.max_memory_allocated` of forward and backward. `eager`: attention's way, else fused."""
+    """One measured `torch.cuda.max_memory_allocated` of forward and backward. `eager`: attention is eager, else
+    fused."""
 
     model: str
     batch: int

@@ -1,9 +1,6 @@
-"""The programs whose step times others published, written again as far as a simulation needs them.
+"""The programs whose step times others published, written again as models and steps on tensors without data.
 
-Each is a model and a step on tensors without data; what counts is which operations run on which shapes. CS336's program
-is tests/cuda/recorded_model.py, GPT-2 as nanoGPT and as a book have it is here, the rest is today's transformers.
-
-Shape suffixes: B sequences, T tokens of each, D width, H heads.
+Only operations and their shapes count. Shape suffixes: B sequences, T tokens of each, D width, H heads.
 """
 
 import math
@@ -148,10 +145,9 @@ GPT2_VOCABULARY, BOOK_DROPOUT = 50257, 0.1
 
 
 class GPT(nn.Module):
-    """GPT-2 small. NANOGPT: with T x T matrices, as nanoGPT and build-nanogpt had it before flash attention, head tied.
-    BOOK: as rasbt/LLMs-from-scratch builds it, with norms and GELU from single operations, dropout, and a head of its
-    own. MASK: makes the causal mask when it is needed. NATIVE: norms and GELU, too, are PyTorch's. FLASH: attention,
-    too."""
+    """GPT-2 small. NANOGPT: with T x T matrices, as nanoGPT before flash attention, head tied. BOOK: as
+    rasbt/LLMs-from-scratch builds it, with norms and GELU from single operations, dropout, and a separate head. MASK:
+    makes the causal mask when it is needed. NATIVE: PyTorch's norms and GELU, too. FLASH: its attention, too."""
 
     def __init__(self, kind: str, tokens: int, layers: int = 12, width: int = 768, heads: int = 12):
         super().__init__()

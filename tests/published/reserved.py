@@ -1,8 +1,6 @@
-"""The reserved memory of an epoch of rasbt/LLMs-from-scratch's training loop, as `lowmem.cuda_peak` predicts it.
+"""Predicts by `lowmem.cuda_peak` the reserved memory of an epoch of rasbt/LLMs-from-scratch's training loop on an A100.
 
-The repository publishes `torch.cuda.memory_reserved` after an epoch of its book's GPT-2 on an A100: in fp32, then with
-one change after another. The loop evaluates two batches every 15 steps, and generates 50 tokens at the end. The step
-after an evaluation finds the allocator's cache as that has left it.
+The loop evaluates two batches every 15 steps, and generates 50 tokens at the end.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""A training step of plain PyTorch on a card that is not there: how long it takes, and what it allocates at most.
-
-The step runs on tensors without data, as in lowmem/planning/simulated_step.py, and the same clocks say how long: the
-host's, which launches, and the GPU's. Streaming, recomputation and lowmem's own kernels are not in it."""
+"""Simulates the seconds and the peak memory of a plain PyTorch training step, on tensors without data."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,8 +16,8 @@ STEPS = 2  # the first one has no gradients and no optimizer states to begin wit
 
 
 def simulate(card: Card, model: nn.Module, step: Callable[[], Iterator[None] | None], host_share: float = 1.0) -> float:
-    """Returns the seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device. The GPU is
-    waited for before and after it. An operation takes the host `host_share` of the clock's time."""
+    """Returns the seconds of the last of `STEPS` calls of `step`, which trains `model` on the meta device. The host
+    waits for the GPU before and after it. An operation takes the host `host_share` of the clock's time."""
     target = plain_target(card)
     host_seconds = tuple(host_share * seconds for seconds in target.device_model.host_seconds)
     return record(replace(target, device_model=replace(target.device_model, host_seconds=host_seconds)), model, step)[0]

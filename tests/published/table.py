@@ -1,4 +1,4 @@
-"""README.md's tables, of the predictions that `python -m tests.published` leaves.
+"""Makes README.md's tables from the predictions that `python -m tests.published` leaves.
 
 python -m tests.published.table
 """
@@ -20,18 +20,19 @@ MOST_APART = 1.35  # predicted from measured, either way; test_published.py name
 
 
 def predictions() -> dict[str, list]:
-    """`step_seconds` and `peak_bytes`, one for each of `step_times()` and of `peaks()`."""
+    """Returns `step_seconds` and `peak_bytes`, one for each of `step_times()` and of `peaks()`, and
+    `reserved_bytes`."""
     return json.loads(PREDICTIONS.read_text(encoding="utf-8"))
 
 
 def compared() -> list[tuple[Point, float]]:
-    """Every step point, with predicted over measured."""
+    """Returns every step point, with predicted over measured."""
     pairs = zip(step_times(), predictions()["step_seconds"], strict=True)
     return [(point, predicted / point.seconds) for point, predicted in pairs]
 
 
 def ratios() -> dict[str, list[float]]:
-    """Predicted over measured, by group."""
+    """Returns predicted over measured, by group."""
     found: dict[str, list[float]] = {}
     for point, ratio in compared():
         found.setdefault(point.group["name"], []).append(ratio)
@@ -39,12 +40,12 @@ def ratios() -> dict[str, list[float]]:
 
 
 def ratios_of(fitted: bool) -> list[float]:
-    """Predicted over measured: of the points that a constant was fitted to, or of those kept for judging."""
+    """Returns predicted over measured of the points that a constant was fitted to, or of those kept for judging."""
     return [ratio for point, ratio in compared() if point.is_fitted == fitted]
 
 
 def with_backward(found: dict[str, list[float]]) -> list[float]:
-    """Selects the groups whose steps have a backward pass."""
+    """Returns the ratios of groups whose steps have a backward pass."""
     forward_only = {point.group["name"] for point in step_times() if point.group["step"] == "forward"}
     return [ratio for name, group in found.items() if name not in forward_only for ratio in group]
 
@@ -54,7 +55,7 @@ def within_a_third(group: list[float]) -> int:
 
 
 def peak_errors() -> dict[str, list[float]]:
-    """Predicted over measured - 1, by model and attention."""
+    """Returns predicted over measured - 1, by model and attention."""
     found: dict[str, list[float]] = {}
     for peak, predicted in zip(peaks(), predictions()["peak_bytes"], strict=True):
         name = f"{peak.model}, {'eager' if peak.eager else 'fused'} attention"
@@ -88,7 +89,7 @@ def _peak_table() -> str:
 
 
 def reserved_errors() -> list[float]:
-    """Predicted over measured - 1."""
+    """Returns predicted over measured - 1."""
     predicted = predictions()["reserved_bytes"]
     return [size / GIB / point.gib - 1 for point, size in zip(reserved(), predicted, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What others measured on GPUs may not be predicted worse than it was; the committed predictions are the code's."""
+"""Others' measurements on GPUs are predicted no worse than before; the committed predictions are the code's."""
 
 import statistics
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_points_kept_for_judging_are_predicted_and_exceptions_are_named():
 
 @pytest.mark.parametrize("which", sorted(HOST_BOUND), ids=str)
 def test_a_point_for_judging_that_is_far_off_is_bound_by_the_host(which):
-    """Its operations take less GPU time than the step was measured to take, and than the clock says with the host's."""
+    """Its operations take less GPU time than the measured step, and than the clock says with the host's."""
     ((point, ratio),) = [
         pair for pair in table.compared()
         if (pair[0].group["name"], pair[0].shape.get("layers"), pair[0].shape.get("tokens")) == which
@@ -139,9 +139,8 @@ def test_the_committed_peaks_are_the_simulations(number):
 
 
 def test_a_step_of_large_takes_as_long_as_its_kernels_ran_on_an_h200():
-    """The row was made by experiments/gpu_acceptance/levers.py: everything is on the card. Its products were 6% faster
-    than the clock then said, other kernels up to twice as slow; the clock's constants are chosen with it in view. The
-    step is simulated as it was measured, before sums were fused."""
+    """The row was made by experiments/gpu_acceptance/levers.py, with everything on the card, before sums were fused.
+    The clock's constants are chosen with it in view."""
     row = [row for row in read(ROWS) if (row["section"], row["name"]) == ("levers", "step: gpt2-large")][-1]
     shape, config = SHAPES["gpt2-large"], load_config("gpt2-large", "random")
     layout = Layout(shape.micro_batch, group=shape.micro_batches, states_on_gpu=config.n_layer + 2)

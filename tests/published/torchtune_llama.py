@@ -1,9 +1,8 @@
 """Llama 3.2 3B as torchtune trains it without compiling: its decoder and its step, written again.
 
-What the tensors cost is in the details: norms and rotations are single operations in fp32, keys and values are copied
-for each query head, and the logits are copied to fp32.
-
-Shape suffixes: B sequences, T tokens of each, D width, H heads, K heads of keys and values, E width of a head.
+Norms and rotations are single operations in fp32, keys and values are copied for each query head, and the logits are
+copied to fp32. Shape suffixes: B sequences, T tokens of each, D width, H heads, K heads of keys and values, E width of
+a head.
 """
 
 from collections.abc import Callable
@@ -40,8 +39,9 @@ def build_torchtune(batch: int, tokens: int) -> tuple[nn.Module, Callable[[], No
 
 
 def fused_adamw(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that updates the weights and frees the gradients. torch.optim's fused AdamW refuses tensors
-    on the meta device. The moments are made with the first update."""
+    """Returns a function that updates the weights and frees the gradients. The moments are made with the first
+    update."""
+    # torch.optim's fused AdamW refuses tensors on the meta device.
     weights, moments = list(model.parameters()), []
     steps = [torch.zeros((), device="meta") for _ in weights]
 

@@ -1,8 +1,7 @@
 """timm's vit_giant_patch14_dinov2 as torchao's benchmark of optimizers trains it: 1.1 billion parameters in bf16.
 
-Each block is recomputed in backward. The patches of an image are cut here before the step, not by a convolution.
-
-Shape suffixes: B images, T patches of each and a class token, D width, H heads, E width of a head.
+Each block is recomputed in backward. Images are cut into patches before the step, not by a convolution. Shape suffixes:
+B images, T patches of each and a class token, D width, H heads, E width of a head.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,6 @@
 """Trainings that together take every way through the code that moves states and updates weights.
 
-Each trains the small GPT-2 of experiments/harness/trainings.py with dropout, for three steps of four micro-batches. So
-the update of one step meets the forward pass of the next twice, and eleven pieces pass through three slots. `run` takes
-the project's own TrainingStep and Store through it: on "cuda", on the CPU, or, inside `Recorder.imitating`, on the CPU
-with imitated streams.
+Each trains the small GPT-2 of experiments/harness/trainings.py with dropout, for three steps of four micro-batches.
 """
 
 import sys
@@ -48,12 +45,9 @@ SHAPE = replace(Shape.of(tiny=True, dropout=0.1), steps=3)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`case`: what differs from PLAIN. But for the clipping, the optimizer and the precision it may not change a bit.
-
-    `kernels`: whether with fused operators; unless the moments are in 8 bit, updates then run on a stream of their own.
-    `evaluated`, `saved`: after which steps; `runs_out`: {step: the matrix product, counted from 1, at which memory runs
-    out}, after which that step is begun again; `fates`: {step: what happens to final gradients from then on}.
-    """
+    """One training. `case`: its differences from PLAIN. `kernels`: with fused operators. `evaluated`, `saved`: after
+    these steps. `runs_out`: {step: matrix product, counted from 1, at which memory runs out}. `fates`: {step: what
+    happens to final gradients from then on}."""
 
     case: dict[str, int | bool | str]
     kernels: bool = True
@@ -63,7 +57,7 @@ class Arrangement:
     fates: dict[int, Fate] = field(default_factory=dict)
 
     def plain(self) -> dict:
-        """The training that has to leave the same bits: everything on the device, updated at once."""
+        """Returns the training that has to leave the same bits: everything on the device, updated at once."""
         return PLAIN | {key: value for key, value in self.case.items() if key in COMPUTED}
 
 
@@ -126,8 +120,8 @@ def run(
     arrangement: Arrangement, device: torch.device, host_tensor: Callable[[int, torch.dtype], Tensor] = host_tensor,
     disk_tensor: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> list[Outcome]:  # fmt: skip
-    """Trains as `arrangement` says; what is there at each save, and at the end. RuntimeError if memory was to run out
-    and did not."""
+    """Trains as `arrangement` says, on "cuda" or "cpu", and returns the outcomes at each save and at the end. Raises
+    RuntimeError if memory was to run out and did not."""
     case = PLAIN | arrangement.case
     step, store = _prepare(case, device, arrangement.kernels, host_tensor=host_tensor, disk_tensor=disk_tensor)
     store.page_lock()
@@ -147,7 +141,7 @@ def run(
 
 
 def recorded(arrangement: Arrangement) -> tuple[list[Outcome], Trace]:
-    """`run` on the CPU with imitated streams, and what these were given."""
+    """Returns the outcomes of `run` on the CPU with imitated streams, and the trace of their work."""
     recorder = Recorder()
     with with_plain_kernels(), recorder.imitating() as trace:
         return run(arrangement, CPU, recorder.host_tensor, recorder.host_tensor), trace
@@ -161,7 +155,7 @@ def plain(arrangement: Arrangement, device: torch.device = CPU) -> list[Outcome]
 
 
 def differences(outcomes: list[Outcome], others: list[Outcome]) -> list[str]:
-    """Names of what is not bitwise equal."""
+    """Returns the names of values that are not bitwise equal."""
     return [name for one, other in zip(outcomes, others, strict=True) for name in one.differences(other)]
 
 
@@ -178,11 +172,11 @@ def _prepare(case: dict, device: torch.device, kernels: bool, **memory) -> tuple
 def _train(
     arrangement: Arrangement, step: TrainingStep, store: Store, one_step: Callable[[int, Batch], StepResult]
 ) -> list[Outcome]:
-    """Returns the outcome at each save and at the end; the losses of evaluations are among those of steps."""
     outcomes, results = [], []
     for index, batch in enumerate(SHAPE.batches()):
         results.append(one_step(index, batch))
         if index in arrangement.evaluated:
+            # The losses of evaluations are among those of steps.
             loss, _ = step.evaluate(batch)
             results.append(StepResult(loss, 0.0, False, batch.labels.numel()))
         if index in arrangement.saved:
@@ -193,8 +187,7 @@ def _train(
 
 
 class MemoryRunsOut(TorchDispatchMode):
-    """Once, at matrix product number `product`: products are in forward and backward passes, never in updates, which
-    allocate nothing."""
+    """Raises an out-of-memory error once, at matrix product number `product`; updates have no products."""
 
     def __init__(self, product: int | None):
         super().__init__()
@@ -210,7 +203,7 @@ class MemoryRunsOut(TorchDispatchMode):
 
 @contextmanager
 def computed_by_plain_kernels() -> Iterator[None]:
-    """Makes the project's operators launch their kernels on the stand-in, which kernels.py of this folder computes."""
+    """Makes the stand-in compute the project's operators by kernels.py of this folder."""
     from stand_in import counterparts, interpreted
 
     plain = {kernel: getattr(plain_kernels, kernel.name().split("::")[1]) for kernel in interpreted.COUNTERPARTS}
@@ -220,7 +213,7 @@ def computed_by_plain_kernels() -> Iterator[None]:
 
 @contextmanager
 def with_plain_kernels() -> Iterator[None]:
-    """The project's operators compute with kernels.py of this folder on the CPU."""
+    """Makes the project's operators compute by kernels.py of this folder on the CPU."""
     plain = {name: plain_kernels for name in ("triton_kernels", "layer_kernels")}
     before = {name: sys.modules.get(f"{kernels.__name__}.{name}") for name in plain}  # patch.dict would forget imports
     sys.modules.update({f"{kernels.__name__}.{name}": module for name, module in plain.items()})

@@ -1,13 +1,11 @@
-"""One line of JSON per arrangement: the races that the checker finds, and what differs from the plain run.
+"""Prints one line of JSON per arrangement: the races that the checker finds, and differences from the plain run.
 
     python -m tests.stream_order.check [ARRANGEMENT ...]
     TORCH_CUDA_SANITIZER=1 python -m tests.stream_order.check --device cuda
     .venv-cuda/bin/python -m stand_in --values -- -m tests.stream_order.check --orders
 
-On "cuda" (a GPU, or the stand-in for one) streams are real, and PyTorch's own checker looks at them if it is switched
-on; `--races-only` is for the stand-in without values. `--orders` runs each arrangement on the stand-in in several
-orders of its streams' work: what is missing then gives other bits than the plain run's. Ends with exit code 1 if there
-is a race, a difference or an error.
+On "cuda" (a GPU or the stand-in) streams are real; `--races-only` is for the stand-in without values. Ends with exit
+code 1 if there is a race, a difference or an error.
 """
 
 import json
@@ -40,8 +38,8 @@ IN_ORDERS = "orders"
 
 
 def checked(arrangement: Arrangement) -> dict:
-    """`races`: {way of counting: [number of different ones, the first]}; `different`: names of what is not bitwise as
-    in the plain run."""
+    """Returns `races`: {way of counting: [number of different ones, the first]}, and `different`: names of values that
+    are not bitwise as in the plain run."""
     outcomes, trace = recorded(arrangement)
     found = {way: list(races(trace, reading_waits)) for way, reading_waits in WAYS.items()}
     return {
@@ -52,7 +50,8 @@ def checked(arrangement: Arrangement) -> dict:
 
 
 def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) -> dict:
-    """Returns the same of a run on `device`; `races` are what PyTorch's sanitizer raised, if it is switched on."""
+    """Returns the same of a run on `device`; `races` are those that PyTorch's sanitizer raised, if it is switched
+    on."""
     # Imported here alone: from then on, PyTorch calls Python at every allocation and event of this process. Such a call
     # fails while an exception is raised, as after the allocator has refused memory.
     from torch.cuda._sanitizer import CUDASanitizerErrors
@@ -67,7 +66,7 @@ def sanitized(arrangement: Arrangement, device: torch.device, races_only: bool) 
 
 
 def ordered(arrangement: Arrangement, orders: Sequence[str] = ORDERS) -> dict:
-    """Runs on the stand-in in each of `orders`; the first with other bits is reported as a race."""
+    """Runs on the stand-in in each of `orders`. The first with other bits is reported as a race."""
     from stand_in.card_library import order
 
     expected = plain(arrangement)
@@ -86,8 +85,8 @@ def _said(access: "Access") -> str:
 
 
 def line(name: str, device: str, races_only: bool) -> dict:
-    """Returns the findings for one arrangement, by the way of `device` ("cpu", "cuda" or IN_ORDERS). `error`: if it did
-    not reach its end."""
+    """Returns the findings for one arrangement. `device`: "cpu", "cuda" or IN_ORDERS. `error`: None if the run was
+    complete."""
     started, arrangement = time.monotonic(), ARRANGEMENTS[name]
     try:
         if device == IN_ORDERS:
@@ -107,8 +106,7 @@ def is_clean(line: dict) -> bool:
 
 
 def lines(names: Iterable[str], device: str, *, races_only: bool = False, until_found: bool = False) -> Iterator[dict]:
-    """Yields the findings for one arrangement after the other. `until_found`: stops when each way of counting has seen
-    a race."""
+    """Yields the findings for each arrangement. `until_found`: stops when each way of counting has seen a race."""
     ways = {"cpu": set(WAYS), "cuda": {SANITIZER}, IN_ORDERS: {IN_ORDERS}}[device]
     for name in names:
         found = line(name, device, races_only)

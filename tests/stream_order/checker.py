@@ -1,39 +1,9 @@
 """Checks that streams and events order every two accesses to the same memory that have to be ordered.
 
-A GPU runs what one stream is given in order, and what several streams are given in any order that events allow. An
-order that nothing enforces is a mistake even if it is kept nearly always: a copy that is late once in a million steps
-leaves wrong weights. Further runs of a program do not show that it is right. This module proves it for the operations
-of one recorded run, without a GPU.
-
-**Happens before** (Lamport, 1978, "Time, clocks, and the ordering of events in a distributed system"). Operation A
-comes before B in three cases, and by any chain of them: both are in one stream, and A was given first; the stream of B
-has waited for an event recorded after A; the host has waited for A before it launched B. Two accesses to the same bytes
-are a **race** if one writes and neither comes before the other.
-
-**Vector clocks** (Mattern, 1989; Fidge, 1988) decide that without a search. Every stream counts its operations. For
-every other stream it stores how many of that stream's operations are complete before its own next one. Recording an
-event copies the clock of its stream; waiting for the event takes, number by number, the larger of both. Operation n of
-stream s comes before whatever is given to a stream whose clock has n or more at s. The host is one more "stream": what
-it launches comes after all it has waited for.
-
-PyTorch's own checker for CUDA (torch/cuda/_sanitizer.py, TORCH_CUDA_SANITIZER=1) does the same on a GPU, by whole
-tensors. Three things are stricter here:
-
-* **Bytes.** Accesses are ranges of bytes of an allocation, so views of one tensor are distinguished.
-* **Reuse.** PyTorch's caching allocator has a pool per stream, and hands memory out again as soon as it is freed on the
-  host, while other streams may still be at work on it. The block of a later allocation depends on sizes and on the
-  past. So here an allocation may get any memory that was freed into its pool. Its uses must come after every access to
-  that memory. (A race may need other sizes to happen. If none is found, none can happen.)
-* **Unmapping.** An allocation that finds no room returns freed blocks of every pool to the driver. With expandable
-  segments it waits only for the stream of each block's pool. So at every allocation, accesses to freed memory must come
-  before the next work on that pool's stream.
-
-Not seen: memory that a kernel touches beyond its operator's schema, and temporaries inside operators, which are
-allocated and freed on one stream.
-
-**Reading a number** (`.item()`) copies it to the host and waits for the stream. Some orders hold only because the host
-reads a loss or a norm at the right moment, which a later change may well remove. `reading_waits=False` says what holds
-without that.
+Operation A happens before B (Lamport 1978) if one stream has both in this order, if B's stream has waited for an event
+recorded after A, if the host has waited for A before it launched B, or by a chain of these. Two accesses to the same
+bytes are a race if one writes and neither happens before the other. Vector clocks (Mattern 1989; Fidge 1988) find this:
+for every other stream, a stream counts how many operations are complete before its own next one.
 """
 
 from collections import Counter
@@ -53,7 +23,7 @@ class Access(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A kernel or a copy on a stream, or what the host itself computes; `name`: of the operator."""
+    """A kernel or a copy on a stream, or a computation of the host; `name`: of the operator."""
 
     stream: int
     name: str
@@ -61,7 +31,7 @@ class Work(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Event number `event` is recorded on `stream`; each record has a number of its own."""
+    """Event number `event` is recorded on `stream`; each record has a separate number."""
 
     event: int
     stream: int
@@ -98,7 +68,7 @@ class Trace:
 
 
 class _Past(NamedTuple):
-    """An access that was made: by operation `number` of `stream`."""
+    """An access by operation `number` of `stream`."""
 
     start: int
     stop: int
@@ -120,7 +90,8 @@ class _Memory:
 
 
 def races(trace: Trace, reading_waits: bool) -> Counter[str]:
-    """Returns every race as a sentence, and how often it was found; empty where everything is ordered."""
+    """Returns every race as a sentence, and how often it was found. Without `reading_waits`, `.item()` orders nothing:
+    a later change may remove such a read."""
     return _Checker(trace, reading_waits).found
 
 
@@ -147,7 +118,7 @@ class _Checker:
                     self._free(memory)
 
     def _launched(self, stream: int) -> Clock:
-        """Returns the clock of `stream`, for something that the host gives to it now."""
+        """Returns the clock of `stream`, for work that the host gives to it now."""
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])
@@ -175,6 +146,8 @@ class _Checker:
             memory.past = [*kept, now]
 
     def _allocate(self, memory: int, stream: int) -> None:
+        # An allocation that finds no room returns freed blocks of every pool to the driver. With expandable segments it
+        # waits only for the stream of each block's pool.
         for pool, freed in self._freed.items():
             clock = self._launched(pool)
             for before in freed.values():
@@ -183,6 +156,8 @@ class _Checker:
                     self.found[
                         f"freed while in use: {self._said(before)} may be under way at an allocation of {place}"
                     ] += 1
+        # A pool hands memory out as soon as the host has freed it, while other streams may still use it. Any freed
+        # memory of the pool may be taken, since the block depends on sizes and on the past.
         self._memories[memory] = _Memory(stream, dict(self._freed.get(stream, {})))
 
     def _free(self, number: int) -> None:
@@ -207,7 +182,6 @@ def _comes_before(past: _Past, clock: Clock) -> bool:
 
 
 def _join(clock: Clock, other: Clock) -> None:
-    """Takes the larger of both, number by number."""
     for stream, number in other.items():
         if clock.get(stream, 0) < number:
             clock[stream] = number

@@ -1,8 +1,5 @@
-"""lowmem/core/kernels/triton_kernels.py in plain PyTorch, for tests in which a kernel only has to be one operator with
-the right result.
-
-Triton's interpreter would run the kernels themselves, at a thousand times the cost (tests/core/test_fused.py does).
-"""
+"""Computes lowmem/core/kernels/triton_kernels.py in plain PyTorch, a thousand times as fast as Triton's interpreter,
+for tests in which a kernel has to be one operator with the right result."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,5 @@
-"""Every wait, record and hold of the code that moves states and updates weights, taken out or weakened, one at a time.
-
-A mutation is a text of one file of lowmem/ and what stands in its place; the text occurs there once. Whatever claims to
-find mistakes in the order of streams has to find these (mutations.py).
-"""
+"""Every wait, record and hold of the code that moves states and updates weights, taken out or weakened, one at a
+time."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -13,7 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mutation:
-    """`file`: in lowmem/; `equivalent`: why nothing can go wrong with it, where that is so."""
+    """A text of one file, which occurs there once, and its replacement. `file`: in lowmem/; `equivalent`: why nothing
+    can go wrong with it, or None."""
 
     file: str
     name: str
@@ -22,11 +20,12 @@ class Mutation:
     equivalent: str | None = None
 
     def apply(self, package: Path) -> None:
-        """Changes the file in the copy `package` of lowmem/. ValueError if the text is not there exactly once."""
+        """Changes the file in the copy `package` of lowmem/. Raises ValueError if the text is not there exactly
+        once."""
         (package / self.file).write_text(self.changed(package), encoding="utf-8")
 
     def changed(self, package: Path) -> str:
-        """Returns the text of the file in `package` with the mutation; ValueError as above."""
+        """Returns the text of the file in `package` with the mutation. Raises ValueError as `apply`."""
         text = (package / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text {self.old!r}")
@@ -34,7 +33,7 @@ class Mutation:
 
 
 def without_effect(mutations: Sequence[Mutation], package: Path) -> list[str]:
-    """Names of those that change comments and spaces at most, and of those whose name is another's, too."""
+    """Returns the names of mutations that change no code, and of those that share a name."""
     names = [mutation.name for mutation in mutations]
     return [name for name in names if names.count(name) > 1] + [
         mutation.name
@@ -110,7 +109,7 @@ _updates: Callable[..., Mutation] = partial(Mutation, "core/deferred_updates.py"
 
 
 def on_lane(lane: str, text: str, instead: str) -> str:
-    """`instead` of a copy's statement `text` if the copy is on that lane."""
+    """Returns `instead` of a copy's statement `text` for copies on that lane (stream of copies)."""
     return f"        if lane is Lane.{lane}:\n{indented(instead)}        else:\n{indented(text)}"
 
 

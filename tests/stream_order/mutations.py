@@ -1,14 +1,11 @@
-"""Whether the checker finds what is missing: every mutation of mutation_list.py in turn, in a copy of the package.
+"""Tries every mutation of mutation_list.py in a copy of the package, to see if the checker finds it.
 
     python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
     python -m tests.stream_order.mutations --only "not held after updates" deferred
     python -m tests.stream_order.mutations --method sanitizer            on a GPU or the stand-in: PyTorch's own checker
     .venv-cuda/bin/python -m stand_in --values -- -m tests.stream_order.mutations --method orders
 
-Each mutation has a separate process, which imports a changed copy of lowmem/. A row says in which arrangement each way
-of counting `.item()` finds the first race, and where weights come out wrong. Other methods that try the same mutations
-leave rows with another `method`, which are shown beside these (table.py). Ends with exit code 1 if an equivalent
-mutation was found or another one was not.
+Ends with exit code 1 if an equivalent mutation was found or another one was not.
 """
 
 import json
@@ -37,7 +34,7 @@ METHODS = {  # and check.py's options for it
 
 @contextmanager
 def broken_copy(mutation: Mutation) -> Iterator[Path]:
-    """A folder that stands for the repository, with `mutation` in its lowmem/."""
+    """Yields a folder like the repository, with `mutation` in its lowmem/."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(row_file.ROOT / "lowmem", folder / "lowmem", ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,16 +46,16 @@ def broken_copy(mutation: Mutation) -> Iterator[Path]:
 
 def tried(mutations: Iterable[Mutation], arrangements: Sequence[str], method: str, jobs: int = 1) -> Iterator[dict]:
     """Runs check.py on each copy, over `arrangements` or all, in `jobs` processes at once. `found`: {way of counting
-    .item(): the first race}; `wrong`: the first arrangement with other bits than the plain run; `failed`: the first
-    that did not reach its end, and why. subprocess.TimeoutExpired if one hangs."""
+    .item(): first race}; `wrong`: first arrangement with other bits; `failed`: first incomplete one, and its error.
+    Raises subprocess.TimeoutExpired if one hangs."""
     with ThreadPool(jobs) as threads:
         yield from threads.imap(lambda mutation: _tried(mutation, arrangements, method), mutations)
 
 
 def _tried(mutation: Mutation, arrangements: Sequence[str], method: str) -> dict:
-    """Runs check.py in a new process, which imports the copy of lowmem before anything else can import another."""
     started = time.monotonic()
     with broken_copy(mutation) as folder:
+        # A new process, which imports the copy of lowmem before anything else can import another.
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "tests.stream_order.check", *METHODS[method], "--until-found", *arrangements]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -85,7 +82,7 @@ def _row(mutation: Mutation, method: str, lines: Sequence[dict], started: float)
 
 
 def is_found(row: dict) -> bool:
-    """True if a race, other bits, or an error was seen."""
+    """Returns whether a race, other bits, or an error was seen."""
     return bool(row["found"] or row["wrong"] or row["failed"])
 
 
@@ -122,7 +119,6 @@ def main() -> int:
 
 
 def said(row: dict) -> str:
-    """Returns a row as one line for people."""
     parts = [f"{way}: {race['report']} ({race['arrangement']})" for way, race in row["found"].items()]
     parts += [f"other bits ({row['wrong']})"] if row["wrong"] else []
     parts += [f"{row['failed'][1]} ({row['failed'][0]})"] if row["failed"] else []

@@ -1,13 +1,7 @@
-"""The record of what a program gives to CUDA's streams, made on the CPU: the streams and events are imitated.
+"""Records what a program gives to CUDA's streams, on the CPU: streams and events are imitated (checker.py).
 
-Every operator of PyTorch's dispatcher, autograd's too, counts as one kernel on the current stream. Its schema says
-which bytes it reads and writes. The values are the CPU's, computed at once, in the order in which the host calls.
-
-A CPU tensor does not say whether it would be the device's memory or the host's. All memory counts as the device's, but
-for tensors made by `Recorder.host_tensor` and those computed from them. So random weights, say, count as made on the
-device: more has to be ordered here than on a GPU, never less.
-
-checker.py says what the record means.
+Every operator of PyTorch's dispatcher counts as one kernel on the current stream. Its schema says which bytes it reads
+and writes. All memory counts as the device's, but for tensors of `Recorder.host_tensor` and those computed from them.
 """
 
 import sys
@@ -93,7 +87,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def imitating(self) -> Iterator[Trace]:
-        """torch.cuda's streams and events are the recorder's, and a CPU device's transfers are CUDA's."""
+        """Replaces torch.cuda's streams and events by the recorder's, and a CPU device's transfers by CUDA's."""
         cuda = patch.multiple(
             torch.cuda,
             Stream=lambda device=None: self._new_stream("another"),
@@ -108,14 +102,13 @@ class Recorder(TorchDispatchMode):
             self._ended = True
 
     def _transfers(self, *arguments) -> transfers.CudaTransfers:
-        """CUDA's, whose streams are called as their lanes."""
         made = transfers.CudaTransfers(*arguments)
         for lane, stream in made._streams.items():
             self.trace.streams[stream.number] = str(lane)
         return made
 
     def host_tensor(self, entries: int, dtype: torch.dtype) -> Tensor:
-        """homes.host_tensor, in memory that counts as the host's."""
+        """Returns a tensor of homes.host_tensor, in memory that counts as the host's."""
         tensor = homes.host_tensor(entries, dtype)
         self._on_host.add(self._memory(tensor))
         return tensor
@@ -171,10 +164,10 @@ class Recorder(TorchDispatchMode):
                 stream.synchronize()
 
     def _work_of_host(self, name: str, touched: list[tuple[Tensor, bool]], stream: Stream) -> None:
-        """Records that device memory is first copied to the host, and that the host waits for it."""
         places: dict[bool, list[tuple[Tensor, bool]]] = {False: [], True: []}
         for tensor, written in touched:
             places[self._memory(tensor) in self._on_host].append((tensor, written))
+        # Device memory is first copied to the host, which waits for it.
         if places[False]:
             self._work(stream, f"{name} (copied for the host)", places[False])
             stream.synchronize()
@@ -194,7 +187,7 @@ class Recorder(TorchDispatchMode):
             self.trace.operations.append(Allocate(number, self.current.number))
 
     def _memory(self, tensor: Tensor) -> int:
-        """Returns the number of a tensor's memory; memory that no operator has made gets one, too."""
+        """Returns the number of a tensor's memory, also if no operator has made it."""
         storage = tensor.untyped_storage()
         number = self._memories.get(storage._cdata)
         if number is None:
@@ -213,7 +206,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _arguments(func) -> dict[str, bool]:
-    """Returns an operator's arguments in order, and whether it writes into them."""
+    """Returns {argument of an operator, in order: whether it is written}."""
     arguments = func._schema.arguments
     return {a.name: a.alias_info is not None and a.alias_info.is_write for a in arguments}
 
@@ -227,14 +220,14 @@ def _tensors(value) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    """Returns the range from the first byte to the one after the last; gaps between the rows of a view count, too."""
+    """Returns the range from the first byte to the one after the last, with gaps between the rows of a view."""
     start = tensor.storage_offset()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 
 
 def _place() -> str:
-    """The function of the project that is running."""
+    """Returns the name of the project's function that is running."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,11 +1,9 @@
-"""README.md's tables, of the rows that programs leave in results/mutations.jsonl.
+"""Makes README.md's tables from the rows in results/mutations.jsonl.
 
     python -m tests.stream_order.mutations --jobs 2 --out tests/stream_order/results/mutations.jsonl
     python -m tests.stream_order.table
 
-Of the rows of one method for one mutation the last is shown. A test fails when README.md and the rows disagree, or the
-rows are of other mutations than mutation_list.py's. A text that was adapted since, because the code has moved, is said
-to be.
+The last row of a method and a mutation counts. A test fails if README.md and the rows disagree.
 """
 
 from pathlib import Path
@@ -29,7 +27,7 @@ assert METHODS["checker"].keys() == WAYS.keys()
 
 
 def tables(rows: list[dict]) -> str:
-    """One line for each method, and one for each mutation."""
+    """Returns one line for each method, and one for each mutation."""
     last = {(row["method"], row["mutation"]): row for row in rows}
     programs, columns = [], []
     for method, ways in METHODS.items():
@@ -64,7 +62,6 @@ def _named(mutation: Mutation, row: dict | None) -> str:
 
 
 def _cell(row: dict | None, way: str) -> str:
-    """Returns the arrangement in which a mutation was found one way."""
     if row is None:
         return NOT_RUN
     if way in row["found"]:

@@ -1,7 +1,4 @@
-"""No arrangement of training has a race between streams, and the checker that says so finds what is missing.
-
-README.md has the mutations at length: `python -m tests.stream_order.mutations`.
-"""
+"""No arrangement of training has a race between streams, and the checker finds missing waits (README.md)."""
 
 import pytest
 import torch
@@ -105,7 +102,7 @@ def test_only_overlapping_bytes_of_which_some_are_written_have_to_be_ordered():
 
 
 def test_an_access_is_remembered_as_long_as_something_may_race_with_it():
-    """A later access to a part of the bytes, or a read after a write, does not stand for it."""
+    """A later access to a part of the bytes, or a read after a write, does not replace it."""
     first, ordered = write(ONE, 0, 16), [Record(0, ONE), Wait(TWO, 0)]
     assert found(first, *ordered, write(TWO, 0, 8), Record(1, TWO), Wait(THREE, 1), write(THREE, 8, 16)) == []
     assert found(first, *ordered, write(TWO, 0, 8), read(THREE, 8, 16))
