@@ -86,7 +86,7 @@ class Inputs:
 
 class ActivationForward:
     """Replaces the forward of `module`, an activation or a gated MLP, to pass Inputs to the linear layer that follows.
-    Runs the module's own forward if that layer cannot read Inputs, or if a user's hook would see the Inputs."""
+    Runs the module's own forward if that layer cannot read Inputs, or if a user has hooked it or all modules."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
@@ -141,8 +141,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replaces activations and gated MLPs in the blocks of `decoder` by ActivationForward, if only linear layers read
-    their output. These layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
+    """Replaces the forward of activations and gated MLPs in the blocks of `decoder`, if only linear layers read their
+    output. These layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

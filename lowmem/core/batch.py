@@ -29,7 +29,7 @@ class Batch:
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
     position_ids: Tensor | None = None  # int64 [B, T], from 0 in each document; None without a document mask
-    document_ids: Tensor | None = None  # int32 or int64 [B, T]: number of a document; None without a mask
+    document_ids: Tensor | None = None  # int32 or int64 [B, T]: number of the position's document, or None
     lengths: Tensor | None = None  # int64 [B]: positions of each row without padding; None: rows are used as they are
     source_mask: Tensor | None = None  # bool [B, S]: real positions of each source; None for decoders
 
@@ -82,6 +82,7 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
+        """Returns the arguments of the model's `embed`."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
@@ -180,7 +181,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    micro_batches: Sequence[Batch]
+    micro_batches: Sequence[Batch]  # of one rank
     dropouts: Sequence[Dropout]  # seeds of the dropout masks of each micro-batch
     scale: float  # multiplies the sum of all tokens' losses before backward
     groups: Sequence[slice] = ()  # micro-batches that run through each segment (consecutive blocks) together
@@ -226,7 +227,7 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
     """Cuts rows into consecutive micro-batches with the least estimated time, and returns (rows, width) of each.
     `lengths`: tokens of each row, longest first. A micro-batch has at most `size` x `seq` positions. If it has fewer
-    than `least`, it takes as long as with `least`."""
+    than `least`, it is assumed to take as long as with `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # Goes from the last row to the first. `time[first]`: least time for all rows from `first` on. `rows_at[first]`:

@@ -124,12 +124,14 @@ class Decoder:
             return self._run(zeros)
 
     def run_once(self) -> None:
+        """Runs the split model on `example`."""
         with AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
     # --- for comparisons; training never has all logits
 
     def example(self, vocabulary_size: int) -> tuple[Tensor | None, ...]:
+        """Returns arguments for `embed`: two rows of 8 token ids."""
         return ((torch.arange(16, device=self.head_weight.device).view(2, 8) * 7919) % vocabulary_size,)
 
     def logits(self, *inputs: Tensor | None) -> Tensor:

@@ -75,7 +75,7 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class EncoderDecoder(Decoder):
-    """Splits a T5ForConditionalGeneration. `blocks` has the encoder's blocks, then the decoder's."""
+    """Splits a T5 or mT5. `blocks` has the encoder's blocks, then the decoder's."""
 
     needs_sources = True
 
@@ -149,6 +149,7 @@ class EncoderDecoder(Decoder):
         return torch.cat([of_encoder, of_decoder], dim=1)
 
     def final(self, hidden: Tensor) -> Tensor:
+        """Returns the head's input for `hidden` [B, T, D], the last block's output at the decoder's positions."""
         hidden = self._decoder.dropout(self._decoder.final_layer_norm(hidden))
         scaled = getattr(self.model.config, "scale_decoder_outputs", False)  # True for T5, but not for T5 1.1 and mT5
         return hidden * self.model.config.d_model**-0.5 if scaled else hidden

@@ -15,7 +15,7 @@ from lowmem.core.segment_windows import GradientWindow
 
 class FinalGradients:
     """Handles the gradients of one backward pass as they become final (fully summed), from the head to the embeddings.
-    `norms_of`: returns the gradient norms [pieces] of a part (a layer's matrices or vectors)."""
+    `norms_of`: returns the gradient norms [pieces] of a part (a unit's matrices or vectors)."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -37,8 +37,8 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Handles the gradients of unit `lowest` (0: the embeddings, i: block i - 1) and all later units. Raises
-        UpdateInterrupted if a gradient to be applied is not finite."""
+        """Handles the gradients of unit `lowest` (0: the embeddings, i: block i - 1) and all later units, which must be
+        final. Raises UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]

@@ -107,7 +107,8 @@ def drop_pages(tensor: Tensor) -> None:
     """Removes the pages of a tensor on a disk from the process's resident set."""
     mapping, _ = _place(tensor)
     if mapping is not None:
-        # The whole mapping, because the operating system also maps pages near those that are touched.
+        # The file keeps the content. The whole mapping, because the operating system also maps pages near those that
+        # are touched.
         mapping.madvise(mmap.MADV_DONTNEED)
 
 

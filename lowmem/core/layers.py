@@ -53,8 +53,8 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
 
 
 def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes the backward of layers that use `parameter` [M, N] call `add_product(left, right)` instead of setting its
-    `grad`. The gradient is left [M, K] @ right [K, N], both in 16 bit."""
+    """Makes the backward of FusedProducts with the weight `parameter` [M, N] call `add_product(left, right)` instead of
+    setting its `grad`. The gradient is left [M, K] @ right [K, N], both in 16 bit."""
     parameter._lowmem_add_product = add_product
 
 

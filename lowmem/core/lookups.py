@@ -20,7 +20,8 @@ def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
 
 
 # A dense gradient has zeros for all ids that do not occur. To write and add it moves 12 bytes per element of a 16-bit
-# table. Bits differ only if autograd sums T5's two gradients first, or if a GPU's atomics round below 1.2e-38 to zero.
+# table. Bits differ from autograd's only in T5, of whose two lookups autograd sums the gradients first, and where a
+# GPU's atomics round numbers below 1.2e-38 to zero.
 class SparseLookups(TorchFunctionMode):
     """Makes embedding lookups inside `with` add only the gradient rows of their ids to an accumulator. The tables must
     be registered by `accumulated_by_rows`."""

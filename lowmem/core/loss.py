@@ -1,7 +1,7 @@
 """Computes the cross-entropy of a linear head, and its gradients, without materializing all logits at once.
 
-One chunk of tokens at a time goes through the head (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Logits are
-in the weights' dtype, the softmax is in fp32.
+One chunk of tokens at a time goes through the head (as in Liger-Kernel and Apple's CCE, arXiv:2411.09009). Logits and
+their gradients are in the weights' dtype, the softmax is in fp32.
 """
 
 import torch
@@ -11,7 +11,7 @@ from lowmem.core.kernels import operators
 from lowmem.core.logits import LogitFunction
 
 IGNORED = -100
-# Bytes per logit of a chunk. In 16 bit: 2, and 4 for an fp32 copy; 2 if fused. In fp32: 4, and 4 more with a soft cap.
+# Bytes per logit of a chunk: 2 if fused. Otherwise 2, and 4 for an fp32 copy, in 16 bit; 4 in fp32; 8 with a soft cap.
 CHUNK_TOKENS = 512
 FUSED_CHUNK_TOKENS = 1024  # each chunk reads and writes the accumulator, which dominates for fewer tokens
 # The weight's gradient is added in bands of so many words: there is no second tensor [V, D].

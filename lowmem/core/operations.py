@@ -1,6 +1,6 @@
 """Defines the operations of a training step, such as the forward pass of a segment or the update of a few weights.
 
-The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py).
+The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,8 @@ class Operations:
                 "would update only the memory that was loaded"
             )
         if self.recordings is not None and self.recordings.forget_if_changed(decoder.model):
-            # From now on, backward recomputes all matmuls (products.py), and blocks run their own residual additions.
+            # If a user has changed the model since it was loaded, backward recomputes all matmuls from now on
+            # (products.py), and blocks run their own residual additions.
             if not equal(structure_of(decoder.model), decoder.structure):
                 decoder.skippable_layers = [None] * len(decoder.blocks)
                 for forward in decoder.block_forwards:

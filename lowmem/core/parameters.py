@@ -34,8 +34,7 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Describes elements that are updated together: `start` to `stop` - 1 of the matrices, or of the vectors, of an
-    embedding, block or head (`part`)."""
+    """Describes elements that are updated together: `start` to `stop` - 1 of a unit's matrices or vectors (`part`)."""
 
     part: "Part"
     start: int
@@ -68,7 +67,7 @@ class Part:
         self.weights_elsewhere = self.weights_streamed or self.ranks.sharing > 1
         # One NaN: the value of all parameters while their weights are not on the device, so that a use shows at once.
         self.absent = homes.device(1, dtype).fill_(torch.nan) if self.weights_elsewhere else None
-        self.gradient: Tensor | None = None  # fp32 [n]; with several ranks, n elements for each until it is summed
+        self.gradient: Tensor | None = None  # fp32 [n]; n for each rank that shares the model, until it is summed
         self.gradient_in_ram = False  # True while the gradient waits in `gradient_home`
         self._places: dict[str, tuple[int, torch.Size]] = {}
         size = 0
@@ -105,6 +104,7 @@ class Part:
             vars(piece).update(vars(moved))
 
     def view(self, flat: Tensor, name: str) -> Tensor:
+        """Returns the view of parameter `name` in `flat`, which has all elements of the part."""
         start, shape = self._places[name]
         return flat[start : start + shape.numel()].view(shape)
 
@@ -250,6 +250,7 @@ class Store:
 
     @property
     def gradient_bytes(self) -> int:
+        """Returns the bytes of RAM that are reserved for gradients."""
         return sum(part.gradient_home.nbytes for part in self.parts if part.gradient_home is not None)
 
     def state_bytes(self, units: range) -> int:
@@ -276,6 +277,7 @@ class Store:
             del values  # so that `weights` may free it before the next
 
     def clear(self) -> None:
+        """Sets all weights and optimizer states to zero."""
         for part in self.parts:
             for tensor in (part.working, *(state for piece in part.pieces for state in piece.state.values())):
                 tensor.zero_()

@@ -68,8 +68,8 @@ def runs(tensor: Tensor) -> Iterator[Tensor]:
 def _fp16_unit_of(bits: Tensor) -> Tensor:
     """Returns 2**(e - 39) in fp32, the step that `low` counts, for fp16 numbers with exponent fields e. Overwrites
     `bits`."""
-    # A normal number is 2**(e - 15) times 11 bits. An fp32 number that rounds to it is a whole number of steps away, at
-    # most 2**13, even if `working` was rounded up to a power of two.
+    # A normal number is 2**(e - 15) times a significand of 11 bits. An fp32 number that rounds to it is a whole number
+    # of steps away, at most 2**13, even if `working` was rounded up to a power of two.
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
     return exponent.add_(127 - 39).bitwise_left_shift_(23).view(torch.float32)
 

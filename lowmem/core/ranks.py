@@ -20,8 +20,8 @@ class Ranks:
     on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
-        """Divides the ranks into groups of `sharing`, each of which shards one copy of the model. Must be called before
-        a Store is made."""
+        """Divides the ranks into groups of `sharing` consecutive ones, each of which shards one copy of the model. Must
+        be called before a Store is made."""
 
     def share(self, elements: int) -> int:
         """Returns the size of each process's share of `elements`, padding included."""
@@ -39,8 +39,8 @@ class Ranks:
         return [(each, True) for each in micro_batches]  # processes gather weights together in each round
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Starts to sum the final gradients of `parts` over all processes. Returns the parts whose sums are ready, also
-        from earlier calls. `now`: True to wait for all sums."""
+        """Starts to sum the final gradients of `parts` over all processes. Returns the parts whose sums are ready, each
+        once, also from earlier calls. `now`: True to wait for all sums. Leaves out parts without a gradient."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:

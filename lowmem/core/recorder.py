@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):
         return known[geometry]
 
     def _died(self, address: int) -> None:
-        _, places = self._born.pop(address)  # the recorded run freed this storage after its last call
+        _, places = self._born.pop(address)  # the run has freed this storage after the call that was recorded last
         self._unwritten.discard(address)
         self._calls[-1].dead.extend(places.values())
 
@@ -286,6 +286,7 @@ def _called_by_the_engine() -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
+    """Returns an address that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 

@@ -19,7 +19,7 @@ _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forwa
 
 
 class Recordings:
-    """Keeps recordings of each segment and direction, for the MOST_SHAPES newest shapes of arguments."""
+    """Keeps recordings of each segment and direction, for the MOST_SHAPES shapes of arguments that were used last."""
 
     def __init__(self):
         # {name: {shape of arguments: number of runs, then a Recording; None if it cannot be repeated}}

@@ -1,6 +1,6 @@
 """Fuses a block's residual additions into one kernel each, with the dropout before and the normalization after.
 
-`fuse_sums` watches a block once. In training, `ResidualSums` replaces the block's calls. Dropout masks differ from
+`fuse_sums` watches a block once. Later, `ResidualSums` replaces the block's calls. Dropout masks differ from
 PyTorch's. No GPU has run this code yet.
 """
 

@@ -40,8 +40,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies RoPE to `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, without gradients for `cos` and
-    `sin`. The results are stored as [B, T, H or G, E]."""
+    """Applies RoPE to `q` [B, H, T, E] and `k` [B, G, T, E] as `rotate_plainly` does, but rounded once, and without
+    gradients for `cos` and `sin`. The results are stored as [B, T, H or G, E]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(q, k, cos, sin)
     return _launch(q, k, cos, sin, backward=False)  # an autograd Function takes ten microseconds more

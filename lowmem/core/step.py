@@ -49,9 +49,9 @@ class StepAbandoned(Exception):
 
 class TrainingStep:
     """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
-    of a segment or evaluation; True raises StepAbandoned. `make_room(where, reason)` is called if memory runs out. It
-    must save memory by `change_layout`, so that the attempt is repeated, or raise an error. If `where` is HALFWAY, it
-    must raise one."""
+    of a segment or evaluation, unless `halfway`; True raises StepAbandoned. `make_room(where, reason)` is called if
+    memory runs out. It must make room, as by `change_layout`, so that the attempt is repeated, or raise an error. If
+    `where` is HALFWAY, it must raise one."""
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
@@ -200,8 +200,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Makes the backward pass of the blocks, and gives `gradients` the weights' gradients. Replaces each of
-        `output_gradients`, for the last block's output, by that for the first block's input."""
+        """Runs all segments backward, last first. Replaces each of `output_gradients`, for the last block's output, by
+        that for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)

@@ -1,4 +1,4 @@
-"""Copies tensors between a device and RAM or a disk, on lanes (on a GPU, CUDA streams)."""
+"""Copies tensors between a device and RAM or a disk, on lanes: queues of work in order, on a GPU CUDA streams."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

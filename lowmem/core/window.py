@@ -60,11 +60,11 @@ class Window:
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
-        """Makes kernels launched from now on wait for the copies into `slots`."""
+        """Makes later kernels of the lane `user` wait for the copies into `slots`."""
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Queues copies out of `slot` after the kernels launched so far."""
+        """Queues copies out of `slot` after the kernels launched so far on the lane `user`."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
@@ -73,8 +73,8 @@ class Window:
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors of `send_away` except the `keep` newest. Later kernels, and later work of `lanes`, wait for
-        the copies."""
+        """Frees all tensors of `send_away` except the `keep` newest. Later work of the lane `user` and of `lanes` waits
+        for the copies."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)
@@ -96,6 +96,7 @@ class StateWindow:
 
     @property
     def buffer_bytes(self) -> int:
+        """Returns the bytes of the slots' buffers in RAM."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
@@ -108,7 +109,7 @@ class StateWindow:
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Begins a pass over `pieces` (ranges of elements): the caller takes, updates and gives back each state, in
-        this order. While copies of the last pass may be under way, `pieces` must be those of that pass."""
+        this order. While copies of the last pass may be under way, `pieces` must be that pass's, in its order."""
         # The stored state of a piece that is not given back stays unchanged. The order of pieces matters: a copy into a
         # slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done.
         self._streamed = [piece for piece in pieces if piece.streamed]

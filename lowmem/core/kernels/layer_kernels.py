@@ -41,9 +41,9 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `normalize`. Writes `other_gradient` plus the gradient for `x` into `x_gradient` and,
-    with dropout, into `branch_gradient`. `partial_sums` [1 or 2, P, D] fp32 gets P sums over rows of the gradients of
-    weight and bias."""
+    """Computes the gradients of `normalize`. Writes `other_gradient` plus the gradient for `x`, which was normalized,
+    into `x_gradient` and `branch_gradient`. With `seeds`, drops numbers of the latter as `drop` does. `partial_sums` [1
+    or 2, P, D] fp32 gets P sums over rows of the gradients of weight and bias."""
     if not x.numel():
         return
     columns = x.shape[-1]

@@ -103,8 +103,9 @@ def _tanh(x):
     return 1 - tl.div_rn(2.0, tl.exp(2 * x) + 1)
 
 
-# Reads and writes each number once: 28 bytes per parameter with 16-bit weights. The plain code moves about 140. A
-# compiler may fuse a product and a sum in either, so they agree to a few units in the last place.
+# The arithmetic is that of optimizers.py, line by line, in fp32; square root and division round correctly. A compiler
+# may fuse a product and a sum in either, so both agree to a few units in the last place. Each number is read and
+# written once: 28 bytes per parameter with 16-bit weights. The plain code moves about 140.
 @triton.jit
 def _adamw(
     working_at, low_at, n, m_at, v_at, gradient_at,
@@ -154,7 +155,7 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Loads fp32 weights. They are stored as 16-bit weights and the missing low bits (precision.join)."""
+    """Loads fp32 weights. Joins 16-bit ones, which are given as int16 bits, with their low halves (precision.join)."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
@@ -171,7 +172,7 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Splits fp32 weights as precision.split does, and stores both halves as integers."""
+    """Stores fp32 weights: whole, or split as by precision.split, with both halves as integers."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
