@@ -158,6 +158,7 @@ def finish_failed_backward(device: torch.device) -> None:
 
 
 def forget_allocations(device: torch.device) -> None:
+    """Returns cached GPU memory to the driver, and resets PyTorch's peaks."""
     collect_garbage()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

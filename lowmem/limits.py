@@ -18,7 +18,7 @@ from lowmem.units import MIB, format_size
 
 CONTEXT_BYTES = 512 * MIB  # about the GPU memory that CUDA takes outside PyTorch's allocator
 _KERNELS_BYTES = 256 * MIB  # the part of CONTEXT_BYTES for kernels that CUDA loads during training; assumed
-OVERSHOOT_BYTES = 18 * MIB  # expandable segments may exceed the allocator's cap by this (cudasim/allocator.py)
+OVERSHOOT_BYTES = 18 * MIB  # expandable segments may exceed the allocator's cap by this
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

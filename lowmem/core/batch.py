@@ -181,7 +181,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    micro_batches: Sequence[Batch]  # of one rank
+    """Holds one rank's micro-batches of a step, or of one group of them."""
+
+    micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]  # seeds of the dropout masks of each micro-batch
     scale: float  # multiplies the sum of all tokens' losses before backward
     groups: Sequence[slice] = ()  # micro-batches that run through each segment (consecutive blocks) together

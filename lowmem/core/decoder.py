@@ -275,7 +275,7 @@ def kind_of(block: nn.Module) -> tuple:
         (
             name,
             type(module),
-            getattr(vars(module).get("forward"), "kind", None),  # set by core/layers.py
+            getattr(vars(module).get("forward"), "kind", None),  # of a Norm or an ActivationForward
             tuple((key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)),
             tuple(
                 (key, value)

@@ -53,7 +53,8 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        self.halfway = False  # backward has updated all units: the step is complete
+        """Must be called after backward has updated all units."""
+        self.halfway = False
 
     def refuse_halfway(self) -> None:
         if self.halfway:

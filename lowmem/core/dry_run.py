@@ -65,6 +65,7 @@ def structure_of(model: nn.Module) -> list:
 
 
 def is_ours(hook: object) -> bool:
+    """Returns True if lowmem defined `hook`, which may be any object."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lowmem.")
 
 

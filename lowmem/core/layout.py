@@ -24,7 +24,7 @@ class Layout:
     use."""
 
     micro_batch: int  # sequences in a micro-batch
-    group: int = 1  # micro-batches that pass one segment together before the next segment runs
+    group: int = 1  # micro-batches of full rows that pass one segment together; of shorter rows, more (`groups`)
     segment_blocks: int = 1  # consecutive blocks that are recomputed together, a segment
     # How much the model's n blocks save for backward, from 0 to 2 n:
     #     kept <= n    the last `kept` blocks save input and matrix products; the others, only inputs of segments
@@ -86,6 +86,7 @@ class Layout:
         ]  # fmt: skip
 
     def recomputes(self, blocks: int) -> bool:
+        """Returns True unless all `blocks` save their whole graph."""
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:

@@ -60,6 +60,7 @@ class Norm:
         return normalized(x, self)
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, drops: "Drops | None" = None) -> tuple[Tensor, Tensor]:
+        """Returns x + dropout(branch), and the norm of this sum, by one kernel."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
         return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
 
@@ -143,7 +144,7 @@ class _Normalize(torch.autograd.Function):
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
     """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0."""
     x = x.contiguous()
-    y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: a recording may leave out `drop` (products.py)
+    y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: `drop` may be left out (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
     return y
 
@@ -203,7 +204,8 @@ def round_for_products(
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns {norm: modules that read its output in `dtype`}, without norms that are also read in another dtype."""
+    """Returns {norm: modules that read its output in `dtype`}, without norms that write `dtype` already, or are also
+    read in another dtype."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}

@@ -124,6 +124,7 @@ class Part:
 
     @property
     def has_gradient(self) -> bool:
+        """Returns True if a gradient is on the device or waits in RAM."""
         return self.gradient is not None or self.gradient_in_ram
 
     def drop_gradient(self) -> None:
@@ -169,7 +170,8 @@ class Part:
 
 
 class Store:
-    """Holds all weights, gradients and optimizer states of a decoder, whose parameters become views of the weights."""
+    """Holds all weights, gradients and optimizer states of a decoder, whose parameters become views of the weights, or
+    NaN while these are elsewhere."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ _ALIGNMENT = 256  # each boundary in RAM begins at a multiple of this number of 
 
 
 class WeightWindow:
-    """Copies weights from RAM into slots (device buffers for a segment each). A block's parameters are views of a slot
-    while its weights are there, otherwise NaN."""
+    """Copies weights from RAM into slots (device buffers for a segment each). The parameters of the
+    segment that runs are views of its slot. Those of all other blocks are NaN, even if their weights have arrived."""
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
         self._decoder, self._device = decoder, store.device
@@ -43,7 +43,7 @@ class WeightWindow:
 
     @property
     def fetches(self) -> bool:
-        return bool(self._parts)
+        return bool(self._parts)  # True if any weights are in RAM
 
     def fetches_any_of(self, blocks: range) -> bool:
         return bool(self._parts_of(blocks))

@@ -124,6 +124,8 @@ class Shares(Ranks):
         beside()                      context manager of a second stream, which waits for earlier kernels
         mark()                        an event after all kernels launched in `beside`
         wait(event)                   makes the compute stream wait for `event`
+
+    They also define `total`, `most`, `on_first`, `on_all` and `range_of` of Ranks, unless they simulate one process.
     """
 
     def __init__(self, count: int, rank: int):

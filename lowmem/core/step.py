@@ -50,8 +50,8 @@ class StepAbandoned(Exception):
 class TrainingStep:
     """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
     of a segment or evaluation, unless `halfway`; True raises StepAbandoned. `make_room(where, reason)` is called if
-    memory runs out. It must make room, as by `change_layout`, so that the attempt is repeated, or raise an error. If
-    `where` is HALFWAY, it must raise one."""
+    memory runs out. It must free memory, by an empty cache or `change_layout`; then the attempt is repeated. If it
+    cannot, or if `where` is HALFWAY, it must raise an error."""
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
@@ -276,7 +276,8 @@ class TrainingStep:
 
     def change_layout(self, layout: Layout) -> bool:
         """Uses `layout` from now on. May move optimizer states into RAM; returns False if CUDA refuses to page-lock
-        them. Raises ValueError if `fixed_homes` would change."""
+        them. If memory for slots runs out, raises OutOfMemoryError with the layout changed nevertheless. Raises
+        ValueError if `fixed_homes` would change."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu

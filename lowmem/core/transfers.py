@@ -20,7 +20,7 @@ class Lane(StrEnum):
     # next copy into the update's buffer.
     UPDATES = "updates"
     STATES_IN = "states in"  # copies to the device of states, and of gradients that waited in RAM
-    STATES_OUT = "states out"  # copies of updated states back
+    STATES_OUT = "states out"  # copies of updated states back, and of weights that are in RAM
     WEIGHTS_IN = "weights in"
     BOUNDARIES_IN = "boundaries in"
     RAM_OUT = "boundaries and gradients out"  # to RAM

@@ -21,7 +21,8 @@ class Slot:
     tensors: State  # {name: buffer on the device}
     left: object = None  # event: the newest copies out are done; None: nothing to wait for
     arrived: object = None  # the same for copies in
-    inside: object = None  # newest content: views of `tensors` in a StateWindow, a key in a WeightWindow
+    # newest content: views of `tensors` in a StateWindow, a key in a WeightWindow, the tensor itself in `send_away`
+    inside: object = None
     buffers: State = field(default_factory=dict)  # RAM through which copies between `tensors` and a disk pass
     views: dict = field(default_factory=dict)  # views of `tensors` and `buffers`, made once to save CPU time
     owed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pairs (tensor on a disk, buffer) not written yet
@@ -82,7 +83,8 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states from RAM or a disk to the device for updates, and back."""
+    """Copies optimizer states from RAM or a disk to the device for updates, and back, with weights and gradients in
+    RAM."""
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
         self._transfers, self._device = transfers, device
@@ -128,6 +130,7 @@ class StateWindow:
         return slot.inside
 
     def fetch_ahead(self) -> None:
+        """Queues copies of the next states into all slots that have been given back."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1

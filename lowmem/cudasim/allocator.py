@@ -211,6 +211,7 @@ class CachingAllocator:
     def _grow(self, arena: _Arena, size: int) -> int:
         """Takes memory from the driver, so that `arena` has a free range of `size` bytes. Returns the range's index in
         `by_size`."""
+        # The cap is tested for a segment of the usual size, but an expandable one maps whole pages: up to 18 MiB more.
         segment_bytes = _segment_bytes(size)
         self.wanted_peak_bytes = max(self.wanted_peak_bytes, self.reserved_bytes + segment_bytes)
         if self.limit_bytes is not None and self.reserved_bytes + segment_bytes > self.limit_bytes:

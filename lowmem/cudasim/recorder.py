@@ -224,6 +224,7 @@ class Recorder(TorchDispatchMode):
             self.tape, self.clock, self._threads, self._open, self._operations = kept
 
     def paused(self) -> AbstractContextManager:
+        """Returns a context in which operations run without being recorded."""
         return patch.object(self, "_paused", True)
 
     def take_workspaces(self) -> None:

@@ -68,6 +68,7 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
+        """Calls `prepare` with a folder for arrays, which is next to `data`; `keep` gives it its final name."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))

@@ -1,4 +1,4 @@
-"""Sends data between processes that train one model, by torch.distributed. Implements the methods of core/ranks.py."""
+"""Sends data between processes that train one model, by torch.distributed. Implements core/shares.py."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

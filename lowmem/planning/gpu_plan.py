@@ -48,6 +48,7 @@ class _Case:
         return CUDA_PROCESS_BYTES if process is None else process.now_bytes + TRAINING_BYTES
 
     def room(self, ram_limit: int | None, margins: int) -> Room:
+        """Returns the memory that the search may fill. `margins`: bytes to leave free under the cap of the GPU."""
         base = self.simulations.base
         gpu = room_under(self.gpu_limit, margins)
         if ram_limit is not None:

@@ -27,7 +27,7 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 @dataclass(frozen=True)
 class Plan:
     """Holds the layout of a training step (where tensors are stored, and so on) and its predicted figures. With several
-    ranks, they are those of one rank. On the CPU, the card, GPU memory and seconds are None."""
+    ranks, they are those of one rank. On the CPU, the card, predicted GPU memory and seconds are None."""
 
     settings: Settings
     parameters: int  # of the model

@@ -45,6 +45,7 @@ class Found:
 
     @property
     def waits(self) -> bool:
+        """Returns True if the GPU waits for copies or other ranks for more than 0.2% of the step."""
         return self.simulated.waiting_seconds > _NEGLIGIBLE * self.seconds
 
 

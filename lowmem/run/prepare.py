@@ -205,6 +205,8 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
 
 
 def write_weights(model: LoadedModel, weights: Weights) -> None:
+    """Writes the weights, and compares the model's logits with those of its pieces. Raises InputError if these differ,
+    or if ranks have read different weights."""
     store = model.step.store
     store.write(weights)
     if store.ranks.count > 1:

@@ -91,7 +91,8 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Changes the step's layout to that of the run when it was saved. `measures`: the run's earlier changes."""
+        """Restores the layout of the last of `measures`, the run's earlier changes. If the plan has changed since,
+        takes over only a smaller micro-batch."""
         self.measures += measures
         if not measures:
             return

@@ -51,8 +51,8 @@ class Saver:
 
     @contextmanager
     def saved_if_memory_runs_out(self, done: int) -> Iterator[None]:
-        """Saves a checkpoint after `done` steps if GPU memory runs out or a memory cap is exceeded in the `with` block.
-        Raises the block's error in any case."""
+        """Saves a checkpoint after `done` steps if the `with` block raises CapExceeded. Raises the block's error in any
+        case."""
         try:
             yield
         except CapExceeded:
