@@ -124,6 +124,7 @@ def flush_path(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
+    """Removes a file, a link or a whole folder. Raises no error if that fails, or if there is none."""
     with suppress(OSError):
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -193,6 +194,7 @@ class Manifest:
             fill(buffer[: size_bytes - start])
 
     def verify(self, name: str) -> None:
+        """Reads the whole file `name`, and raises Damaged if its bytes have changed."""
         with self.checked(name) as fill:
             self.skip(fill, self.entries[name]["bytes"])
 

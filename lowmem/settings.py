@@ -1,8 +1,9 @@
 """Defines all settings of a training run: one frozen dataclass, which refuses combinations that cannot run.
 
-Each field is also a command-line option (run/options.py). ``None`` leaves the choice to the planner (``micro_batch``,
-``group``, ``segment_blocks``), to the environment (``wandb``, ``report_to``) or to other settings (``out``). In
-``clip_norm`` and the memory caps, ``None`` means no limit.
+Each field is also a command-line option (run/options.py). The name of a size ends with ``_bytes``, by which its value
+is parsed. ``None`` leaves the choice to the planner (``micro_batch``, ``group``, ``segment_blocks``), to the
+environment (``wandb``, ``report_to``) or to other settings (``out``). In ``clip_norm`` and the memory caps, ``None``
+means no limit.
 """
 
 import math

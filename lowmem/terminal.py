@@ -15,8 +15,9 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def output(*, needed: bool = False) -> Iterator[None]:
-    """Ignores errors of printing in the `with` block, and drops all later output. If the block prints a `needed`
-    answer, errors other than a closed terminal or pipe, such as a full disk, raise LowmemError."""
+    """Ignores an error of printing in the `with` block, and drops all output after it, so that training goes on. If the
+    block prints a `needed` answer, errors other than a closed terminal or pipe, such as a full disk, raise
+    LowmemError."""
     try:
         yield
         if needed and sys.stdout is not None:

@@ -46,6 +46,7 @@ class Region:
     span: Span = NOTHING  # the effect on the clock
 
     def relative(self, storage: int, earlier: "Region | None") -> int:
+        """Returns the number in `operations` of the tape's `storage`, which may be one of the region `earlier`."""
         if storage >= self.base:
             return storage - self.base
         if earlier is None or not earlier.base <= storage < earlier.base + earlier.count:
@@ -211,8 +212,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Leaves the code inside `with` out of this recording, for regions that are only noted here, to be repeated
-        later. The code must free all that it allocates."""
+        """Records the code inside `with` on another tape and clock, for regions that are replayed later. The code must
+        free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

@@ -91,7 +91,7 @@ class Memory:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Returns {name of a tensor or operator: bytes} at the peak of allocated bytes. The values add up to it."""
+        """Returns {name of storages, or "rounding": bytes} at the peak of allocated bytes. The values add up to it."""
         return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 

@@ -153,8 +153,8 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0
-    # In the order of hashes, which `unique` has sorted. Skips documents that would make the share twice as large as
-    # wanted.
+    # In the order of hashes, which `unique` has sorted. Skips documents that would make the share more than twice as
+    # large as wanted.
     for index in range(len(hashes)):
         if share + group_sizes[index] <= 2 * target:
             chosen[index] = True

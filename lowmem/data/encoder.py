@@ -1,4 +1,4 @@
-"""Encodes texts as token ids, on RAYON_NUM_THREADS processors and in bounded memory."""
+"""Encodes texts as token ids in bounded memory."""
 
 from collections.abc import Callable
 

@@ -129,7 +129,7 @@ class _Alpaca(Format):
 
 
 class _Conversations(Format):
-    """Renders messages with the chat template, or sets a default one, which is exported."""
+    """Renders messages with the chat template. Sets a default one, which is exported, if there is none."""
 
     chat = True
     more = (*SYSTEM_COLUMNS, "tools", "functions")

@@ -1,4 +1,4 @@
-"""Tokenizes a text that is too long to tokenize at once, in bounded memory and on all processors.
+"""Tokenizes a text that is too long to tokenize at once, in bounded memory.
 
 Windows of the text overlap, and are joined in the middle of tokens that both have. docs/data.md says why the result is
 exact.

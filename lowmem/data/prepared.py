@@ -68,7 +68,7 @@ class Preparation:
         return parts
 
     def make(self, prepare: Callable[[ArrayFolder], list[Part]]) -> list[Part]:
-        """Calls `prepare` with a folder for arrays, which is next to `data`; `keep` gives it its final name."""
+        """Returns the result of `prepare`, which gets a new folder for token files."""
         if self._folder is None:
             with tempfile.TemporaryDirectory() as place:  # open files outlive their names
                 return prepare(ArrayFolder(Path(place)))
@@ -101,6 +101,7 @@ class Preparation:
         entries[_CONTENT] = write(partial / _CONTENT, [to_json(content)])
         write_manifest(partial, entries)
         flush_path(partial)
+        # A kill from here to the rename loses the stored tokens; the next start makes them again.
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         self._arrays = None

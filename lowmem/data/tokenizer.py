@@ -1,6 +1,6 @@
 """Loads the model's own tokenizer, or a byte-level one for training from random weights.
 
-Tokenizers are looked up in the hub's cache, then on the hub, except with `--init random`.
+Tokenizers are looked up in the hub's cache, then on the hub; with `--init random` the hub is not asked.
 """
 
 import json

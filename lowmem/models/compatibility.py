@@ -57,8 +57,8 @@ def check_pieces(decoder: Decoder, vocabulary_size: int, document_mask: bool = F
 @torch.no_grad()
 def difference(decoder: Decoder, vocabulary_size: int, document_mask: bool) -> str | None:
     """Compares the logits of embedding, blocks and head, run in turn, with those of the whole model. Returns a sentence
-    if these differ, if the model is not causal or, with `document_mask`, ignores document masks; else None. Raises
-    RuntimeError if logits are not finite."""
+    if these differ, if blocks get trained tensors from outside, if the model is not causal or, with `document_mask`,
+    ignores document masks; else None. Raises RuntimeError if logits are not finite."""
     name, head_weight = decoder.architecture, decoder.head_weight
     input_ids, *others = decoder.example(vocabulary_size)
     whole = decoder.whole(input_ids, *others)

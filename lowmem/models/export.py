@@ -63,8 +63,8 @@ def export_model(
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Yields a new, empty folder, and puts it in place of `folder` after the `with` block. If anything fails, `folder`
-    stays as it was."""
+    """Yields a new, empty folder. After the `with` block, flushes it to the disk, and only then puts it in place of
+    `folder`. If anything fails, `folder` stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -65,8 +65,8 @@ def match(model: PreTrainedModel, entries: dict[str, Entry], source: str) -> tup
 
 
 def _fits(model: PreTrainedModel, entries: dict[str, Entry]) -> list[_Fit]:
-    """Returns ways to match names in the files with the model's parameter names, the likeliest first. All remove the
-    prefixes of wrappers; further ways also remove a prefix that many names share."""
+    """Returns ways to match names in the files with the model's parameter names. All remove the prefixes of wrappers;
+    those after the first also remove a prefix that many names share."""
     fit = _fit(model, entries, "")
     if not fit.problems():
         return [fit]

@@ -31,8 +31,8 @@ def margins(needs_all_gradients: bool) -> int:
 
 
 def refusal(question: Question, gpu_limit: int | None, gpu_cap: int | None, ram: int) -> str:
-    """Returns the message that the given caps are too small. It names the smallest sufficient ones. All figures are
-    bytes; `ram` is for all processes on the machine. None leaves out a cap."""
+    """Returns the message that the given caps are too small. It names `gpu_limit` as given, and `gpu_cap` and `ram` as
+    sufficient. All figures are bytes; `ram` is for all processes on the machine. None leaves out a cap."""
     caps = [
         f"{format_size(limit)} of {memory}"
         for memory, limit in (("GPU memory", gpu_limit), ("RAM", question.ram_limit_bytes))

@@ -134,7 +134,7 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
     """Yields a copy of `choices` for each allowed Fate (how gradients wait for the optimizer's update). HELD comes
-    twice: with small groups of micro-batches, and with all micro-batches in one group."""
+    twice: with any allowed group of micro-batches, and with all micro-batches in one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     # HELD: gradients stay on the GPU until the update. Several ranks always make one group of the whole batch.

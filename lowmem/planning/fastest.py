@@ -135,7 +135,7 @@ class Candidate:
 
     layout: Layout
     column: Column
-    least_gpu_bytes: int  # a lower bound: the slots may be smaller than those of the other layout
+    least_gpu_bytes: int  # a lower bound: the slots may be smaller than those of the layout that was simulated
     ram_bytes: int  # of tensors in RAM that are copied to the GPU when needed
 
     def fits(self, simulations: Simulations, limit_bytes: int | None) -> bool:
@@ -172,8 +172,9 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that a run can change to if GPU memory runs out. Each is the fastest that allocates at most a
-    share of the GPU bytes of `found`. All keep its micro-batch and Layout.fixed_homes."""
+    """Returns layouts that a run can change to if GPU memory runs out. Each is the fastest that allocates at most one
+    of `shares` of the GPU bytes of `found`, in this order. All keep its micro-batch and Layout.fixed_homes, and have no
+    more units with states on the GPU."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

@@ -27,7 +27,7 @@ from lowmem.units import GIB, MIB, format_size, interval_seconds
 @dataclass(frozen=True)
 class Plan:
     """Holds the layout of a training step (where tensors are stored, and so on) and its predicted figures. With several
-    ranks, they are those of one rank. On the CPU, the card, predicted GPU memory and seconds are None."""
+    ranks, they are those of one rank. On the CPU, the card, peaks of GPU memory and seconds are None."""
 
     settings: Settings
     parameters: int  # of the model
@@ -69,6 +69,7 @@ class Plan:
 
     @property
     def ram_breakdown(self) -> dict[str, int]:
+        """Returns {name: bytes} of the phase that takes the most RAM."""
         return largest(self.ram)
 
     @property

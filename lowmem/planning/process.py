@@ -22,8 +22,8 @@ from lowmem.errors import LowmemError
 
 @contextmanager
 def process_aside() -> Iterator[Callable]:
-    """Yields `aside(function, *arguments)`, which calls `function` in a forked process. Returns its result or raises
-    its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls `function` in this
+    """Yields `aside(function, *arguments)`, which calls `function` in a forked process, and returns its result or
+    raises its error. Arguments and results must be picklable. If a fork is not safe, `aside` calls `function` in this
     process."""
     # A fork is safe before CUDA is initialised and before autograd starts its threads, which are not forked.
     if sys.platform != "linux" or torch.cuda.is_initialized() or _autograd_has_threads():

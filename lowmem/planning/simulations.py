@@ -46,7 +46,7 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that RAM holds while weights are loaded or drawn at random."""
+        """Returns the bytes of the largest tensor that is whole in RAM while weights are made."""
         # Random weights are drawn in fp32. Pretrained ones are read in small pieces.
         return 4 * self.largest_parameter if init == "random" else 0
 

@@ -68,7 +68,7 @@ class Ending:
         except (CapExceeded, Stopped, *NO_ERRORS):
             raise
         except BaseException as error:
-            # After an error of a single rank, the others would wait for this one.
+            # Errors that all ranks raise together have `said_by`. After any other, the others would wait for this rank.
             if self._all_ranks_here and not hasattr(error, "said_by"):
                 raise
             expected = isinstance(error, LowmemError)

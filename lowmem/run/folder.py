@@ -22,8 +22,9 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Creates the run folder `folder`, and locks it during the `with` block. If the block writes nothing, removes the
-    folders that were created. Raises InputError if another run has locked the folder, or if it cannot be written."""
+    """Creates the run folder `folder`, and locks it until the end of the `with` block or of the process. If the block
+    writes nothing, removes the folders that were created. Raises InputError if another run has locked the folder, or if
+    it cannot be written."""
     folder = Path(os.path.abspath(folder))
     lock = FileLock(folder / ".lock", timeout=0)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -101,8 +102,8 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes what a killed save has left in `root`, the folder of checkpoints. Restores a checkpoint that the save has
-    moved aside."""
+    """Removes the rest of a killed save from `root`, the folder of checkpoints. Restores a checkpoint that the save has
+    moved aside, unless the new one is complete."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)

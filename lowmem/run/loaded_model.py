@@ -52,9 +52,10 @@ class LoadedModel:
 
     def save(self, folder: str | Path, done: int, keep_last: int = 2) -> Path:
         """Saves weights and optimizer states after `done` steps as folder/checkpoints/step-..., and returns that path.
-        `lowmem.load(settings, resume=folder)` goes on with the same bits. Keeps the last `keep_last` checkpoints. A
-        kill at any moment leaves a valid one. Raises InputError if `folder` belongs to `lowmem train`, or has later
-        checkpoints of another loop. Raises LowmemError, with earlier checkpoints intact, if the disk is full."""
+        `lowmem.load(settings, resume=folder)` goes on with the same bits, if batches and rates are the same. Keeps the
+        last `keep_last` checkpoints. A kill at any moment leaves a valid one. Raises InputError if `folder` belongs to
+        `lowmem train`, or has later checkpoints of another loop. Raises LowmemError, with earlier checkpoints intact,
+        if the disk is full."""
         folder = Path(folder).expanduser()
         if type(done) is not int or done < 0:
             raise InputError(f"{done!r} steps: give a whole number, at least 0")
@@ -89,6 +90,6 @@ class LoadedModel:
 
     def identity(self) -> dict:
         """Returns {name: value} of all that must be equal in a checkpoint and in the run that resumes it. Leaves out
-        what your own loop chooses, such as data and learning rate."""
+        settings that your own loop chooses, such as data and learning rate."""
         identity = run_identity(self.config, self.plan, "")
         return {name: value for name, value in identity.items() if name not in _OF_THE_LOOP}

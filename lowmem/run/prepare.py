@@ -185,8 +185,8 @@ def build(
     say: Say, weights: bool,
 ) -> tuple[LoadedModel, Weights | None]:  # fmt: skip
     """Returns the model, which has no values until `write_weights`, and an iterator over its initial weights, or None
-    if not `weights`. From here on, the process's memory is limited by `budget`. Raises InputError, before anything is
-    allocated, if the weights' files do not fit the model."""
+    if not `weights`. Caps the process's GPU memory by `budget`. Raises InputError, before anything is allocated, if the
+    weights' files do not fit the model."""
     settings, config = question.settings, question.config
     ranks.on_all(lambda: budget.apply(plan.gpu_reserved_peak_bytes, plan.allocator_bytes))
     devices.make_deterministic(budget.device)
@@ -205,8 +205,8 @@ def initial_weights(settings: Settings, config: PretrainedConfig, decoder: Decod
 
 
 def write_weights(model: LoadedModel, weights: Weights) -> None:
-    """Writes the weights, and compares the model's logits with those of its pieces. Raises InputError if these differ,
-    or if ranks have read different weights."""
+    """Writes `weights` into the model. Raises InputError if ranks have read different ones, or if the model cannot be
+    trained in pieces."""
     store = model.step.store
     store.write(weights)
     if store.ranks.count > 1:

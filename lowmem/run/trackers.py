@@ -165,8 +165,8 @@ class _TensorBoard:
             threading.excepthook = partial(_ignore_tensorboard, threading.excepthook)
 
     def start(self, first_step: int, constants: dict) -> None:
-        # Removes what an interrupted run has left of later steps. The evaluation before the first step is kept for a
-        # resumed run, and purged for a new one.
+        # Removes values of later steps, which an interrupted run has left. The evaluation before the first step is kept
+        # for a resumed run, and purged for a new one.
         self._writer = self._open(purge_step=first_step + 1 if first_step else 0)
         layout = {
             section: {title: ["Multiline", patterns] for title, patterns in titles.items()}
