@@ -1,7 +1,7 @@
-"""The claims of this project, each with a command that tries it in small: the table to extend (`make seeds` runs all).
+"""The claims of this project, each with a command that tests it on a small scale (`make seeds`). Extend CLAIMS.
 
-A command writes under its own folder, {out}; {runs} holds the folders of the claims before it. `judge` reads what the
-command wrote, and returns the number to show and whether the claim holds.
+A command writes into the folder {out}. `judge` reads that folder, and returns the number to show and whether the claim
+holds.
 """
 
 import json
@@ -16,8 +16,8 @@ Verdict = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Claim:
-    """`name`: of the folder. `words`: of the command, after the interpreter. `stand_in`: the stand-in's options, if the
-    claim is about CUDA; such a command needs `make stand-in`."""
+    """A claim and its test. `name`: of the folder. `words`: the command after the interpreter. `stand_in`: the
+    stand-in's options, if the claim is about CUDA."""
 
     name: str
     claim: str

@@ -1,7 +1,6 @@
-"""All tables and pictures that are made of committed rows, made again: `make results`.
+"""Makes all tables and pictures again from the committed rows: `make results`.
 
-The tables between the marks of README.md, docs/results.md and each experiment's README. A test fails when any of them
-and the rows disagree.
+A test fails if a table in README.md, docs/results.md or an experiment's README disagrees with the rows.
 """
 
 import sys

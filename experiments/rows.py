@@ -1,8 +1,7 @@
-"""Makes committed rows again that are stale and cheap: `make rows`; first to ask: `python -m experiments.rows --list`.
+"""Makes stale committed rows again if they are cheap: `make rows`. --list only says which rows are stale.
 
-A row is stale if the sources that made it have changed since: their digest is in the row. Rows of plans and schedules
-are cheap, because any machine makes them. What a GPU, the stand-in or a long training has measured is not made here.
-Afterwards `make results` makes the tables.
+Rows are stale if their sources have changed since. Plans and schedules are cheap. Rows of a GPU, of the stand-in or of
+long trainings are not made here. Run `make results` afterwards.
 """
 
 import shlex
@@ -30,7 +29,7 @@ MINUTES = 15.0
 
 @dataclass(frozen=True)
 class Made:
-    """Rows of a file that `program` makes with these arguments, in `minutes` on two idle cores. `is_of`: which ones."""
+    """Rows of a file that `program` makes in `minutes` on two idle cores. `is_of`: selects them."""
 
     program: str
     arguments: tuple[str, ...]
@@ -40,19 +39,17 @@ class Made:
     is_of: Callable[[dict], bool] = lambda row: True
 
     def stale(self) -> tuple[int, int]:
-        """Returns how many rows are stale, of how many."""
+        """Returns the number of stale rows, and of all rows."""
         now = self.sources()
         found = [row for row in row_file.read(self.rows) if self.is_of(row)]
         return sum(row.get("sources") != now for row in found), len(found)
 
 
 def made(module, folder: Path, name: str, minutes: float, **more) -> Made:
-    """Returns rows in a folder that a module's --out names."""
     return Made(module.PROGRAM, ("--out", str(folder)), folder / name, minutes, module.sources, **more)
 
 
 def planned(rows: PlannedRows, minutes: float, **more) -> Made:
-    """Returns the committed rows of plans."""
     return Made(rows.program, ("--out", str(rows.file.parent)), rows.file, minutes, rows.sources, **more)
 
 

@@ -1,10 +1,9 @@
-"""Every experiment's own command in small, and one page with what each found: `make seeds`.
+"""Tests every claim on a small scale by its own command, and writes one page of results: `make seeds`.
 
     python -m experiments.seeds [--only NAME ...] [--out DIR]
 
-About a quarter of an hour on two cores; no GPU, no network. A command that needs the stand-in (`make stand-in`) is left
-out where there is none, and the page says so. Under --out: index.html, which is written after every claim, rows.jsonl,
-and a folder for each claim with its output. Exit code 1 if a claim does not hold.
+About a quarter of an hour on two cores; no GPU, no network. Claims that need the stand-in (`make stand-in`) are left
+out without one. --out gets index.html, rows.jsonl, and a folder per claim. Exit code 1 if a claim does not hold.
 """
 
 import html
@@ -72,7 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tried(claim: Claim, runs: Path) -> dict:
-    """Runs a claim's command in an empty folder, and returns the claim's row."""
     folder, began = runs / claim.name, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -108,7 +106,7 @@ def _judged(claim: Claim, command: Sequence[str], folder: Path) -> tuple[str, st
 
 
 def make_page(rows: Sequence[dict], folder: Path) -> str:
-    """Returns the HTML of the page about these rows, with pictures of the claims' folders under `folder`."""
+    """Returns the page's HTML. `folder`: has the claims' folders, with pictures."""
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in (HOLDS, FAILS, LEFT_OUT)}
     of = rows[-1]
     return "\n".join([

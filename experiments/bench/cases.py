@@ -1,23 +1,6 @@
-"""What is timed: each case is one process, which prints how long its work takes, and how long plain code for the same.
+"""Times a case: its work and plain code for the same work, by turns. Each case is one process, which run.py starts.
 
-    python -m experiments.bench.cases step        one line of JSON; run.py starts these, in one tree or in two
-
-    plan large, plan xl   `train_gpt2_*.py --plan-only --gpu rtx3060`, the whole process: imports and the search
-    plan xl, 6 GiB        the same under a tight cap, with 24 GiB of RAM
-    plan llama-7b         the same of Llama-7B's config for an rtx3090
-    small run             three steps of the demo's small model, the whole process: mostly its start and its end
-    step                  a training step of GPT-2's shape on the CPU, its update included, against forward and backward
-                          of the stock transformers model over the same tokens
-    sorted, packed        a step of examples (signatures and docstrings, as bytes) with --pack sorted
-                          and packed, against --pack padded
-    load                  a saved model into its places, against safetensors' own reading into as many tensors
-    draw                  random weights, against as many numbers drawn by torch
-    save                  a checkpoint with AdamW's states, against the same bytes in one file and one fsync
-    tokenize              TEXT_BYTES of text in one file, from its bytes to the tokens of a run, with GPT-2's vocabulary
-                          and all cores (tokenize.py), against the tokenizer alone; then as a run that goes on
-
-Work and plain code take turns; of each the least of REPEATS counts, which is what other processes disturb least.
-Tokenizing takes half a minute and is done once a round.
+python -m experiments.bench.cases step        one line of JSON
 """
 
 import ast
@@ -53,9 +36,7 @@ PROCESSES = {  # script, options, a model other than the script's
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds: of the processors, all threads together, and of the clock on the wall."""
-
-    cpu_seconds: float
+    cpu_seconds: float  # of all threads together
     wall_seconds: float
 
     def least(self, other: "Times") -> "Times":
@@ -67,7 +48,7 @@ Case = Callable[[Path], tuple[Work, Work, float, str]]  # in a folder: work, pla
 
 
 def whole_process(case: str, tree: Path) -> dict:
-    """Times a process of a script in `tree`, by the kernel's figures at its end."""
+    """Times a process of a script in `tree`, by the kernel's figures."""
     script, options, model = PROCESSES[case]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, script, *options.split(), "--out", os.path.join(folder, "run")]
@@ -87,7 +68,7 @@ def whole_process(case: str, tree: Path) -> dict:
 
 
 def tokenized(tree: Path) -> dict:
-    """Times a run in `tree` that starts on a long text, and one that resumes. RAM is the growth of the process."""
+    """Times a run in `tree` that starts on a long text, and one that resumes. RAM is the process's growth."""
     program = ROOT / "experiments" / "bench" / "tokenize.py"
     with tempfile.TemporaryDirectory(prefix="tokenize-") as folder:
         make_text(Path(folder) / "text.txt", TEXT_BYTES)
@@ -101,7 +82,7 @@ def tokenized(tree: Path) -> dict:
 
 
 def make_text(path: Path, size_bytes: int) -> None:
-    """Writes installed Python sources as UTF-8, in a fixed order."""
+    """Writes `size_bytes` of installed Python sources as UTF-8, in a fixed order."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
     with open(path, "wb") as file:
         for source in (source for folder in folders for source in sorted(Path(folder).rglob("*.py"))):
@@ -113,6 +94,7 @@ def make_text(path: Path, size_bytes: int) -> None:
 
 
 def step(folder: Path) -> tuple[Work, Work, float, str]:
+    """Prepares a training step of GPT-2's shape with its update; plain: the stock model's forward and backward."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +116,7 @@ def step(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 def ragged(pack: str) -> Case:
-    """Returns a step of examples laid as `pack` says, against the same examples padded."""
+    """Returns a case: a step of examples of many lengths, laid out as `pack` says; plain: padded."""
 
     def case(folder: Path) -> tuple[Work, Work, float, str]:
         from lowmem.data.dataset import load_data
@@ -163,7 +145,7 @@ def ragged(pack: str) -> Case:
 
 
 def _signatures(count: int) -> list[dict[str, str]]:
-    """Returns the first functions of the standard library that have a docstring, ordered by module."""
+    """Returns the first `count` functions of the standard library that have a docstring."""
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
@@ -176,6 +158,7 @@ def _signatures(count: int) -> list[dict[str, str]]:
 
 
 def load(folder: Path) -> tuple[Work, Work, float, str]:
+    """Prepares loading a saved model into its places; plain: safetensors' own reading into as many tensors."""
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -201,6 +184,7 @@ def load(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 def draw(folder: Path) -> tuple[Work, Work, float, str]:
+    """Prepares random weights; plain: as many numbers drawn by torch."""
     import torch
 
     from lowmem.models.build import load_config
@@ -218,6 +202,7 @@ def draw(folder: Path) -> tuple[Work, Work, float, str]:
 
 
 def save(folder: Path) -> tuple[Work, Work, float, str]:
+    """Prepares a checkpoint with AdamW's states; plain: the same bytes in one file and one fsync."""
     from lowmem.run.checkpoint import save_checkpoint
     from lowmem.units import GIB
 
@@ -247,7 +232,7 @@ CASES = (*PROCESSES, *IN_PROCESS, "tokenize")
 
 
 def _made():
-    """Returns a step on the CPU, in fp32, with AdamW's exact states and clipping, nothing recomputed; and its store."""
+    """Returns a CPU step in fp32, with exact AdamW, clipping and no recomputation, and its store."""
     import torch
 
     from lowmem.core.layout import Layout
@@ -276,8 +261,8 @@ def timed(work: Work) -> Times:
 
 
 def in_turns(work: Work, plain: Work) -> tuple[Times, Times]:
-    """Returns the least of REPEATS of each, after one that does not count."""
-    timed(work), timed(plain)
+    timed(work), timed(plain)  # a warm-up
+    # The least time counts, for other processes only add to it.
     pairs = [(timed(work), timed(plain)) for _ in range(REPEATS)]
     least = pairs[0]
     for pair in pairs[1:]:

@@ -3,9 +3,8 @@
     python -m experiments.bench.run --only "plan"
     python -m experiments.bench.run --before COMMIT        the same in a copy of another commit, alternately
 
-Each case (cases.py) is a separate process with one thread, except for the tokenizer's threads. The least of `--rounds`
-counts in each tree. A plan of XL takes minutes. A row of two trees has both and is a ratio of one run, which another
-day's row is not. A case that the other commit does not know is timed in this tree alone.
+Each case is a separate process; of each figure the least of `--rounds` counts. A case that the other commit lacks is
+timed in this tree alone.
 """
 
 import json
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str, dict]:
-    """Returns, by tree, the least of each figure of a case's processes."""
+    """Returns {tree: least of each figure} of a case's processes."""
     found: dict[str, dict] = {}
     for _ in range(rounds):
         for name, tree in trees.items():
@@ -68,7 +67,7 @@ def least_of_rounds(case: str, trees: dict[str, Path], rounds: int) -> dict[str,
 
 
 def in_tree(case: str, tree: Path) -> dict:
-    """Runs a case in one process, and returns its figures. CalledProcessError if it fails."""
+    """Runs a case in one process, and returns its figures. Raises CalledProcessError if the process fails."""
     if case in PROCESSES:
         return whole_process(case, tree)
     if case not in IN_PROCESS:

@@ -1,4 +1,4 @@
-"""The README's tables, made from rows: `python -m experiments.bench.table` puts them between its marks."""
+"""Makes the README's tables from rows, between its marks: `python -m experiments.bench.table`."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ WHAT = {
 
 
 def tables(rows: list[dict]) -> str:
-    """Returns the newest row of each case; and, if there are any, the newest of each that has two trees."""
+    """Returns a table of each case's newest row and, if there is any, of its newest row of two trees."""
     newest = {row["case"]: row for row in rows}
     compared = {row["case"]: row for row in rows if "before" in row}
     lines = [_cells(WHAT[case], newest[case]) for case in WHAT if case in newest]
@@ -42,8 +42,7 @@ def tables(rows: list[dict]) -> str:
 
 
 def threads_table(rows: list[dict]) -> str:
-    """Returns seconds of a step for each number of other processes and each count of rounds that a thread waits. Of
-    equal settings the newest row counts."""
+    """Returns a step's seconds by number of other processes and spin count. The newest row of a setting counts."""
     found = {(row["busy"], row["spin"]): row["step_seconds"] for row in rows}
     spins = list(dict.fromkeys(spin for _, spin in found))
     lines = [

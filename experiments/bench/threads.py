@@ -1,9 +1,6 @@
 """How long OpenMP's threads should wait for one another before they sleep: `python -m experiments.bench.threads`.
 
-PyTorch splits an operator over its threads and waits for all of them. A thread that waits keeps its processor busy for
-GOMP_SPINCOUNT rounds, then it sleeps. Waking up takes time. But if other processes want the processor, the thread that
-is waited for cannot run before the waiting one sleeps. This trains the demo's small model with several settings, next
-to 0, 2 and 14 processes that only count. Each setting is a process; rounds take turns. The rows hold medians of steps.
+Trains the demo's small model with several values of GOMP_SPINCOUNT, next to 0, 2 and 14 busy processes (README.md).
 """
 
 import argparse
@@ -57,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(spin: str, steps: int) -> list[float]:
-    """Returns seconds of the steps of one process, without the first two. 'lowmem' lets lowmem choose."""
+    """Returns the seconds of one process's steps, without the first two. `spin`: GOMP_SPINCOUNT, or "lowmem" for
+    lowmem's choice."""
     variables = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     if spin != "lowmem":
         variables["GOMP_SPINCOUNT"] = spin
@@ -86,7 +84,7 @@ def step_seconds(steps: int) -> list[float]:
 
 @contextmanager
 def other_processes(count: int):
-    """Runs `count` processes that only count, for as long as the block."""
+    """Runs `count` busy processes during the block."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

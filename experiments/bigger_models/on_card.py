@@ -1,7 +1,6 @@
-"""train_gptj, of which only the GPU's memory matters: `python -m stand_in -- -m experiments.bigger_models.on_card`.
+"""Runs train_gptj for its GPU memory alone: `python -m stand_in -- -m experiments.bigger_models.on_card`.
 
-No weights are drawn and nothing is saved or exported (harness/whole_runs.py); the step, its plan and its memory are a
-run's.
+No weights are drawn, and nothing is saved or exported.
 """
 
 import sys

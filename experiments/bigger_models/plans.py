@@ -2,13 +2,8 @@
 
     python -m experiments.bigger_models.plans [--only NAME ...] [--list] [--jobs N] [--out DIR]
 
-A case is a model under a cap of GPU memory and one of RAM, on a card. The command says on stderr how long it takes, by
-the seconds that committed rows have. A row is written to rows.jsonl as soon as its plan is made. A case that has a row
-of the same sources is not planned again, so the same command goes on. Under a cap of RAM, states may be on a disk,
-which is assumed to read and write 2 GiB/s in all (--disk-rate's default).
-
-The smallest caps are those that a refusal under 16 MiB of GPU memory names. A case that is refused has the sentence in
-its row: `error`.
+A case is a model on a card, under caps of GPU memory and RAM. A case with a row of the same sources is not planned
+again. Under a cap of RAM, states may be on a disk that moves 2 GiB/s. A refused case has the reason in `error`.
 """
 
 import os
@@ -40,9 +35,9 @@ KIND = "planned"
 
 @dataclass(frozen=True)
 class Case:
-    """`gpu_limit`, `ram_limit`: sizes as they are typed; of the former SMALLEST, for the smallest under which the model
-    trains, and its plan. `target_tokens`: of the `seq` positions of a row those of the decoder, in encoder-decoders.
-    `gradients`: Settings'; RESIDENT for a plan to compare others with."""
+    """A plan to be made. Limits are sizes as typed; `gpu_limit` SMALLEST: the smallest under which the model trains.
+    `target_tokens`: the decoder's share of the `seq` positions. `gradients`: as in Settings; RESIDENT for
+    comparison."""
 
     shape: str
     gpu_limit: str
@@ -60,8 +55,8 @@ class Case:
         return f"{self.shape}, {self.gpu_limit}, {ram}, {self.card}{resident}"
 
     def settings(self, folder: Path, gpu_limit_bytes: int) -> Settings:
-        """Returns the settings of its plan; `folder` has the model's config.json. InputError for settings that cannot
-        be made."""
+        """Returns the plan's settings. `folder`: has the model's config.json. Raises InputError for impossible
+        settings."""
         more: dict[str, Any] = {"gradients": self.gradients}
         if self.ram_limit != NO_CAP:
             more |= {"ram_limit_bytes": parse_size(self.ram_limit), "states_folder": str(folder / "states")}
@@ -90,10 +85,10 @@ class Case:
                 ) from None
 
     def _smallest_cap_bytes(self, folder: Path) -> int:
-        """Returns the smallest cap of GPU memory under which the model trains. LowmemError if a refusal names none."""
         try:
             lowmem.plan(self.settings(folder, TOO_LITTLE_BYTES))
         except PlanError as error:
+            # The refusal names the smallest cap under which the model trains.
             found = re.search(r"--gpu-limit (\d+)MiB", str(error))
             if found is None:
                 raise

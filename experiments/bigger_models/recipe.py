@@ -22,9 +22,9 @@ SLICE_WARMUP = 0.5  # of all steps
 
 
 def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> int:
-    """Runs what `arguments` (the command line's, if None) ask for over a recipe's `defaults`, as the main scripts do;
-    returns the exit code. With `--blocks N` the model is a slice with the shape of that name. It starts
-    from random weights, with a longer warm-up. Its config.json is written next to the run folder."""
+    """Runs the main scripts' program over a recipe's `defaults`, and returns the exit code. `arguments` None: the
+    command line's. With `--blocks N` the model is a slice of the shape `name`, from random weights, with a longer
+    warm-up."""
     own, words = _parser(name).parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         escape_what_stdout_lacks()
@@ -43,8 +43,8 @@ def main(name: str, defaults: Settings, arguments: list[str] | None = None) -> i
 
 @contextmanager
 def _slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Iterator[Settings]:
-    """Yields `defaults` with the slice as their model. Afterwards removes its config.json if no plan was written.
-    InputError if `words` cannot be understood, name another model, or leave no place for the config.json."""
+    """Yields `defaults` with the slice as their model. Raises InputError if `words` are wrong or name another model, or
+    if config.json cannot be written."""
     settings = parse_arguments(words, defaults)
     folder = Path(f"{settings.out}-config")
     if settings.model not in (defaults.model, str(folder)):
@@ -57,6 +57,7 @@ def _slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Iter
     try:
         yield replace(defaults, model=str(folder))
     finally:
+        # Without a plan there is no run that needs the config.json.
         if made and not Path(settings.out, "plan.json").exists():
             (folder / "config.json").unlink(missing_ok=True)  # another of torchrun's processes may have removed it
             with suppress(OSError):
@@ -65,7 +66,6 @@ def _slice(name: str, blocks: int, defaults: Settings, words: list[str]) -> Iter
 
 
 def _help(name: str, defaults: Settings) -> str:
-    """Returns the main scripts' help under this recipe's own usage, --blocks at its end."""
     with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
         parse_arguments(["--help"], defaults)
     usage = f"usage: python -m experiments.bigger_models.{Path(sys.argv[0]).stem} [--blocks N] [options]"

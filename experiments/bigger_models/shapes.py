@@ -1,9 +1,8 @@
 """The shapes of the models, by name, and slices of them: the same widths with fewer blocks.
 
-Of a shape everything but the weights is known without a network: `write` makes a folder with its config.json, which
-every script takes as `--model DIR` with `--init random`. Tests hold `parameters` to the models that these configs make.
-
     python -m experiments.bigger_models.shapes NAME DIR [--blocks N]
+
+Writes a config.json into DIR, for any script's `--model DIR --init random`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The tables of tables.md and the README's verdict, from rows: `python -m experiments.bigger_models.table`."""
+"""Makes the tables of tables.md and the README's verdict from rows: `python -m experiments.bigger_models.table`."""
 
 import sys
 from dataclasses import replace
@@ -118,7 +118,6 @@ def _ladder(planned: dict[str, dict]) -> str:
 
 
 def _of(planned: dict[str, dict], shape: str, gpu_limit: str) -> dict | None:
-    """Returns the ladder's row; None if it was not planned."""
     where = (shape, gpu_limit, NO_CAP, LADDER_CARD)
     where_of = [((case.shape, case.gpu_limit, case.ram_limit, case.card), case) for case in CASES]
     case = next(case for found, case in where_of if found == where and case.gradients != RESIDENT)
@@ -209,7 +208,6 @@ def _on_card(rows: list[dict]) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """Summarizes the rows in sentences."""
     planned = [row for row in rows if row["kind"] == KIND and row.get("gradients") != RESIDENT]
     fitting = [row for row in planned if not row["error"]]
     sentences = []

@@ -2,10 +2,8 @@
 
     python -m experiments.bigger_models.today [--only NAME ...] [--jobs N] [--out DIR]
 
-The models' configs are in lowmem/models/known_configs.json, so no network is needed. RAM is capped at what such a
-machine usually has. Optimizer states that exceed the cap are in a folder on a disk, which is assumed to read and write
-2 GiB/s. A row is written to today.jsonl as soon as its plan is made. A plan that has a row of the same sources is not
-made again.
+Needs no network. RAM is capped at such a machine's usual size; states beyond that are on a disk that moves 2 GiB/s. A
+plan with a row of the same sources is not made again.
 """
 
 import sys
@@ -37,7 +35,7 @@ MODELS = {  # by the name in the table; from the smallest to the largest
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds a card's name in the table and in lowmem, and the cap of RAM that is assumed beside it."""
+    """A card's name in the table and in lowmem, and the assumed cap of RAM."""
 
     title: str
     card: str
@@ -71,7 +69,6 @@ class Case:
 
     @property
     def command(self) -> str:
-        """Returns the command that prints this plan."""
         machine = self.machine
         return (
             f"python -m lowmem.plan --model {MODELS[self.title]} --seq {SEQ} --batch {BATCH} --gpu {machine.card} "
@@ -87,7 +84,6 @@ class Case:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns the table of *Will it fit?* in Markdown, from rows of today.jsonl."""
     found = {row["name"]: row for row in rows}
     lines = []
     for title in MODELS:
@@ -98,7 +94,6 @@ def table(rows: list[dict]) -> str:
 
 
 def heading() -> str:
-    """Returns the sentences above the table, which say how to read it."""
     return (
         f"Seconds per step of {BATCH} x {SEQ:,} tokens, hours per million tokens, GiB of RAM in use; all predicted, "
         "with `--gpu-limit none`. *disk*: RAM has no room for these GiB of optimizer states, which are in "

@@ -35,7 +35,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes SIGNALS raise KeyboardInterrupt in the block."""
     before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
     try:
         yield
@@ -112,9 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run_jobs(
     jobs: Sequence[Job], path: Path, scratch: Path, machine: dict, device: str, deadline: float, *, again: bool = False
 ) -> bool:
-    """Runs `jobs` in their order until `deadline` (of time.monotonic), rows to `path`; whether all are good.
-
-    `machine`: what `machine_here` gives; `device`: "cuda", or "cpu" for a dry run. On the stand-in every run is dry."""
+    """Runs `jobs` in order until `deadline` (of time.monotonic), with rows to `path`. Returns whether all are good.
+    `machine`: of `machine_here`. `device`: "cuda", or "cpu" for a dry run."""
     dry_run, stand_in = _kind_here(device)
     shared = {
         "commit": rows.commit(),
@@ -139,7 +137,7 @@ def run_jobs(
 
 
 def of_job(job: Job, dry_run: bool) -> dict:
-    """Returns the fields that all rows of a job share, but not all jobs."""
+    """Returns the fields that all rows of one job share."""
     command = ["python3", *rows.through_stand_in(), "-m", "experiments.gpu_acceptance", "--only", job.full_name]
     caps = {
         name: None if gib is None else int(gib * GIB)
@@ -162,7 +160,7 @@ def task_of(job: Job, path: Path, scratch: Path, common: dict, device: str) -> d
 
 
 def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, deadline: float) -> bool:
-    """Runs a job, in another process after each case that has ended one; whether all was good."""
+    """Runs a job, in another process after each case that ended one. Returns whether all was good."""
     progress, began = Progress(scratch), time.monotonic()
     task = task_of(job, path, scratch, common, device)
     silent_seconds = job.seconds + FACTOR * job.flops / task["flops_per_second"]
@@ -190,8 +188,8 @@ def _run_job(job: Job, path: Path, scratch: Path, common: dict, device: str, dea
 def _run_process(
     task: dict, progress: Progress, silent_seconds: float, deadline: float
 ) -> tuple[int | None, str | None]:
-    """Runs one process of a job: returns its exit code, or None and why it was ended. It may take `silent_seconds`
-    until it announces its time limit, and never longer than until `deadline`."""
+    """Runs one process of a job. Returns its exit code, or None and why it was ended. `silent_seconds`: until it must
+    announce its time limit."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}  # no job needs the hub, and a time-out is worth a measurement
     if task["common"]["dry_run"]:
         environment["OMP_NUM_THREADS"] = "1"  # tiny work: more would wait for each other
@@ -229,7 +227,6 @@ def _failed(path: Path, name: str, common: dict, seconds: float, error: str, out
 
 
 def _refused_on_stand_in(dry_run: bool) -> str | None:
-    """Returns why this command does not run on the stand-in; None if it does."""
     if not dry_run:
         return "the stand-in has no speed to measure, and real shapes would take it days; --dry-run runs tiny ones"
     if not os.environ.get("STAND_IN_VALUES"):
@@ -238,10 +235,10 @@ def _refused_on_stand_in(dry_run: bool) -> str | None:
 
 
 def _refused_at(path: Path, device: str) -> str | None:
-    """Returns why the rows of this run cannot go to `path`, or None: a file has only rows of one kind of run."""
     kind = _kind_here(device)
     if any(kind) and path.parent.resolve() == RESULTS.resolve():
         return f"{path} is for what was measured on a GPU"
+    # A file has only rows of one kind of run.
     if any((row["dry_run"], row.get("stand_in", False)) != kind for row in rows.read(path)):
         return f"{path} has rows of another kind of run"
     return None
@@ -257,7 +254,6 @@ def _still_holds(row: dict, common: dict) -> bool:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends the remaining processes of a job's process group."""
     process.stdin.close()
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,11 +1,7 @@
-"""The invariant on the card: where tensors lie and in what order work is done changes no bit.
+"""Checks on the card that placement and order of execution change no bit.
 
-A small GPT-2 with dropout and clipping trains a few steps in every layout. Its weights, low halves, m, v, losses and
-norms must equal those of the plain layout. Parts are large enough that copies and kernels really overlap: a missing
-wait between streams shows as a different bit. Without dropout, the losses must also follow fp32 on the CPU, for two
-wrong runs can agree.
-
-It cannot show whether the kernels of other shapes are as deterministic.
+A small GPT-2 with dropout and clipping trains in every layout, and must equal the plain layout. Tensors are large
+enough that a missing wait between streams shows. Kernels of other shapes are not covered.
 """
 
 import functools
@@ -39,6 +35,7 @@ def check(setting: Setting) -> Result:
             outcome = partial(train, shape, device, precision, **PLAIN | base | case)
             streamed = device.type == "cuda" and case.get("states_on_gpu", ALL) != ALL
             cases[f"{precision}, {name}"] = partial(_equal, plain, outcome, streamed)
+    # Two wrong runs can agree, so losses without dropout must also follow fp32 on the CPU.
     truth = functools.cache(partial(train, plain_shape, torch.device("cpu"), "fp32", **PLAIN))
     for precision in precisions(device):
         outcome = partial(train, plain_shape, device, precision, **PLAIN)
@@ -49,7 +46,8 @@ def check(setting: Setting) -> Result:
 
 
 def arrangements(device: torch.device, few: bool) -> list[tuple[str, dict, str, dict]]:
-    """Returns (precision, changes to the plain arrangement, name, case) in all 16-bit precisions of the device."""
+    """Returns (precision, changes to the plain layout, name, changes of the case) in all 16-bit precisions of the
+    device."""
     half = sixteen_bit(device)
     found = [(name, {}, *case) for name in precisions(device) if name != "fp32" for case in LAYOUTS.items()]
     if find_spec("bitsandbytes"):
@@ -78,7 +76,7 @@ def _follows(truth: Callable[[], Outcome], outcome: Callable[[], Outcome], most:
 
 
 def train(shape: Shape, device: torch.device, precision: str, **case) -> Outcome:
-    """Trains `shape.steps` steps from the same random weights, two sequences at a time."""
+    """Trains `shape` from the same random weights each time."""
     step, store = shape.make_step(device=device, precision=precision, fused_kernels=kernels_of(device), **case)
     outcome = train_step(step, store, shape.batches())
     if device.type == "cuda":  # hooks and parameters hold each other: a run would stay on the card next to the next

@@ -1,15 +1,10 @@
-"""Measures the most that the card can do: stock transformers, forward and backward, without optimizer and saving.
+"""Measures the most that the card can do: forward and backward of stock transformers, without optimizer or saving.
 
-A training step cannot be faster than its own forward and backward, so a run's sequences per second are divided by
-these. The stock recipe has fp32 weights under bf16 autocast, SDPA attention, the model's own loss, and accumulated
-gradients. The loss makes several copies of all logits, which decides under a small cap. PyTorch's settings for
-allocator and cuBLAS are unchanged.
+The recipe: fp32 weights under bf16 autocast, SDPA attention, PyTorch's own settings. The model's own loss copies all
+logits several times, which decides under a small cap.
 
-    eager      micro-batches of 1, 2, 4, ... until memory ends or speed has fallen twice; the best one counts
-    compiled   torch.compile of the whole model, for the micro-batch that was best: compiling takes a minute or more, so
-               there is no search; it is timed apart, and if it fails (it wants a C compiler) the row says why
-
-Rows are written one by one: if time ends in the middle of compiling, the eager rows exist.
+    eager      micro-batches of 1, 2, 4, ... until memory ends or speed has fallen twice
+    compiled   torch.compile of the whole model, at the best eager micro-batch
 """
 
 import os
@@ -40,8 +35,7 @@ _OURS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONF
 
 
 def measure(setting: Setting, models: list[str], compiled: bool = True) -> Result:
-    """Measures each model, way and micro-batch in a detail row. The last row has the best of each, None if nothing
-    fits."""
+    """Measures each model, way and micro-batch. The last row has the best of each; None if nothing fits."""
     device = stock_device(setting)
     values: dict = {"seq": TINY_SEQ if setting.dry_run else SEQ}
     checks: dict[str, bool] = {}
@@ -50,6 +44,7 @@ def measure(setting: Setting, models: list[str], compiled: bool = True) -> Resul
         values[f"{name}, eager"] = best
         if compiled and best is not None:
             _forget(device)
+            # Compiling takes a minute or more, so there is no search.
             values[f"{name}, compiled"] = found = _compiled(setting, device, name, best["micro_batch"])
             if not setting.stand_in:
                 checks[f"{name}: compiles"] = "error" not in found
@@ -58,7 +53,7 @@ def measure(setting: Setting, models: list[str], compiled: bool = True) -> Resul
 
 
 def stock_device(setting: Setting) -> torch.device:
-    """Sets up the device as PyTorch does by default, except for the job's cap. Call it before CUDA starts."""
+    """Sets up the device as PyTorch does by default, under the job's cap. Call it before CUDA starts."""
     for variable in _OURS:
         os.environ.pop(variable, None)
     device = torch.device(setting.device, 0) if setting.device == "cuda" else torch.device(setting.device)
@@ -75,7 +70,7 @@ def _config(setting: Setting, name: str) -> PretrainedConfig:
 
 
 def _search(setting: Setting, device: torch.device, name: str) -> dict | None:
-    """Returns the best micro-batch and its sequences per second, eager; None if not one sequence fits."""
+    """Returns the figures of the best eager micro-batch; None if not one sequence fits."""
     rows: list[dict] = []
     model = cache(partial(_stock_model, setting, device, name))  # not made where every case is done already
     most = 2 if setting.dry_run else LARGEST_MICRO_BATCH
@@ -106,7 +101,7 @@ def _fell_twice(speeds: list[float]) -> bool:
 
 
 def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: int) -> dict:
-    """Returns the same of the compiled model, or {"error": ...}, or on the stand-in {"not_measured": ...}."""
+    """Returns the figures of the compiled model, {"error": ...} or, on the stand-in, {"not_measured": ...}."""
     detail, described = f"{name}, compiled, micro-batch {micro_batch}", {"model": name, "way": "compiled"}
 
     def work() -> Result:
@@ -128,10 +123,9 @@ def _compiled(setting: Setting, device: torch.device, name: str, micro_batch: in
 
 
 def _planned_seconds(setting: Setting, name: str, micro_batch: int) -> float:
-    """Estimates the seconds of a measurement, by 6 FLOP per parameter and token for forward and backward."""
     parameters = sum(parameter.numel() for parameter in build_model(_config(setting, name)).parameters())
     tokens = micro_batch * (TINY_SEQ if setting.dry_run else SEQ)
-    return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second
+    return (1 + REPEATS) * 6 * parameters * tokens / setting.flops_per_second  # 6 FLOP per parameter and token
 
 
 def _stock_model(setting: Setting, device: torch.device, name: str) -> nn.Module:
@@ -141,7 +135,7 @@ def _stock_model(setting: Setting, device: torch.device, name: str) -> nn.Module
 
 
 def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch: int) -> dict:
-    """Returns the median speed of a forward and backward, after one that warms up (`first_seconds`), and the peaks."""
+    """Returns the median speed of forward and backward, after one that warms up (`first_seconds`), and the peaks."""
     seq = TINY_SEQ if setting.dry_run else SEQ
     tokens = torch.randint(0, model.config.vocab_size, (micro_batch, seq), device=device)
     if device.type == "cuda":
@@ -164,7 +158,6 @@ def _timed(setting: Setting, device: torch.device, model: nn.Module, micro_batch
 
 
 def _unless_out_of_memory(device: torch.device, work: Callable):
-    """Returns the result of `work`, or None if the card's memory, or its cap, is too small for it."""
     try:
         return work()
     except torch.OutOfMemoryError:

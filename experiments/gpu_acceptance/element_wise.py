@@ -1,7 +1,6 @@
 """Measures the speed of each kernel at three sizes, next to the speed that the clock predicts. No GPU has run it yet.
 
-Bytes are those that the clock counts, so the quotient of two speeds is that of the seconds. A kernel is called several
-times on the same tensors: small ones may come from a cache.
+Both speeds use the clock's count of bytes. Small tensors may come from a cache, because calls repeat.
 """
 
 import torch
@@ -24,7 +23,7 @@ NAMES = ["normalize", "normalize_backward", "gated", "gated_backward", "drop", "
 
 
 def arguments_of(name: str, size: int, dtype: torch.dtype, device: torch.device) -> tuple:
-    """Returns what a step gives the kernel `name` for `size` numbers, a fp32 residual stream and other numbers in
+    """Returns the kernel's arguments in a step, for `size` numbers: a fp32 residual stream, other tensors in
     `dtype`."""
 
     def made(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is run, in order of value: the table to extend."""
+"""Lists the jobs, in order of value. Extend JOBS."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,9 @@ SILENT_SECONDS = 300.0  # for importing, trying kernels and planning, on a slow 
 
 @dataclass(frozen=True)
 class Job:
-    """`target`: "module:function", called in a separate process as function(setting, **options) (child.py).
-
-    `seconds`: the time limit until the function states its planned seconds on this card (Setting.expect and attempt).
-    `flops` are added for work before that or without such a statement. The function applies the caps, in GiB (None: no
-    cap), and the row states them. `cards`: how many GPUs it needs; a machine with fewer leaves it out.
-    """
+    """A job. `target`: "module:function", called in a separate process as function(setting, **options). `seconds`: time
+    limit until the function announces its planned seconds. `flops`: of work before or without that. `gpu_gib`,
+    `ram_gib`: caps, which the function applies; None: no cap. `cards`: needed GPUs."""
 
     section: str
     name: str

@@ -1,15 +1,7 @@
 """Checks the card's results, piece by piece: equal bits if they are promised, else the error is measured.
 
-split/join   the same bits as on the CPU, over random bit patterns; join(split(w)) = w
-update       eager and by a kernel, compared with the CPU's: the same formula, but a product and a sum may be
-             fused; and the kernel's speed relative to a copy
-loss         chunked, in the working dtype, line by line and fused, against plain fp32 on the CPU; and both times,
-             most of which three products take
-gradients    of a matrix, which the product itself adds to its accumulator: the time relative to two operations
-element-wise bytes per second of the kernels of layers, loss and update, by size, beside the clock's (element_wise.py)
-host memory  page-locked: is every byte copied, and how fast (the cost of streaming): in, out, and both at once, with
-             the CPU idle, and with a thread that copies in RAM
-allocator    the cap is kept, segments grow
+Pieces: fp32 in two halves, updates, the loss, a matrix's gradient, page-locked memory, the allocator. Also measures
+speeds.
 """
 
 import itertools
@@ -95,6 +87,7 @@ def _split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> Resu
 
 
 def _update(device: torch.device, optimizer: str, dtype: torch.dtype, rule: Callable, size: int) -> Result:
+    # The CPU's formula is the same, but a product and a sum may be fused.
     ulps = fused.largest_ulps(device, optimizer, dtype, rule, size)
     return Result(ulps, {f"at most {fused.MOST_ULPS} ulp": worst(ulps.values()) <= fused.MOST_ULPS})
 
@@ -121,10 +114,11 @@ def _fused_speed(device: torch.device, shape: tuple[int, int, int], dtype: torch
 
 
 def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, bool]:
-    """Splits and joins `size` random fp32 bit patterns; for fp16 those with a finite fp16 neighbour (precision.py)."""
+    """Splits and joins `size` random fp32 bit patterns. Returns {check: whether it holds}."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
     master = master.view(torch.float32)
+    # Only numbers with a finite fp16 neighbour can be split (core/precision.py).
     if dtype is torch.float16:
         master = master[master.abs() < 65520]
     working, low = split(master, dtype)
@@ -138,8 +132,8 @@ def split_and_join(device: torch.device, dtype: torch.dtype, size: int) -> dict[
 
 
 def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, float]:
-    """Nanoseconds per parameter of AdamW's update with weights of `dtype`, eager and fused, and bytes per second of the
-    fused one and of a plain copy on the device."""
+    """Returns nanoseconds per parameter of AdamW's update with weights of `dtype`, eager and fused; GiB/s of a copy on
+    the device, and the fused update's share of that bandwidth."""
     optimizer = get_optimizer("adamw")
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=1)
     working, gradient = torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, device=device)
@@ -160,9 +154,8 @@ def update_speed(device: torch.device, size: int, dtype: torch.dtype) -> dict[st
 
 
 def _seconds(call, device: torch.device) -> float:
-    """Returns the median of five, after one that warms up."""
     times = []
-    for _ in range(6):
+    for _ in range(6):  # the first warms up
         _synchronize(device)
         started = time.perf_counter()
         call()
@@ -172,8 +165,8 @@ def _seconds(call, device: torch.device) -> float:
 
 
 def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict[str, float]:
-    """Milliseconds in `dtype`, line by line and fused: of the loss with its gradients, and of the gradient of an MLP's
-    first matrix with adding it to its accumulator."""
+    """Returns milliseconds in `dtype`, eager and fused, and their ratio: of the loss with its gradients, and of the
+    gradient of an MLP's first matrix, added to its accumulator."""
     hidden, weight, left, right = (
         torch.randn(*shape, device=device).to(dtype)
         for shape in ((tokens, width), (vocabulary, width), (tokens, width), (tokens, 4 * width))
@@ -200,7 +193,7 @@ def fused_speed(device: torch.device, tokens: int, width: int, vocabulary: int, 
 def loss_errors(
     device: torch.device, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, fused: bool
 ) -> dict[str, float]:
-    """Returns the relative errors of the loss and of the norms of both gradients, against plain fp32 on the same
+    """Returns the relative errors of the loss and, in norm, of both gradients, against plain fp32 on the same
     operands."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
@@ -227,8 +220,8 @@ def loss_errors(
 
 
 def host_memory(device: torch.device, size_bytes: int, timed: bool = True) -> Result:
-    """Copies to memory like that of streamed states and back; GiB/s each way and both ways at once, with the CPU idle
-    and busy, and for pageable memory. Without `timed`, the speeds are left out."""
+    """Copies `size_bytes` to memory like that of streamed states, and back. Returns GiB/s in, out, and both ways at
+    once: page-locked, page-locked with a busy CPU, pageable. `timed` False leaves the speeds out."""
     entries = size_bytes // 4
     homes = [host_tensor(entries, torch.float32) for _ in range(2)]
     locked = device.type == "cuda" and all([page_lock(home) for home in homes])
@@ -258,7 +251,6 @@ def host_memory(device: torch.device, size_bytes: int, timed: bool = True) -> Re
 
 
 def _busy_cpu(entries: int) -> AbstractContextManager:
-    """Copies fp32 numbers in RAM during the block, in a thread."""
     source, target = torch.ones(entries), torch.ones(entries)
 
     def work(over: Event) -> None:
@@ -269,7 +261,7 @@ def _busy_cpu(entries: int) -> AbstractContextManager:
 
 
 def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Result:
-    """Checks that the cap holds to the byte and that segments grow; `fits_bytes`: what is allocated under it."""
+    """Checks that `gpu_limit_bytes` holds to the byte and that segments grow. Allocates `fits_bytes` under the cap."""
     kept = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
     growing = all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     try:
@@ -283,7 +275,8 @@ def allocator(device: torch.device, gpu_limit_bytes: int, fits_bytes: int) -> Re
 
 
 def _stale_error(registered: Tensor) -> str | None:
-    """Returns the error of the first kernel after CUDA refused to register memory (here: a second time), or None."""
+    """Returns the error of the first kernel after CUDA refused to register memory, or None."""
+    # It is registered already, so CUDA refuses.
     torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), registered.nbytes, 0)
     try:
         torch.zeros(1, device="cuda").add_(1).item()

@@ -1,7 +1,7 @@
 """Lists the layouts that plans.py measures: every attention kernel, precision and kind of layout, and combinations.
 
-Widths are those of real models, because the sizes of tensors decide. Blocks are few, because more show nothing new.
-Peaks are 1 to 10 GiB: large enough that a page of the allocator (20 MiB) is little, small enough for most cards.
+Widths are those of real models. Peaks are 1 to 10 GiB: much more than a page of the allocator (20 MiB), and little
+enough for most cards.
 """
 
 from collections.abc import Callable
@@ -41,15 +41,13 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A model and how its step is laid out; `resident`: whose optimizer states stay on the card."""
-
     model: str
     precision: str = "bf16"
     micro_batch: int = 1
     group: int = 1
     segment: int = 1
     kept: float = 0  # Layout's, as a multiple of the model's blocks: 1 keeps all products, 2 everything
-    states: str = "resident"  # "streamed", or "mixed": of half of the units
+    states: str = "resident"  # optimizer states: on the card; "streamed" from RAM; "mixed": half of the units are
     optimizer: str = "adamw"
     document_mask: bool = False
     residual: str = "fp32"
@@ -58,7 +56,6 @@ class ModelLayout:
 
     @property
     def name(self) -> str:
-        """The model, and whatever is not the default."""
         others = [(field, getattr(self, field.name)) for field in fields(self)[1:]]
         return ", ".join([self.model, *(f"{field.name} {v}" for field, v in others if v != field.default)])
 

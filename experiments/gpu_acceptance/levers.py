@@ -1,18 +1,4 @@
-"""Measures how much single changes speed up a step on this card: the same step with each and without, by turns.
-
-    norms             one kernel each way, and an output in 16 bit (core/norms.py)
-    sums              of the residual stream: one kernel each way with dropout and norm (core/residual_sums.py)
-    activations       computed in the product that reads them, again in backward, by one kernel (core/activations.py)
-    skipped product   a block that runs again leaves out its last product (core/products.py)
-    head              its products take a multiple of 8 words, and the rest apart (core/loss.py)
-    recordings        a segment's operations are repeated without the model's Python (core/recordings.py)
-
-Older rows have "last product": there a block left out that product, but every operation was watched.
-
-Everything is on the card, and blocks run again in backward; nothing is copied. The first step of each way is not
-timed. One more step with all changes, and one without any, is recorded: seconds in which a kernel ran, and the longest
-kernels.
-"""
+"""Measures how much single changes of the code speed up a step on this card, with everything in the card's memory."""
 
 import itertools
 import statistics
@@ -43,6 +29,13 @@ from lowmem.models import build
 from lowmem.models.build import load_config, make_decoder
 from lowmem.planning.simulated_step import StepCase
 
+# norms: one kernel each way, and an output in 16 bit (core/norms.py)
+# sums: of the residual stream, by one kernel each way with dropout and norm (core/residual_sums.py)
+# activations: computed in the product that reads them, again in backward, by one kernel (core/activations.py)
+# skipped product: a recomputed block leaves out its last product (core/products.py)
+# head: its products take a multiple of 8 words, and the rest apart (core/loss.py)
+# recordings: a segment's operations are repeated without the model's Python (core/recordings.py)
+# Older rows have "last product": there a block left out that product, but every operation was watched.
 LEVERS = ("norms", "sums", "activations", "skipped product", "head", "recordings")
 ROUNDS = 3
 LONGEST = 40  # kernels in a row
@@ -74,7 +67,8 @@ def check(setting: Setting, models: list[str]) -> Result:
 
 
 def measured(setting: Setting, device: torch.device, model: str) -> Result:
-    """Returns the median seconds of a step with all changes, without each and without any; and what was recorded."""
+    """Returns the median seconds of a step with all changes, without each and without any; off the stand-in, also the
+    busy seconds and longest kernels of one recorded step."""
     shape = TINY if setting.dry_run else SHAPES[model]
     config = (
         GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, bos_token_id=0, eos_token_id=0)
@@ -133,7 +127,7 @@ def _run(step: TrainingStep, left_out: tuple[str, ...], shape: Shape) -> Callabl
 
 
 def _of_model(levers: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the levers that change how a model is made. A step without one of them needs a model of its own."""
+    # These change how a model is made, so a step without one of them needs its own model.
     return tuple(lever for lever in levers if lever in ("norms", "sums"))
 
 
@@ -146,8 +140,8 @@ def kernels_without(levers: tuple[str, ...], kernels: Kernels) -> Kernels:
 
 @contextmanager
 def without(levers: tuple[str, ...]) -> Iterator[None]:
-    """Leaves these changes out, but for norms, sums and rotary (kernels_without). Skipped products: of decoders that
-    are made inside."""
+    """Leaves these changes out during the block, except norms, sums and rotary (`kernels_without`). Skipped products
+    are left out of decoders made inside."""
     with ExitStack() as stack:
         if "skipped product" in levers:
             stack.enter_context(

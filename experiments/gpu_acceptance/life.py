@@ -1,16 +1,6 @@
-"""Disturbs runs of a small model on this card, and checks that each ends with the same bits.
+"""Disturbs runs of a small model on this card: each must end with the bits of an undisturbed run.
 
-One training is undisturbed. The others run the same command with a disturbance, and must end with the same bits: losses
-and norms, the last checkpoint, the exported weights.
-
-    killed          SIGKILL in the middle of a step; the same command again goes on from the checkpoint before
-    out of memory   the card's memory is taken up to the cap when a step begins: real errors of the real allocator,
-                    from which the run has to recover
-    not page-locked CUDA really refuses to register the states' memory, so that they are copied from pageable memory
-    exported        what transformers loads from the exported folder are the weights that were trained
-
-If recovery has made the micro-batch smaller, sums have another order. Then the comparison is with a run that had that
-micro-batch from the start.
+Compared are losses and norms, the last checkpoint, and the exported weights.
 """
 
 import json
@@ -43,6 +33,7 @@ OPTIONS = [
     *("--steps", "4", "--save-every", "2", "--micro-batch", str(MICRO_BATCH), "--states", "streamed"),
 ]
 SHAPE, TINY_SHAPE = ["--seq", "256", "--batch", "8"], ["--seq", "32", "--batch", "4"]
+# Freeing the allocator's cache must not be enough to recover.
 TIMES_OUT_OF_MEMORY = 2
 KILLED_IN_STEP = 3  # the checkpoint before it is that of step 2
 SAME = ("step", "loss", "grad_norm", "eval_loss", "learning_rate")  # columns of a run's log without times
@@ -52,7 +43,6 @@ ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 def check(setting: Setting) -> Result:
-    """Runs these cases, a row for each; the last row is the verdict."""
     cases: dict[str, Callable[[Setting], Result]] = {"undisturbed": undisturbed, "killed": killed}
     cases["out of memory"] = out_of_memory
     if setting.device == "cuda":
@@ -62,7 +52,7 @@ def check(setting: Setting) -> Result:
 
 
 def undisturbed(setting: Setting) -> Result:
-    """Trains without a disturbance; all other runs, and the export, are compared with this one."""
+    """Trains without a disturbance, and loads the export with transformers."""
     kept: dict = {}
     out = setting.scratch / "undisturbed"
     code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=remembering(prepare.TrainingStep, kept))
@@ -81,7 +71,7 @@ def undisturbed(setting: Setting) -> Result:
 
 
 def killed(setting: Setting) -> Result:
-    """Kills a run by SIGKILL in a separate process, and resumes it in this one."""
+    """Kills a run by SIGKILL in the middle of a step, and resumes it."""
     out = setting.scratch / "killed"
     program = "from experiments.gpu_acceptance import life; life.train_until_killed()"
     process = subprocess.run([sys.executable, "-c", program, json.dumps(_arguments(setting, out))], cwd=ROOT)
@@ -95,7 +85,7 @@ def killed(setting: Setting) -> Result:
 
 
 def train_until_killed() -> None:
-    """Trains until `killed` kills this process; its arguments are the script's, as JSON."""
+    """Trains until KILLED_IN_STEP, then kills this process. Its arguments are the script's, as JSON."""
 
     class Killed(TrainingStep):
         def __call__(self, batch, number, *arguments):
@@ -107,8 +97,7 @@ def train_until_killed() -> None:
 
 
 def out_of_memory(setting: Setting) -> Result:
-    """Makes a run exhaust memory in its first step, so that recovery changes the whole run. It does so several times,
-    because freeing the allocator's cache must not be enough."""
+    """Takes the card's memory up to the cap in a run's first step, so that the run has to recover."""
     out, reference = setting.scratch / "out_of_memory", "undisturbed"
     ran_out: list[str] = []
 
@@ -129,6 +118,7 @@ def out_of_memory(setting: Setting) -> Result:
     code = run_script(SCRIPT, _arguments(setting, out), TrainingStep=Squeezed)
     measures = json.loads((out / "report.json").read_text())["out_of_memory"] if code == 0 else []
     micro_batch = measures[-1]["micro_batch"] if measures else MICRO_BATCH
+    # Then sums have another order: compare with a run that had this micro-batch from the start.
     if micro_batch != MICRO_BATCH:
         reference = f"micro-batches of {micro_batch}"
         run_script(SCRIPT, [*_arguments(setting, setting.scratch / reference), "--micro-batch", str(micro_batch)])
@@ -139,8 +129,6 @@ def out_of_memory(setting: Setting) -> Result:
 
 
 def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
-    """Allocates all memory below the cap, in ever smaller pieces. On the CPU, without a cap, it raises the error
-    itself."""
     if setting.device != "cuda":
         raise torch.OutOfMemoryError("imitated: there is no cap on the CPU")
     # A request from 10 MiB on is held against the cap before it is rounded to pages of 20 MiB. Such are not made here
@@ -154,12 +142,13 @@ def _take_all_memory(setting: Setting, taken: list[Tensor]) -> None:
 
 
 def not_page_locked(setting: Setting) -> Result:
-    """Makes CUDA refuse memory, because it is registered already, which leaves an error for the next kernel. Then the
-    memory is unregistered, so that it is pageable."""
+    """Makes CUDA refuse to register the states' memory, so that copies use pageable memory."""
     out, runtime = setting.scratch / "not_page_locked", torch.cuda.cudart()
     register, answers = runtime.cudaHostRegister, []
 
     def refuse(address: int, size_bytes: int, flags: int) -> int:
+        # The second registration is refused, and leaves an error for the next kernel. Unregistered, the memory is
+        # pageable.
         register(address, size_bytes, flags)
         answers.append(int(register(address, size_bytes, flags)))
         runtime.cudaHostUnregister(address)
@@ -185,7 +174,6 @@ def _said(out: Path) -> str:
 
 
 def _compared(setting: Setting, reference: str, out: Path, values: dict, checks: dict[str, bool]) -> Result:
-    """Adds the comparison's to `values` and `checks`."""
     different = differences(setting.scratch / reference, out)
     return Result(values | {"different": different[:5]}, checks | {"every bit equal": not different})
 
@@ -199,8 +187,6 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _content(folder: Path) -> dict[str, object]:
-    """Returns everything that must be equal: exported weights, all tensors of the last checkpoint, the rows'
-    figures."""
     newest = max((folder / "checkpoints").glob("step-*"), default=folder)
     paths = [*newest.rglob("*.bin"), *newest.rglob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
     found: dict[str, object] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -1,16 +1,10 @@
-"""How good is a prediction of memory, by family of models: what a plan says beside what a GPU measures, signed.
+"""Compares predicted with measured GPU memory, for models of ten families.
 
-    lowmem   the planner's own choice for BATCH x SEQ tokens under the job's cap, then three steps of it under that cap
-    plain    the ordinary step of transformers under bf16 autocast with torch.optim.AdamW, PLAIN_BATCH sequences, in
-             the allocator's default segments: experiments/memory_estimation predicts it and runs it
+    lowmem   three steps of the planner's choice for BATCH x SEQ tokens under the job's cap
+    plain    transformers and torch.optim.AdamW, PLAIN_BATCH sequences (experiments/memory_estimation)
 
-Predicted is what the simulation of the step takes of the modelled allocator, made without looking at the GPU; measured
-is max_memory_allocated and max_memory_reserved. An error is (predicted - measured) / measured; the bars of lowmem's are
-issue 3's (plans.py), plain training has none here. Weights are random: no memory depends on them. Configs are data of
-experiments/memory_estimation and of this file; a model of which no config is known without a network has a row that
-says so.
-
-Plans are made in other processes while the GPU measures: seconds of a step are worth little here.
+An error is (predicted - measured) / measured. Weights are random, because no memory depends on them. Other processes
+plan while the GPU measures, so seconds are worth little.
 """
 
 import os
@@ -78,15 +72,12 @@ TINY = {
 
 @dataclass(frozen=True)
 class _Predicted:
-    """Holds the two peaks that are predicted for a training, and bytes by name at the allocated one."""
-
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     at_peak: dict[str, int]
 
 
 def lowmem(setting: Setting, models: Sequence[str]) -> Result:
-    """Plans and runs each model with lowmem, a row for each."""
     device, card, target = prepared(setting)
     seq, batch = (TINY_SEQ, TINY_BATCH) if setting.dry_run else (SEQ, BATCH)
     precision = "fp32" if setting.dry_run else sixteen_bit(device)
@@ -118,7 +109,6 @@ def lowmem(setting: Setting, models: Sequence[str]) -> Result:
 
 
 def plain(setting: Setting, models: Sequence[str]) -> Result:
-    """Trains each model with plain transformers and PyTorch, a row for each."""
     device, recipe, card = stock_device(setting), "fp32", A_CARD
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as the simulation takes it
@@ -170,7 +160,6 @@ def _run_lowmem(plan: Plan, device: torch.device):
 
 
 def _compared(predicted: _Predicted, found) -> tuple[dict, dict[str, bool]]:
-    """Compares with `found`: Measured, or None if the GPU ran out of memory."""
     values: dict = {
         "predicted_allocated_peak_bytes": predicted.allocated_peak_bytes,
         "predicted_reserved_peak_bytes": predicted.reserved_peak_bytes,
@@ -208,7 +197,6 @@ def _case(settings: Settings, method: str) -> dict:
 
 
 def _config(name: str) -> PretrainedConfig:
-    """Returns the model's config. InputError if none is known without a network."""
     if name in TINY:
         return TINY[name]
     if name in MORE:
@@ -236,8 +224,8 @@ def _plain_memory(name: str, seq: int, batch: int, recipe: str, card: Card) -> _
 def _predictions(
     setting: Setting, models: Sequence[str], predict: Callable, case_of: Callable[[str], tuple]
 ) -> Iterator[tuple]:
-    """Yields (model, what `predict` returns for it and its case), in order; made by other processes, but for a dry run.
-    What an earlier process of the job is through with is not predicted again."""
+    """Yields (model, prediction) in order, made in other processes; no prediction for models done earlier in this
+    job."""
     if setting.dry_run:
         yield from ((name, predict(name, *case_of(name))) for name in TINY)
         return
@@ -251,7 +239,6 @@ def _predictions(
 
 
 def _begin_worker() -> None:
-    """Sets one thread and no warnings, and ends this process when the job's process is gone."""
     torch.set_num_threads(1)
     devices.set_environment()
     transformers.logging.set_verbosity_error()

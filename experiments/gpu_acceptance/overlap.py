@@ -1,11 +1,6 @@
-"""What the update adds to a step, after the run whose step it is: measured with it and without, and as a timeline.
+"""Measures what the update adds to a training step, and records a timeline of copies and computations.
 
-Steps as trained alternate with steps of the same schedule whose update is left out: no copy of a state, no kernel of
-the update; gradients are dropped where the update would have spent them. An update is made within the next step. So
-each step that is timed as trained makes the update of the step before it, and the step after it makes none.
-
-Then one more step is recorded with its copies (timeline.py), and drawn with the plan's simulated step:
-timeline_<job>.json and .png next to the rows.
+Steps as trained alternate with steps without update: no copy of a state, no update kernel.
 """
 
 import json
@@ -41,7 +36,7 @@ LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class Trained:
-    """The objects that a finished run leaves in memory."""
+    """The objects of a finished run, still in memory."""
 
     config: PretrainedConfig
     plan: Plan
@@ -51,8 +46,8 @@ class Trained:
 
 
 def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """Returns a row each for the update's cost and for the timeline; what the last row of the job, `name`, says of
-    them."""
+    """Writes a row each for the update's cost and for the timeline. Returns their summary for the last row of the job
+    `name`."""
     cost, checks = update_cost(trained, pairs=1 if setting.dry_run else PAIRS)
     held = {"update": setting.record("update", cost, {} if setting.dry_run else checks)}
     values, checks = record_timeline(setting, name, trained)
@@ -65,7 +60,8 @@ def check(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str
 
 
 def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
-    """Compares the median seconds of `pairs` steps as trained, and of as many without their update; {bar: met}."""
+    """Compares the median seconds of `pairs` steps as trained and of as many without update. Returns values and {bar:
+    met}."""
     step, rows = trained.step, {"with": [], "without": []}
 
     def seconds() -> float:
@@ -76,6 +72,7 @@ def update_cost(trained: Trained, pairs: int) -> tuple[dict, dict[str, bool]]:
     with _update_left_out(step):
         seconds()  # warms up, and leaves gradients for the first step that is timed
     for _ in range(pairs):
+        # A deferred update: this step makes that of the step before, and the next step makes none.
         rows["with"].append(seconds())
         with _update_left_out(step):
             rows["without"].append(seconds())
@@ -97,14 +94,12 @@ def _update_left_out(step: TrainingStep) -> Iterator[None]:
 
 
 class _NoCopies(Transfers):
-    """Stands in for the copies of the states, and copies nothing."""
-
     def copy(self, lane, pairs, *after):
         return None
 
 
 def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict, dict[str, bool]]:
-    """Records and simulates one step, and returns the figures of both. On the stand-in it only simulates."""
+    """Records and simulates one step; on the stand-in, only simulates. Returns the figures, and checks."""
     timelines, reason = [], {}
     if setting.stand_in:
         reason = {"not_recorded": "the stand-in's card takes no time, and reports no event to a profiler"}
@@ -133,7 +128,7 @@ def record_timeline(setting: Setting, name: str, trained: Trained) -> tuple[dict
 
 
 def simulated(trained: Trained) -> timeline.Timeline:
-    """Returns the step that the plan of a run on a GPU has predicted."""
+    """Returns the timeline of the step that the run's plan predicts."""
     plan = trained.plan
     settings = plan.settings
     case = StepCase(

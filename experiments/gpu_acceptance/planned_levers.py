@@ -1,12 +1,9 @@
-"""Predicts how near a step comes to the card's limit, and what single changes of its code give, by plans without each.
+"""Predicts how near a step comes to the card's limit, and the gain of single changes of its code, by plans.
 
     python -m experiments.gpu_acceptance.planned_levers [--only NAME ...] [--jobs N] [--out DIR]
 
-64 x 1,024 tokens, exact AdamW with clipping, on the card's own memory. Few sequences: GPT-2-XL under 11 GiB and 16 GiB
-of RAM, with clipping and without. The changes are those of levers.py, and
-`rotary`: one kernel each way (core/rotary.py). A plan without a change may have another layout, because memory and
-time are then different. The limit is the time of the model's own FLOP, with nothing recomputed and causal attention
-counted half, at the rate that the card's large matrix products reach. 20 minutes on one core.
+The changes are those of levers.py, and `rotary` (core/rotary.py). A plan without a change may have another layout. 20
+minutes on one core.
 """
 
 import sys
@@ -85,8 +82,8 @@ class Case:
 
 
 def limit_seconds(config, card: Card, batch: int) -> float:
-    """Returns the time of the FLOP of a forward and backward pass over `batch` x SEQ tokens, at the rate of large
-    matrix products. Counts the products with the blocks' matrices and with the head, and causal attention."""
+    """Returns the time of the FLOP of forward and backward over `batch` x SEQ tokens, at the rate of large matrix
+    products. Counts the products of blocks and head, and half of attention, which is causal."""
     decoder, precision = make_decoder(config, precision_of(card), "fp32"), WORKING_DTYPES[precision_of(card)]
     matrices = [each for block in decoder.blocks for each in block.parameters() if each.dim() == 2]
     weights = sum(each.numel() for each in (*matrices, decoder.head_weight))
@@ -118,7 +115,7 @@ def table(rows: list[dict]) -> str:
 
 
 def clipping_table(rows: list[dict]) -> str:
-    """Returns a table of steps with few sequences, with clipping and without."""
+    """Returns a table of steps with few sequences, with and without clipping."""
     found = {row["name"]: row for row in rows}
     pairs = [[found.get(case.name) for case in pair] for pair in CLIPPED]
     lines = [

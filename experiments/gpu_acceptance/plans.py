@@ -1,14 +1,11 @@
-"""Compares plans with real steps: the peaks, the smallest caps, and the planner's choice.
+"""Compares plans with real steps.
 
-    peaks    three steps per layout, measured: allocated and reserved peaks, signed errors against the simulation made
-    without a GPU; if an error is too large, the contents of memory at both peaks (at_peak.py) caps     for some, the
-    smallest cap under which a real step completes, by bisection, and the simulated one choice every layout of a small
-    grid, timed; is the planner's choice within 5% of the fastest?
+    peaks    three steps per layout: allocated and reserved peaks
+    caps     the smallest cap under which a real step completes, by bisection
+    choice   every layout of a small grid, timed: is the planner's choice within 5% of the fastest?
 
-An error is (predicted - measured) / measured: below 0 the plan promised too much.
-
-One process measures many layouts, each from an empty allocator (measured.py). Every row checks that nothing was left of
-the one before, and the first layout comes once more at the end, where it must measure the same.
+An error is (predicted - measured) / measured; below 0 the plan promised too much. The first layout is measured again at
+the end, and must give the same.
 """
 
 import math
@@ -48,8 +45,6 @@ STEPS, TIMED_STEPS = 3, 12  # the first two of each are not timed
 
 @dataclass(frozen=True)
 class Simulated:
-    """A layout as the planner sees it."""
-
     simulations: Simulations
     layout: Layout
 
@@ -64,7 +59,6 @@ class Simulated:
 
 
 def check(setting: Setting) -> Result:
-    """Measures layouts, caps and choices, one row each; the last row sums up."""
     device, _, target = prepared(setting)
     peaks = check_peaks(setting, device, target)
     chosen = check_choice(setting, device, target)
@@ -72,7 +66,6 @@ def check(setting: Setting) -> Result:
 
 
 def check_peaks(setting: Setting, device: torch.device, target: Target) -> Result:
-    """Measures each layout, then each smallest cap, and sums them up."""
     grid, capped = (DRY_GRID, DRY_GRID[:1]) if setting.dry_run else (on_card(GRID, device), on_card(CAPPED, device))
     found: dict[str, Result] = {}
     diagnoses = 1 if setting.dry_run else DIAGNOSES
@@ -98,7 +91,7 @@ def check_peaks(setting: Setting, device: torch.device, target: Target) -> Resul
 
 
 def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[ModelLayout, ...]:
-    """Returns each layout once, in precisions that the device has: in fp16 if it has no bf16."""
+    """Returns each layout once, in precisions of the device: fp16 replaces a missing bf16."""
     half = sixteen_bit(device)
     return tuple(
         dict.fromkeys(replace(layout, precision=half) if layout.precision == "bf16" else layout for layout in layouts)
@@ -108,7 +101,7 @@ def on_card(layouts: Sequence[ModelLayout], device: torch.device) -> tuple[Model
 def _peaks_of(
     setting: Setting, layout: ModelLayout, device: torch.device, target: Target, first: int | None, diagnose: bool
 ) -> Result:
-    """Compares one layout's peaks, simulated and measured. `first`: its first measurement."""
+    """Compares one layout's simulated and measured peaks. `first`: its first measured peak, in bytes."""
     simulated = Simulated.of(layout, target).step
     predicted, real = under_cap(simulated.tape), measure(layout, device, target)
     if real is None:
@@ -140,7 +133,7 @@ def _peaks_of(
 
 
 def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
-    """Compares signed relative errors with their bars."""
+    """Returns {bar: met} for signed relative errors."""
     return {
         f"allocated within {MOST_ALLOCATED_ERROR:.0%}": abs(allocated_error) <= MOST_ALLOCATED_ERROR,
         f"reserved within {MOST_RESERVED_ERROR:.0%}": abs(reserved_error) <= MOST_RESERVED_ERROR,
@@ -149,8 +142,8 @@ def bars(allocated_error: float, reserved_error: float) -> dict[str, bool]:
 
 
 def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, target: Target) -> Result:
-    """Returns the smallest caps under which the simulation and the real step complete. A plan takes the layout from
-    MARGIN_BYTES above the former on."""
+    """Returns the smallest caps under which the simulated and the real step complete. A plan accepts the layout from
+    MARGIN_BYTES above the simulated cap on."""
     simulated = Simulated.of(layout, target)
     simulated_bytes = simulated.simulations.smallest_cap_bytes(simulated.layout)
     resolution = MIB // 2 if setting.dry_run else RESOLUTION_BYTES
@@ -183,8 +176,8 @@ def smallest_cap(setting: Setting, layout: ModelLayout, device: torch.device, ta
 
 
 def check_choice(setting: Setting, device: torch.device, target: Target) -> Result:
-    """Measures each layout of a small grid under CHOICE_LIMIT_BYTES, less the planner's margin, and compares the
-    planner's choice with the fastest."""
+    """Measures each layout of a small grid under CHOICE_LIMIT_BYTES, and compares the planner's choice with the
+    fastest."""
     if setting.dry_run:  # where the simulation of the CPU has no clock, and the grid is three layouts
         base, target, room, steps = DRY_GRID[0], gpu_target(CARDS["rtx3060"], Kernels.NONE), None, STEPS
         micro_batches, groups, states = (4,), (1,), ("resident",)
@@ -242,7 +235,7 @@ def measure(
     layout: ModelLayout, device: torch.device, target: Target, limit_bytes: int | None = None, *, steps: int = STEPS,
     history: bool = False,
 ) -> Measured[Ran] | None:  # fmt: skip
-    """Runs `layout`, with the kernels that `target` counts on; None if it ran out of memory under the cap."""
+    """Runs `layout` with the kernels of `target`. Returns None if memory ran out under the cap."""
 
     def work() -> Ran:
         decoder = layout.decoder(target.fused_kernels)

@@ -1,16 +1,10 @@
-"""Predicts speed by plans: sequences per second under the caps, by tokens per step.
+"""Predicts training speed by plans: sequences per second under the caps, by sequences per step.
 
     python -m experiments.gpu_acceptance.predicted [--gpus rtx3060 ...] [--out DIR]
 
-Large and XL under 11 GiB (XL: and 16 GiB of RAM), 1,024 tokens per sequence, exact AdamW with clipping, 1 to 64
-sequences per step. Each step is compared, by the same clock, with two runs without a cap and without an update:
-
-    alone    its own forward and backward at their fastest: everything kept, the best micro-batch of a few. The
-             distance from 1 is the cost of caps, recompute and update
-    plain    forward and backward of the stock `transformers` model under bf16 autocast, uncompiled, at its best
-
-The job `denominator` measures the stock model, which shows how good that clock is. Ten minutes per card; a row
-replaces the older one of its case.
+Each step is compared with two runs of forward and backward alone, without a cap and at their best micro-batch: `alone`
+is our own model with all activations kept, `plain` the stock `transformers` model in bf16 autocast. Ten minutes per
+card; a row replaces the older one of its case.
 """
 
 import sys
@@ -106,8 +100,7 @@ def planned(model: str, card: Card, batch: int) -> Plan:
 
 
 def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> float:
-    """Returns sequences per second of forward and backward with everything kept, from the cost of two more
-    micro-batches."""
+    """Returns sequences per second of forward and backward with all activations kept."""
 
     def seconds(micro_batches: int) -> float:
         case = StepCase(
@@ -116,6 +109,7 @@ def alone_per_second(decoder, micro_batch: int, precision: str, card: Card) -> f
         )  # fmt: skip
         return record_step(decoder(), case, gpu_target(card), {}).seconds
 
+    # The cost of two more micro-batches leaves fixed costs out.
     return 2 * micro_batch / (seconds(4) - seconds(2))
 
 

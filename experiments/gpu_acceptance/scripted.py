@@ -1,7 +1,4 @@
-"""A training script, run as a user would run it but within this process, so that what it has in its hands can be seen.
-
-The scripts are called by path, since experiments do not import them; what is watched or disturbed is put in the place
-of names in lowmem/run/train.py and prepare.py for as long as the script runs."""
+"""Runs a training script as a user would, but within this process, so that its objects can be observed or replaced."""
 
 import inspect
 import runpy
@@ -15,12 +12,14 @@ from lowmem.run import prepare, train
 
 
 def run_script(script: str, arguments: Sequence[str], **instead: Callable) -> int:
-    """Returns its exit code. `instead`: what replaces names in lowmem/run/train.py or prepare.py."""
+    """Runs `script` and returns its exit code. `instead`: replacements for names in lowmem/run/train.py or prepare.py
+    during the run."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(sys, "argv", [script, *arguments]))
         for name, function in instead.items():
             patches.enter_context(patch.object(train if hasattr(train, name) else prepare, name, function))
         try:
+            # By path: experiments do not import the scripts.
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as exit:
             return exit.code or 0
@@ -28,8 +27,8 @@ def run_script(script: str, arguments: Sequence[str], **instead: Callable) -> in
 
 
 def remembering(function: Callable, kept: dict, begin: Callable[[], None] = lambda: None) -> Callable:
-    """Wraps `function` so that it stores its arguments and its result in `kept`, by name. `begin` is called once the
-    arguments are there."""
+    """Wraps `function` to store its arguments and its result in `kept`, by name. `begin` is called after the arguments
+    are stored."""
 
     def call(*arguments, **keywords):
         kept.update(inspect.signature(function).bind(*arguments, **keywords).arguments)

@@ -1,12 +1,6 @@
-"""Tables and the picture of speed, made of rows: what was measured on a GPU, beside what plans say of it.
+"""Makes tables and the picture of speed from rows: measurements on a GPU, beside plans.
 
-    speed      a training step against plain transformers' forward and backward on the same card
-    plans      what plans say: a step against its own forward and backward, by tokens per step (predicted.py)
-    memory     peaks, predicted and measured, of lowmem and of plain training, model by model
-    levers     a step without single changes of its code, as a multiple of the step with all of them
-    checks     how many cases of each job held, and what the others did not
-
-Of several rows of one job and card the last good one counts. What no row is about is "not measured yet".
+Of several rows of one job and card, the last good one counts.
 """
 
 import itertools
@@ -27,13 +21,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def committed_rows() -> tuple[list[dict], list[dict]]:
-    """Returns measured rows, of real shapes on a real GPU, and predicted ones."""
+    """Returns measured rows, of real shapes on a real GPU, and predicted rows."""
     measured = [row for row in row_file.read(RESULTS / "rows.jsonl") if row_file.is_measured(row)]
     return measured, row_file.read(RESULTS / predicted.NAME)
 
 
 def speed_table(rows: list[dict]) -> str:
-    """Trainings of 64 x 1,024 tokens under 11 GiB; one table per card, or one that says what is missing."""
+    """Returns a table per card: trainings of 64 x 1,024 tokens under 11 GiB, against plain transformers."""
     header = (
         "training, 64 x 1,024 tokens", "sequences/s", "of plain eager", "of plain compiled", "of plain eager, same cap",
         "GPU allocated, GiB", "GPU reserved", "RAM", "predicted: s per step, allocated, RAM", "the update adds",
@@ -48,12 +42,12 @@ def speed_table(rows: list[dict]) -> str:
 
 
 def _last_good(rows: Iterable[dict]) -> dict[tuple[str, str], dict]:
-    """Returns the last row of each name that came to its end, whatever its checks say."""
+    """Returns the last row of each name without an error, whatever its checks say."""
     return {(row["section"], row["name"]): row for row in rows if row["error"] is None}
 
 
 def _not_held(row: dict) -> list[str]:
-    """Returns the failed checks that invalidate a row's speed. The update's cost has its own bar in the table."""
+    # These invalidate a row's speed. The update's cost has its own bar in the table.
     return [name for name, held in row["checks"].items() if not held and name not in ("update", "timeline")]
 
 
@@ -105,7 +99,8 @@ def _ratio(speed: float, values: dict, way: str) -> str:
 
 
 def plans_table(rows: list[dict]) -> str:
-    """Makes the table of predicted rows: shares of the speed of forward and backward, by sequences per step."""
+    """Returns a table of predicted rows: a step's share of the speed of its forward and backward, by sequences per
+    step."""
     if not rows:
         return f"No plan has been made for this: `python -m {predicted.__name__}`."
     batches = sorted({row["batch"] for row in rows})
@@ -131,7 +126,7 @@ def _share(row: dict) -> float:
 
 
 def memory_table(rows: list[dict]) -> str:
-    """Makes the table of signed errors of predicted peaks on GPUs, model by model."""
+    """Returns a table of signed errors of predicted peaks on GPUs, by model."""
     last = {(row["device"], row["name"]): row for row in rows if row["section"] == "memory"}
     ran = [row for row in last.values() if "completes" in row["values"]]
     cases = [row for row in ran if row["values"]["completes"]]
@@ -158,7 +153,6 @@ def memory_table(rows: list[dict]) -> str:
 
 
 def levers_table(rows: list[dict]) -> str:
-    """Makes the table of steps without single changes (levers.py)."""
     cases = {(row["device"], row["name"]): row for row in rows if row["section"] == "levers" and row["values"]}
     found = [row for row in cases.values() if "of_all" in row["values"]]
     if not found:
@@ -179,7 +173,7 @@ def levers_table(rows: list[dict]) -> str:
 
 
 def checks_table(rows: list[dict]) -> str:
-    """Makes the table of checks on GPUs: of each job how many cases ran, and which checks of which case failed."""
+    """Returns a table of each job's cases on GPUs: how many held, and the failed checks of the others."""
     jobs: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         job, _, case = row["name"].partition(": ")

@@ -1,15 +1,7 @@
-"""The times of the copies and computations of one step, recorded and simulated, and both in one picture.
+"""Records or simulates the copies and computations of one step, and draws both.
 
-Three lanes: what the compute stream does but for updates, copies to the card, copies from it. Recorded lanes are the
-profiler's: every kernel, copy and memset that CUPTI reports. Simulated ones are the plan's (lowmem/cudasim/clock.py):
-copies where its clock puts them, and the compute stream busy whenever it does not wait for one of them. A copy is
-*hidden* as far as the compute stream is busy while it runs; gaps of microseconds between kernels count against that in
-a recording, and are not there in a simulation.
-
-A step has a hundred thousand kernels, so the file and the picture have, of the whole step and of the part in which
-states are copied, how much of each thousandth every lane is busy; the figures come from every event there is.
-
-A test gives it events as PyTorch's profiler names them.
+Lanes: the compute stream without updates, copies to the card, copies from it. A copy is *hidden* while the compute
+stream is busy. Recordings have gaps of microseconds between kernels, and simulations have none.
 """
 
 from bisect import bisect_right
@@ -36,14 +28,14 @@ COMPUTE, IN, OUT = "compute", "copies in", "copies out"
 LANES = (COMPUTE, IN, OUT)
 UPDATES = ("_adamw", "_sgd", "_join_all", "_split_all")  # triton_kernels.py's
 NAME_CHARACTERS = 200  # of a kernel: templates' arguments take thousands
-PARTS = 1000  # of a stretch of time: what is told apart in a picture
+PARTS = 1000  # of a stretch of time in a picture, for a step has a hundred thousand kernels
 Stretch = tuple[float, float]  # from and to, in seconds
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `lanes`: sorted stretches that do not touch, by lane; `streamed_bytes`: copied each way; `kernels`:
-    seconds and number of calls, by name."""
+    """One step. `lanes`: {lane: sorted stretches that do not touch}. `streamed_bytes`: copied each way. `kernels`:
+    {name: (seconds, calls)}."""
 
     title: str
     seconds: float
@@ -52,7 +44,7 @@ class Timeline:
     kernels: dict[str, tuple[float, int]] = field(repr=False, default_factory=dict)
 
     def figures(self) -> dict[str, float | int | None]:
-        """Returns a row's fields. Seconds of copying count once if both directions are busy."""
+        """Returns a row's fields. `copying_seconds` count once if both directions are busy."""
         copying = joined(self.lanes[IN] + self.lanes[OUT])
         seconds = _length(copying)
         hidden = _length(common(copying, self.lanes[COMPUTE]))
@@ -69,7 +61,7 @@ class Timeline:
 
 
 def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: int) -> Timeline:
-    """Records a step with its update. On the CPU no copies exist, and every operation computes."""
+    """Records a step by the profiler. The CPU has no copies: every operation computes."""
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[kind]) as profiler:
         work()
@@ -79,7 +71,7 @@ def recorded(work: Callable[[], object], device: torch.device, streamed_bytes: i
 
 
 def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
-    """Makes a timeline from the profiler's events of one device: name(), start_ns(), duration_ns()."""
+    """Returns the timeline of one device's profiler events, with name(), start_ns(), duration_ns()."""
     lanes: dict[str, list[Stretch]] = {lane: [] for lane in LANES}
     kernels: dict[str, tuple[float, int]] = {}
     for event in events:
@@ -104,7 +96,7 @@ def timeline_of(events: Iterable, streamed_bytes: int) -> Timeline:
 
 
 class _WatchedTransfers(SimulatedTransfers):
-    """Remembers when it copied, and when the compute stream stood still for that."""
+    """Also remembers when it copied, and when the compute stream waited."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -125,8 +117,7 @@ class _WatchedTransfers(SimulatedTransfers):
 
 
 def simulated(decoder: Decoder, case: StepCase, target: Target) -> Timeline:
-    """Simulates the second step, which includes the first one's update. `decoder`: without weights, as for
-    `record_step`; `target`: of a GPU."""
+    """Simulates the second step, which makes the first one's update. `decoder`: without weights. `target`: of a GPU."""
     made = []
 
     def watched(*arguments, **keywords) -> _WatchedTransfers:
@@ -159,7 +150,7 @@ def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
-    """Returns the times covered by both. Either list is sorted and without overlaps."""
+    """Returns the times that both lists cover. Each list is sorted, without overlaps."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -173,8 +164,8 @@ def common(left: Sequence[Stretch], right: Sequence[Stretch]) -> list[Stretch]:
 
 
 def busy_shares(stretches: Sequence[Stretch], start: float, end: float, parts: int = PARTS) -> list[float]:
-    """Returns the share that the stretches cover in each of `parts` equal parts of the time from `start` to `end`. All
-    0 if no time is between them, as in a recording without events."""
+    """Returns the covered share, 0 to 1, of each of `parts` equal parts from `start` to `end`; all 0 if no time is
+    between them."""
     if end <= start:
         return [0.0] * parts
     starts = [begin for begin, _ in stretches]
@@ -194,9 +185,8 @@ def _length(stretches: Iterable[Stretch]) -> float:
 
 
 def content(timeline: Timeline) -> dict:
-    """Returns the content of the file from which the picture is drawn. It has title, figures, `kernels` (the longest
-    first, with seconds and number of calls) and `panels` for the whole step and for the time of copying: [from, to] in
-    seconds, and the busy share of each lane in each part."""
+    """Returns the input of `draw`, for a JSON file: title, figures, `kernels` [name, seconds, calls], the longest
+    first, and `panels`: from and to in seconds, and each lane's busy shares."""
     copies = joined(timeline.lanes[IN] + timeline.lanes[OUT])
     windows = {"the whole step": (0.0, timeline.seconds)}
     if copies:
@@ -213,7 +203,7 @@ def content(timeline: Timeline) -> dict:
 
 
 def draw(contents: Sequence[dict], title: str, path: Path) -> None:
-    """Draws a PNG: a row for each timeline's `content`, a column for each of its panels. ImportError without
+    """Draws a PNG: a row for each timeline's `content`, a column for each panel. Raises ImportError without
     matplotlib."""
     figure = pictures.figure(12, 0.8 + 2.2 * len(contents))
     figure.suptitle(title, fontsize=11)
@@ -230,7 +220,6 @@ def draw(contents: Sequence[dict], title: str, path: Path) -> None:
 
 
 def _draw_panel(axes, panel: dict) -> None:
-    """Draws each lane's busy share as its height."""
     start, end = (1e3 * seconds for seconds in panel["seconds"])
     for row, (lane, colour) in enumerate(zip(LANES, ("C0", "C1", "C2"), strict=True)):
         shares = panel["busy"][lane]

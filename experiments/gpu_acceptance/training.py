@@ -1,16 +1,7 @@
-"""The real scripts for a few steps: do Large and XL fit their caps, how fast are they, how good was the plan.
+"""Runs the real scripts of Large and XL for a few steps: are caps kept, how fast is a step, how good is the plan?
 
-The script runs as a user would run it, inside this process, to its very end: with the checkpoint and the exported model
-of the last step, 18 bytes per parameter of disk (28 GB for XL), which are removed after the job.
-
-The first step also warms up, so a step's time is the median of the others. Its update is deferred into the next step
-and timed there. The last step makes its own update, too; a median of three keeps it from counting much.
-
-What the run was is a row, "<job>: run". It is written after the second step, and again, complete, at the end of the
-run. The last row of a name counts. If the run was interrupted, that is the first one, which says so ("complete": false,
-and "steps" of "of_steps"). Then, where the job asks for it, what the update adds to a step (overlap.py).
-
-How long the run may take follows from its own plan on this card (progress.py), with assumed speeds for the rest.
+A run saves and exports: 18 bytes of disk per parameter (28 GB for XL) until the job ends. The row "<job>: run" is
+written after the second step and again at the end; the last one counts.
 """
 
 import json
@@ -30,6 +21,8 @@ from lowmem.run.figures import build_report
 from lowmem.run.log import RunLog
 from lowmem.run.report import device_name, versions
 
+# A step's time is the median of all but the first, which warms up. An update is timed in the step after. The last step
+# also makes its own; a median of three keeps that from counting much.
 STEPS = 4
 FULL = ["--init", "random", "--steps", str(STEPS)]
 TINY = ["--demo", "--data", str(ROOT / "experiments" / "harness"), "--steps", "2", "--seq", "32", "--batch", "4"]
@@ -48,8 +41,8 @@ PEAKS = {  # of a report, and whose cap each must keep
 
 def run(setting: Setting, name: str, script: str, more: Sequence[str] = (), update_cost: bool = False) -> Result:
     """Runs `script` with the options `more` under the setting's caps, and compares its figures with the plan's.
-    `update_cost`: also measures the cost of the update. `name`: the job's. Unavailable if the optimizer's package is
-    missing."""
+    `update_cost`: also measures the cost of the update. `name`: the job's. Raises Unavailable without the optimizer's
+    package."""
     if "adamw8bit" in more and find_spec("bitsandbytes") is None:
         raise Unavailable("bitsandbytes is not installed")
     limits = {"gpu": setting.gpu_limit_bytes, "ram": setting.ram_limit_bytes}
@@ -89,7 +82,7 @@ class _Watched:
     kept: dict = field(default_factory=dict)
 
     def planned(self) -> None:
-        """Announces the time until the first row, once the plan is made: weights, an evaluation and the first steps."""
+        # Until the first row: weights, an evaluation and the first steps.
         self._expect(ENOUGH_STEPS + 1, self.kept["plan"].parameters / DRAWN_PER_SECOND)
 
     def prepared(self) -> None:
@@ -97,7 +90,7 @@ class _Watched:
         self.kept |= {"log": session.log, "data": session.data}
 
     def step(self, write):
-        """Wraps RunLog.step, `write`, so that it also writes the job's row after enough steps."""
+        """Wraps RunLog.step, `write`, so that the wrapper also writes the job's row after ENOUGH_STEPS."""
 
         def call(log: RunLog, row: dict) -> None:
             write(log, row)
@@ -109,7 +102,6 @@ class _Watched:
         return call
 
     def so_far(self, rows: list[dict]) -> tuple[dict, dict[str, bool]]:
-        """Returns values and checks of a run up to the last of `rows`."""
         kept = self.kept
         peaks = {peak: max((row[peak] for row in rows), key=lambda found: found or 0) for peak in PEAKS}
         report = build_report(
@@ -119,7 +111,6 @@ class _Watched:
         return self._row(report, complete=False)
 
     def outcome(self, code: int, folder: Path) -> tuple[dict, dict[str, bool]]:
-        """Returns values and checks of a run that has ended with exit code `code`."""
         ended = {"exit_code": code}, {"exit code 0": code == 0}
         if (folder / "report.json").exists():
             values, checks = self._row(json.loads((folder / "report.json").read_text()), complete=True)
@@ -146,8 +137,8 @@ class _Watched:
 
 
 def _figures(report: dict, limits: dict[str, int | None]) -> tuple[dict, dict[str, bool]]:
-    """Reads a run's report.json: speed, time and peaks, measured and predicted, with signed errors, and whether the
-    caps were kept."""
+    """Returns a report's speed, time and peaks, measured and predicted, with signed errors, and whether caps were
+    kept."""
     measured, predicted = report["measured"], report["plan"]["predicted"]
     values = {"sequences_per_second": measured["sequences_per_second"]}
     for figure in (*PEAKS, "step_seconds"):

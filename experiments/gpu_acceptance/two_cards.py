@@ -2,11 +2,10 @@
 
     resident   a small model, everything on the GPUs: the reference for the next two
     in RAM     states and gradients in RAM: every bit equal
-    killed     SIGKILL to one process after the third step; torchrun starts both again, and every bit is equal
-    large      the real shape, 64 x 1,024 tokens: peaks and seconds of a step next to those of the plan
+    killed     SIGKILL to one process, and both are started again: every bit equal
+    large      64 x 1,024 tokens: peaks and seconds next to the plan's
 
-On GPUs memory is compared in all of them: allocated bytes within 1% of the plan. No pair of GPUs has run this yet. It
-has run on the CPU and, with two cards and gloo, on the stand-in (tests/cuda/test_ranks.py).
+No pair of GPUs has run this yet; the CPU and the stand-in have.
 """
 
 import json
@@ -37,7 +36,7 @@ SECONDS = (60.0, 300.0)  # of a small case and of the large one: starting two pr
 
 
 def check(setting: Setting) -> Result:
-    """Runs these cases, a row for each; the last row is the verdict. Unavailable with fewer than two GPUs."""
+    """Runs these cases, a row for each. Raises Unavailable with fewer than two GPUs."""
     on_gpus = setting.device == "cuda"
     if on_gpus and torch.cuda.device_count() < RANKS:
         raise Unavailable("this needs two GPUs")
@@ -54,7 +53,6 @@ def check(setting: Setting) -> Result:
 
 
 def _trained(setting: Setting, name: str, *more: str, kill: bool = False) -> Result:
-    """Trains in the folder `name`, and compares memory with the plan. `kill`: one process is killed after a step."""
     out = setting.scratch / name
     shape = LARGE if name == "large" else SMALL
     limit = "none" if setting.gpu_limit_bytes is None else str(setting.gpu_limit_bytes)
@@ -79,7 +77,7 @@ def _trained(setting: Setting, name: str, *more: str, kill: bool = False) -> Res
 
 
 def _killed(process: subprocess.Popen, out: Path) -> bool:
-    """Kills the last process when the third step has been written. Returns False if the run had ended before."""
+    """Kills the last process after the third step. Returns False if the run had ended before."""
     while process.poll() is None and len(read_metrics(out / "metrics.jsonl")) < 3:
         time.sleep(0.01)
     last = ranks_of(process).get(RANKS - 1) if process.poll() is None else None

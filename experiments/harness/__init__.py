@@ -1,1 +1,1 @@
-"""The library of experiments and tests: rows of results, tables of rows, jobs in processes, small trainings."""
+"""Library of experiments and tests: rows of results, tables, jobs in processes, small trainings."""

@@ -1,12 +1,6 @@
-"""Lists the tensors at the memory peak, measured and simulated, to explain a wrong prediction from one run.
+"""Lists the tensors at the memory peak, measured and simulated, to explain a wrong prediction.
 
-Every source becomes a `Tape` (lowmem/cudasim/recorder.py): CPU memory events of the profiler, the caching allocator's
-own history on a GPU, the simulation's. So a real run can be replayed through the model of the allocator, which parts
-the two ways of being wrong: if the replay reserves what the card did, the tracer missed a tensor; if not, the
-allocator's model is off. Sizes are those of blocks, multiples of 512 bytes; names come from Python frames on a GPU
-(backward has none: it runs on a thread of C++), from the simulation's regions there, and from nowhere on the CPU.
-
-A test gives it entries as torch documents them.
+Sizes are multiples of 512 bytes. Names are Python frames, and empty on the CPU.
 """
 
 import gc
@@ -28,7 +22,7 @@ Returned = TypeVar("Returned")
 
 
 def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
-    """Makes a tape from (address, bytes, name); fewer than 0 bytes free the address. Frees of earlier blocks are left
+    """Returns the tape of (address, bytes, name). Negative bytes free the address; frees of older blocks are left
     out."""
     living: dict[int, int] = {}
     operations = []
@@ -42,10 +36,10 @@ def tape_of(changes: Sequence[tuple[int, int, str]]) -> Tape:
 
 
 def tape_of_cpu(work: Callable[[], Returned]) -> tuple[Tape, Returned]:
-    """Returns the tape of the CPU's allocations while `work` runs, by the profiler, and the result of `work`. Python's
-    cycle collector would free at arbitrary moments, so it runs before and not during `work`."""
+    """Returns the tape of the CPU's allocations while `work` runs, and the result of `work`."""
     enabled = gc.isenabled()
     collect_garbage()
+    # The cycle collector would free at arbitrary moments.
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -67,7 +61,8 @@ def _allocations(events: Sequence) -> Iterator:
 
 
 def tape_of_history(entries: Sequence[dict]) -> Tape:
-    """Makes a tape of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator on."""
+    """Returns the tape of one device's trace in `torch.cuda.memory._snapshot()`, recorded from an empty allocator
+    on."""
     signs = {"alloc": 1, "free_requested": -1}  # what is free, but waits for another stream, is not allocated
     return tape_of(
         [
@@ -79,15 +74,14 @@ def tape_of_history(entries: Sequence[dict]) -> Tape:
 
 
 def _where(frames: Sequence[dict]) -> str:
-    """Returns the innermost frame that is not torch's own."""
     for frame in frames:
         if frame["filename"].endswith(".py") and not frame["filename"].startswith(_TORCH):
             return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
-    return "no Python frame"
+    return "no Python frame"  # such as all of backward, which runs on a thread of C++
 
 
 def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
-    """Counts the live blocks of each size and name at the peak of allocated bytes."""
+    """Counts the live blocks of each (size, name) at the peak of allocated bytes."""
     now = peak = last = 0
     sizes: dict[int, int] = {}
     for index, (storage, size, _) in enumerate(tape):
@@ -110,9 +104,8 @@ def live_at_peak(tape: Tape) -> Counter[tuple[int, str]]:
 
 
 def differences(measured: Tape, simulated: Tape) -> dict:
-    """Returns a row's fields: the largest groups of blocks at both peaks, as [bytes, count, bytes of each, name]; sizes
-    with different counts, as [bytes of each, measured count, simulated count]; and the measured run in the model of the
-    allocator."""
+    """Returns a row's fields: the largest groups at both peaks, [bytes, count, bytes of each, name]; sizes that differ,
+    [bytes, measured count, simulated count]; and the replayed peaks."""
     found, expected = live_at_peak(measured), live_at_peak(simulated)
     counts = [Counter(), Counter()]
     for count, groups in zip(counts, (found, expected), strict=True):
@@ -120,6 +113,8 @@ def differences(measured: Tape, simulated: Tape) -> dict:
             count[size] += number
     sizes = [size for size in counts[0] | counts[1] if counts[0][size] != counts[1][size]]
     sizes.sort(key=lambda size: -size * abs(counts[0][size] - counts[1][size]))
+    # If the replay reserves as much as the GPU did, the tracer missed a tensor. If not, the model of the allocator is
+    # wrong.
     replayed = under_cap(measured)
     return {
         "at_measured_peak": _largest(found),

@@ -1,9 +1,9 @@
-"""The process of one job: calls the job's function, writes its rows. Started by programs, never by hand.
+"""The process of one job: calls the job's function, writes its rows. Programs start it, never a user.
 
-    python -m experiments.harness.child probe        what this machine is, as JSON on stdout
+    python -m experiments.harness.child probe        describes this machine, as JSON on stdout
     python -m experiments.harness.child '{task}'     one job; exit code 0 if every check held, 3 if one did not
 
-The process ends when its standard input does: when the command that started it is gone, nothing stays on the GPU.
+The process ends when its standard input closes, so that nothing stays on the GPU.
 """
 
 import importlib
@@ -28,8 +28,6 @@ DRY_RUN_SECONDS = 200.0  # more are planned for whatever runs on processors alon
 
 @dataclass(frozen=True)
 class Result:
-    """The content of a row: the result of a job's function, or of a case of it."""
-
     values: dict
     checks: dict[str, bool]
 
@@ -40,10 +38,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a job's function is given. `device`: "cuda" or "cpu"; `scratch`: a folder that is removed afterwards;
-    `record(detail, values, checks)` writes a row at once, and says whether all checks held; `kept`: the folder of the
-    rows, for what belongs beside them, or None if nothing is kept; `stand_in`: whether the GPU is one that is not there
-    (stand_in/), so that no time means anything; `flops_per_second`: the card's, of large 16-bit products."""
+    """The circumstances of a job. `scratch`: a folder that is removed afterwards. `record(detail, values, checks)`
+    writes a row, and returns whether all checks held. `kept`: folder for files beside the rows, or None. `stand_in`: no
+    real GPU, so times mean nothing. `flops_per_second`: of large 16-bit products."""
 
     device: str
     dry_run: bool
@@ -56,13 +53,12 @@ class Setting:
     flops_per_second: float = float("inf")
 
     def expect(self, planned_seconds: float) -> None:
-        """Announces that the job's next work is planned to take so long on this card (progress.py has the limit that
-        follows)."""
+        """Announces the planned seconds of the next work on this card."""
         self._begin(None, planned_seconds)
 
     def attempt(self, case: str, work: Callable[[], Result], planned_seconds: float = 0.0) -> Result:
-        """Runs the case `work`, writes its row and returns its result. A case that an earlier process of this job has
-        finished, or that has ended one, does not run again: its known result is returned. Call it in a fixed order."""
+        """Runs the case `work`, writes its row and returns its result. A case that ended in an earlier process of this
+        job only returns its known result. Call it in a fixed order."""
         progress = Progress(self.scratch)
         known = progress.done().get(case)
         if known is not None:
@@ -82,7 +78,7 @@ class Setting:
 
 
 class Unavailable(Exception):
-    """A job's function raises it, with a sentence, if this machine lacks something: neither crash nor result."""
+    """This machine lacks something that a job needs: neither a crash nor a result."""
 
 
 def main() -> int:
@@ -94,7 +90,7 @@ def main() -> int:
 
 
 def run(task: dict) -> int:
-    """Calls a job's function, `task["target"]`, and writes its rows; the exit code."""
+    """Calls a job's function, `task["target"]`, and writes its rows. Returns the exit code."""
     path, scratch = Path(task["rows"]), Path(task["scratch"])
     started = last = time.perf_counter()
 
@@ -128,22 +124,21 @@ def run(task: dict) -> int:
 
 
 def named(name: str):
-    """Imports "module:attribute". Jobs reach other experiments this way: no experiment imports another."""
+    """Returns "module:attribute". Jobs name functions of other experiments in this way, and import none."""
     module, attribute = name.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def machine_here() -> dict:
-    """Runs `probe` in another process: a CUDA context in this one would take memory from every job. There are no names
-    if lowmem cannot be imported; stderr says why."""
+    """Returns the result of `probe` in another process; no names if lowmem cannot be imported."""
+    # A CUDA context in this process would take memory from every job.
     command = [sys.executable, "-m", "experiments.harness.child", "probe"]
     result = subprocess.run(command, cwd=rows.ROOT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     return json.loads(result.stdout) if result.returncode == 0 else {"names": {}, "versions": {}}
 
 
 def probe() -> dict:
-    """Describes this machine: {"names": {"cpu": ..., "cuda": ... if there is one}, "versions": {...}, "cards": the
-    number of GPUs}."""
+    """Returns {"names": {"cpu": ..., "cuda": ... if there is a GPU}, "versions": {...}, "cards": number of GPUs}."""
     import torch
 
     from lowmem.run.report import device_name, versions
@@ -155,7 +150,7 @@ def probe() -> dict:
 
 
 def output_of(scratch: Path) -> str | None:
-    """Returns the end of what a job wrote to stderr, which lies in its scratch folder."""
+    """Returns the end of a job's stderr, or None."""
     path = scratch / "stderr.txt"
     text = path.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if path.exists() else ""
     return text or None
@@ -171,7 +166,7 @@ def _bytes(gib: float | None) -> int | None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the other end of its standard input is closed; for a thread."""
+    """Ends this process when its standard input closes. Runs in a thread."""
     os.read(0, 1)
     os._exit(1)
 

@@ -1,7 +1,7 @@
-"""CIFAR-10 from a folder or through `datasets`, as images fp32 [N, 3, 32, 32] from -1 to 1 and labels int64 [N].
+"""Reads CIFAR-10: images fp32 [N, 3, 32, 32] from -1 to 1, and labels int64 [N].
 
-A folder is the archive's (`cifar-10-batches-py`, or the one in which that lies), or has images in folders by class:
-`train/<class>/*.png` and `test/<class>/*.png`.
+A folder is the archive's (`cifar-10-batches-py`, or its parent), or has images by class: `train/<class>/*.png` and
+`test/<class>/*.png`.
 """
 
 import io
@@ -27,8 +27,8 @@ _ARRAYS = {
 
 
 def read(folder: str | None, train: bool) -> Samples:
-    """Returns images and labels for training or testing. `folder` None: from the cache of `datasets`, or the hub.
-    InputError if they are not there, or are no CIFAR-10."""
+    """Returns images and labels. `folder` None: from the cache of `datasets`, or the hub. Raises InputError for missing
+    or other data."""
     if folder is None:
         return _from_hub("train" if train else "test")
     place = Path(folder).expanduser()
@@ -45,7 +45,7 @@ def read(folder: str | None, train: bool) -> Samples:
 
 
 class _Arrays(pickle.Unpickler):
-    """Loads arrays, and no other objects: a pickle may name any function of the machine."""
+    """Unpickles arrays only, because a pickle may name any function of the machine."""
 
     def find_class(self, module: str, name: str):
         if (module, name) not in _ARRAYS:

@@ -1,4 +1,4 @@
-"""Judges trainings and differences: a number that is NaN is never passed over. Imports no PyTorch."""
+"""Judges trainings and differences; NaN always counts. Imports no PyTorch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ MOST_RISE = 2.0  # of a loss, over the first one: a small sample's noise is less
 
 
 def worst(numbers: Iterable[float]) -> float:
-    """Returns the largest number, 0 of none, or NaN where any is, which max() may pass over."""
+    """Returns the largest number, 0 of none, or NaN if any is NaN."""
     numbers = [float(number) for number in numbers]
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)  # which max() may pass over
 
 
 def divergence(losses: Sequence[float | None], weights: Mapping[str, "Tensor"] | None = None) -> str | None:
-    """Says in a sentence that a training diverged; None of one that did not. It did if a loss or a weight at the end is
-    not finite (None, as rows write it), or if all losses of the second half are more than MOST_RISE times the first."""
+    """Returns why a training diverged, or None. It diverged if a loss (None: not finite) or a final weight is not
+    finite, or if all losses of its second half exceed MOST_RISE times the first."""
     for step, loss in enumerate(losses, 1):
         if loss is None or not math.isfinite(loss):
             return f"the training diverged: the loss of step {step} is not finite"

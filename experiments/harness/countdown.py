@@ -1,4 +1,4 @@
-"""Tells a person how far a command is whose cases take minutes each."""
+"""Tells a person how far a long command is."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Runs `work(over)` in a thread until the end of the block, which sets the event `over`."""
+    """Runs `work(over)` in a thread during the block, whose end sets the event `over`."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), daemon=True)
     thread.start()
@@ -31,10 +31,9 @@ def in_background(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Countdown:
-    """Says on stderr which case is under way and how long the rest takes, and says so again while a case runs.
+    """Says on stderr which case is under way and how long the rest takes, also while a case runs.
 
-    `expected`: {name of a case: seconds that it took elsewhere}, of all cases that are still to be done. The cases that
-    are done say how much slower or faster this machine is. If all are 0, it does not say how long the rest takes.
+    `expected`: {case: its seconds elsewhere}; if all are 0, no remaining time is said.
     """
 
     def __init__(self, expected: Mapping[str, float], every_seconds: float = EVERY_SECONDS):
@@ -42,12 +41,11 @@ class Countdown:
         self._count, self._took, self._should = len(expected), 0.0, 0.0
 
     def announce(self) -> None:
-        """Says how long all cases take."""
         self._say(f"{self._count} to do{self._rest('about {}')}")
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Within it the case of this name is under way."""
+        """Announces the case `name`, which runs during the block."""
         number = self._count - len(self._expected) + 1
         title, began = f"{number} of {self._count}: {name}", time.perf_counter()
         self._say(title + self._rest("about {} left"))
@@ -63,11 +61,11 @@ class Countdown:
         self._should += self._expected.pop(name)
 
     def _rest(self, text: str, took: float = 0.0) -> str:
-        """Returns `text` with the seconds that are left; nothing if nobody knows how long cases take."""
         left = self._left()
         return ", " + text.format(span(max(left - took, 0))) if left or not self._expected else ""
 
     def _left(self) -> float:
+        # Finished cases show how fast this machine is.
         pace = self._took / self._should if self._should else 1.0
         return pace * sum(self._expected.values())
 

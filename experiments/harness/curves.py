@@ -1,4 +1,4 @@
-"""Trainings that learn: a row of each, and their curves in one picture."""
+"""Runs trainings that learn: a row of each, and their loss curves in one picture."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ WIDTH = 9
 
 @dataclass(frozen=True)
 class Learned:
-    """A training's losses by update, and afterwards the share of test samples, or tokens, that it predicts."""
+    """A training's losses by update, and its final accuracy (0 to 1) on test data."""
 
     losses: list[float]
     accuracy: float
 
 
 def learned(program: str, arguments: list[str], path: Path, trainings: Mapping[str, Callable[[], dict]]) -> list[dict]:
-    """Adds a row for each training to the file, and returns the rows. A training returns its values, with losses by
-    update and the accuracy on test samples. Tells how far it is."""
+    """Appends a row for each training, and returns the rows. A training returns a row's values, with `losses` by update
+    and `test_accuracy`."""
     common = {"sources": row_file.sources(program)} | row_file.made_by(program, arguments)
     countdown = Countdown(dict.fromkeys(trainings, 0.0))  # how long each takes is not known
     made = []
@@ -38,14 +38,14 @@ def learned(program: str, arguments: list[str], path: Path, trainings: Mapping[s
 
 
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """Draws losses by update, by name, as PNG. Curves of more than twice POINTS are running means."""
+    """Draws losses by update, {name: losses}, as PNG. Curves of 2 x POINTS updates or more are running means."""
     figure = pictures.figure(WIDTH, 3.7)
     _losses(figure.subplots(), curves)
     pictures.save(figure, path)
 
 
 def draw_learned(panels: Mapping[str, Mapping[str, Learned]], path: Path) -> None:
-    """Draws trainings by name, as PNG: for each title a row with their losses by update, and the accuracies beside."""
+    """Draws trainings as PNG: for each title a row with losses by update, and accuracies beside them."""
     figure = pictures.figure(WIDTH, 2.9 * len(panels))
     rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(3, 1))
     for (axes, beside), (title, trainings) in zip(rows, panels.items(), strict=True):

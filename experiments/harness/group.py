@@ -1,9 +1,6 @@
-"""Processes of one process group of `torch.distributed`: started together, watched, and ended as soon as one ends.
+"""Starts and watches the processes of one process group of `torch.distributed`. All end as soon as one fails.
 
-The command calls `run`. Its processes are forked from a server that has imported PyTorch and transformers, so they
-begin at once. A process writes its error to their folder, and `run` raises one ProcessFailed with the first cause. (A
-process that lost its neighbour fails too, but is not the cause.) A process ends when the command does. Under torchrun a
-process calls only `begin`; torchrun watches.
+Under torchrun, which watches its processes itself, a process calls only `begin`.
 """
 
 import contextlib
@@ -43,7 +40,6 @@ class PeerError(LowmemError):
 
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turns a backend's errors about a lost peer into PeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -51,8 +47,8 @@ def peer_errors() -> Iterator[None]:
 
 
 def run(work: Work, folder: Path, ranks: int) -> None:
-    """Calls `work(folder, rank)` in a process for each rank and waits until all have ended well. ProcessFailed, with
-    the cause, if one has not; then all are ended."""
+    """Calls `work(folder, rank)` in a process for each rank, and waits. If one fails, ends all and raises ProcessFailed
+    with the first cause."""
     processes: list[Process] = []
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that callers tidy up, as after Ctrl-C
     try:
@@ -67,6 +63,7 @@ def run(work: Work, folder: Path, ranks: int) -> None:
 
 
 def _started(work: Work, folder: Path, rank: int) -> Process:
+    # The server has imported PyTorch and transformers, so processes begin at once.
     context = get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     process = context.Process(target=_member, args=(work, folder, rank, dict(os.environ)))
@@ -75,7 +72,6 @@ def _started(work: Work, folder: Path, rank: int) -> Process:
 
 
 def _member(work: Work, folder: Path, rank: int, environment: dict[str, str]) -> None:
-    """Runs `work` in a process of its own. What it prints goes into a file in `folder`."""
     with open(folder / f"output-{rank}", "wb") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
@@ -101,12 +97,11 @@ def _end_with_parent() -> None:
 
 
 def is_one_of_torchruns() -> bool:
-    """True if torchrun, or a compatible launcher, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
-    """Joins the process group, and returns this process's device. `folder` None: as torchrun says."""
+    """Joins the process group, and returns this process's device. `folder` None: as torchrun's variables say."""
     torch.set_num_threads(THREADS)
     device = device_of(rank, ranks)
     where = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": ranks} if folder else {}
@@ -116,7 +111,7 @@ def begin(folder: Path | None, rank: int, ranks: int) -> torch.device:
 
 @contextlib.contextmanager
 def threads_of_a_process() -> Iterator[None]:
-    """Within it this process has as many threads as one of a group, for the same bits."""
+    """Gives this process the threads of one of a group, during the block, for the same bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
@@ -126,12 +121,12 @@ def threads_of_a_process() -> Iterator[None]:
 
 
 def new(ranks: list[int]) -> dist.ProcessGroup:
-    """Makes a group of some of the processes; all processes have to call it."""
+    """Returns a group of some processes. All processes must call it."""
     return dist.new_group(ranks, timeout=TIMEOUT)
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """Returns a separate GPU for each process if the machine has as many, or else the CPU."""
+    """Selects and returns a GPU for each process, or the CPU if there are too few GPUs."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not torch.cuda.is_available() or torch.cuda.device_count() < here:
         return torch.device("cpu")
@@ -145,7 +140,6 @@ def _interrupt(*_) -> None:
 
 
 def _watch(processes: list[Process], folder: Path) -> None:
-    """Waits until all have ended well, or one has not."""
     while True:
         codes = [process.exitcode for process in processes]
         if all(code == 0 for code in codes):
@@ -156,8 +150,6 @@ def _watch(processes: list[Process], folder: Path) -> None:
 
 
 def _cause(processes: list[Process], folder: Path) -> str:
-    """Returns the first cause: a process that was killed, or the first error that another process's end does not
-    explain."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         time.sleep(POLL_SECONDS)
@@ -171,6 +163,7 @@ def _cause(processes: list[Process], folder: Path) -> str:
         elif process.exitcode:
             output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines() or ["no output"]
             ended.append(f"the process of rank {rank} ended with exit code {process.exitcode}: {output[-1]}")
+    # A process that lost its neighbour (`of_another`) fails too, but is not the cause.
     first = min(failures, key=lambda failure: (failure["of_another"], failure["time"]), default=None)
     if ended and (first is None or first["of_another"]):
         return ended[0]

@@ -1,4 +1,4 @@
-"""How a command of several processes ends when one of them, or the command itself, is killed."""
+"""Measures how a command of several processes ends when one of them, or the command itself, is killed."""
 
 import os
 import signal
@@ -19,9 +19,8 @@ CASES = ["rank 0", "rank 2", "the command"]
 
 
 def ended(module: str, who: str) -> dict:
-    """Runs `python -m module` for more steps than it can do and kills (SIGKILL) `who` of CASES: one of its processes or
-    the command. Returns the seconds until the command and all its processes are gone, the command's last words and its
-    exit code."""
+    """Runs `python -m module`, and kills (SIGKILL) `who` of CASES. Returns the seconds until all processes are gone,
+    the command's stderr and its exit code."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", module, "--steps", "1000000", "--out", out]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -37,14 +36,13 @@ def ended(module: str, who: str) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Makes a table of rows with `ended`; their `options` say who was killed."""
+    """Returns a table of rows with the fields of `ended`."""
     lines = [[row["options"], f"{row['seconds']:.1f}", str(row["exit_code"]), row["said"]] for row in rows]
     return markdown(("killed", "seconds", "exit code of the command", "what it says"), lines)
 
 
 def _runs(pid: int) -> bool:
-    """True if the process exists and is not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie
     except FileNotFoundError:
         return False

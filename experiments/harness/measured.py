@@ -1,11 +1,6 @@
-"""What work really takes of the card's memory: one process measures many cases, each from an empty allocator.
+"""Measures the GPU memory of work. One process measures many cases, each from an empty allocator.
 
-Everything is freed before a case, cuBLAS's workspaces too, and what is cached given back, which with segments that grow
-leaves nothing behind; `left_bytes` says whether that is so. A process's cap of memory holds from case to case, so it is
-lifted first.
-
-On the CPU (a dry run) the profiler's memory events stand in for the card's: they go through the model of the caching
-allocator, caps included.
+On the CPU (a dry run), the profiler's memory events go through the model of the caching allocator, caps included.
 """
 
 import statistics
@@ -40,8 +35,8 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True)
 class Measured(Generic[Returned]):
-    """`returned`: by the work; `left_bytes`: reserved before anything began; `tape`: of what was allocated, where that
-    was recorded."""
+    """Peaks of a case. `returned`: by the work. `left_bytes`: reserved before the case. `tape`: the allocations, if
+    recorded."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -52,14 +47,14 @@ class Measured(Generic[Returned]):
 
 @dataclass(frozen=True)
 class Ran:
-    """Steps of training. `step_seconds`: the median of those from the third on."""
+    """Steps of training. `step_seconds`: the median from the third step on."""
 
     step_seconds: float
     updates: int
 
 
 def capped_device(setting: Setting) -> torch.device:
-    """Sets training's environment and the job's cap of GPU memory. To be called before CUDA starts."""
+    """Sets training's environment and the job's cap of GPU memory. Call it before CUDA starts."""
     devices.set_environment()
     device = torch.device(setting.device)
     Budget(device, setting.gpu_limit_bytes, None).apply()
@@ -67,7 +62,6 @@ def capped_device(setting: Setting) -> torch.device:
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Returns the fused kernels that run on `device`: none on the CPU."""
     return fused.running(device) if device.type == "cuda" else Kernels.NONE
 
 
@@ -77,12 +71,11 @@ def sixteen_bit(device: torch.device) -> str:
 
 
 def precisions(device: torch.device) -> dict[str, torch.dtype]:
-    """Returns all working precisions that the device has, by name."""
     return {name: dtype for name, dtype in WORKING_DTYPES.items() if name != "bf16" or sixteen_bit(device) == "bf16"}
 
 
 def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
-    """Returns the device, set up as training sets it up, the card (None on the CPU), and what to simulate."""
+    """Returns the device, set up as for training, its card (None on the CPU), and the target to simulate."""
     devices.set_environment()
     if setting.device == "cpu":
         return torch.device("cpu"), None, cpu_target()
@@ -95,8 +88,8 @@ def prepared(setting: Setting) -> tuple[torch.device, Card | None, Target]:
 def measure(
     work: Callable[[], Returned], device: torch.device, limit_bytes: int | None = None, *, history: bool = False
 ) -> Measured[Returned] | None:
-    """Runs `work` from an empty allocator on; None if it ran out of memory under the cap. `history`: with the tape of
-    what was allocated, which the CPU always has."""
+    """Runs `work` from an empty allocator on. Returns None if memory ran out under the cap. `history`: records the
+    tape, as the CPU always does."""
     _empty(device)
     if device.type == "cpu":
         tape, returned = tape_of_cpu(work)
@@ -106,6 +99,7 @@ def measure(
             return None
         return Measured(taken.allocated_peak_bytes, taken.reserved_peak_bytes, returned, tape=tape)
     left = torch.cuda.memory_reserved(device)
+    # The cap of the case before would hold on.
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     Budget(device, limit_bytes, None).apply()
     if history:
@@ -138,7 +132,6 @@ def train(decoder: Decoder, case: StepCase, batch: Batch, device: torch.device, 
 
 
 def random_step(decoder: Decoder, case: StepCase, device: torch.device) -> TrainingStep:
-    """Returns the step as training makes it, on random weights."""
     store = Store(decoder, device, case.dtype, case.optimizer, case.layout)
     for part in store.parts:
         part.working.normal_(0, 0.02)
@@ -150,12 +143,13 @@ def random_step(decoder: Decoder, case: StepCase, device: torch.device) -> Train
 
 
 def error(predicted: int, measured: int) -> float:
-    """Returns the relative error, with sign: below 0 the plan promised too much."""
+    """Returns the signed relative error, below 0 if the prediction was too low."""
     return predicted / measured - 1
 
 
 def _empty(device: torch.device) -> None:
-    """Frees what earlier work left: a training that holds itself, and a workspace of cuBLAS per thread."""
+    # A training holds itself by reference cycles, and cuBLAS a workspace per thread. Segments that grow can be given
+    # back whole.
     devices.collect_garbage()
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,11 +1,4 @@
-"""The shapes of models as data, because their configs must be had without a network.
-
-`fields` are those of a model's config.json that differ from the defaults of its class in transformers, as far as they
-bear on memory (sizes, dropout, tying, attention). `parameters` is the count that public files state for this model, or
-None if none was found; tests/experiments/test_memory_estimation.py builds every model and compares. `source`: where the
-config was read. Pages were read as stored copies, not live; "a fine-tuned copy" is another's upload that
-names this model as its origin.
-"""
+"""The shapes of models as data, so that their configs need no network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +15,9 @@ BLOCKS = ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers")  #
 
 @dataclass(frozen=True)
 class Model:
-    """`hub`: the name on the Hugging Face hub; `kind`: its model type in transformers."""
+    """A model's shape. `hub`: name on the Hugging Face hub. `kind`: model type in transformers. `fields`: entries of
+    config.json that affect memory and are not the default. `parameters`: the published count. `source`: of the
+    config."""
 
     name: str
     hub: str
@@ -33,7 +28,7 @@ class Model:
 
     def config(self, blocks: int | None = None) -> PretrainedConfig:
         """Returns the config of the model, or of a slice with `blocks` blocks (an encoder-decoder: of each kind).
-        InputError if the model has fewer."""
+        Raises InputError if the model has fewer."""
         if blocks is None:
             return CONFIG_MAPPING[self.kind](**self.fields)
         counts = [name for name in BLOCKS if name in self.fields]
@@ -43,7 +38,7 @@ class Model:
         return CONFIG_MAPPING[self.kind](**self.fields | dict.fromkeys(counts, blocks))
 
     def write(self, folder: Path, blocks: int | None = None) -> Path:
-        """Makes `folder` with the config.json of the model or of a slice; returns it."""
+        """Writes config.json of the model or of a slice into `folder`, and returns `folder`."""
         config = self.config(blocks)
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
@@ -80,6 +75,7 @@ def _gpt2(name: str, parameters: int) -> Model:
     return Model(name, f"openai-community/{name}", "gpt2", fields, parameters, "lowmem.models.build.GPT2_SHAPES")
 
 
+# Sources were read as stored copies. A "fine-tuned copy" is another's upload that names this model as its origin.
 MODELS = {
     model.name: model
     for model in (

@@ -1,4 +1,4 @@
-"""What commands share: a parser, kinds of numbers, a folder to write to, an exit code."""
+"""Shared parts of commands: a parser, kinds of numbers, an output folder, an exit code."""
 
 import argparse
 import math
@@ -17,19 +17,18 @@ SEEDS = 2**31  # seeds are below
 
 
 def parser_of(program: str, doc: str) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m program`. `doc`: the module's, whose first line describes it."""
+    """Returns the parser of `python -m program`, described by the first line of `doc`."""
     return argparse.ArgumentParser(prog=f"python -m {program}", description=doc.split("\n")[0], allow_abbrev=False)
 
 
 def without_options(program: str, doc: str, command: Callable[[], None]) -> int:
-    """Runs a command that takes no option but --help, before anything is written. Returns its exit code."""
+    """Runs a command that has no option but --help. Returns its exit code."""
     parser_of(program, doc).parse_args()
     return exit_code_of(lambda: command() or 0)
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Returns what a command returns, or the exit code of its error, which one process says. That is 1 if the command
-    has started a process that failed."""
+    """Returns the result of `command`, or prints its error and returns the exit code: 1 if a started process failed."""
     try:
         return command()
     except (LowmemError, subprocess.CalledProcessError) as error:
@@ -42,12 +41,12 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def is_first() -> bool:
-    """True except in torchrun's processes of other ranks, so that only one process reports."""
+    """Returns False in torchrun's processes of other ranks than 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def at_least(kind: type, least: float, below: float = math.inf) -> Callable:
-    """Reads a number of at least `least` and less than `below`; argparse says so of another."""
+    """Returns an argparse type: a number of at least `least` and less than `below`."""
 
     def read(typed: str):
         value = kind(typed)
@@ -72,15 +71,15 @@ def size(typed: str) -> int:
 
 
 def under_runs(committed: Path) -> Path:
-    """Returns where a command writes by default, for a file or folder of committed rows: under runs/. Only --rows or
-    --out writes over what is committed."""
+    """Returns the default output for a file or folder of committed rows: under runs/."""
+    # Only --rows or --out overwrites committed rows.
     parts = committed.resolve().relative_to(ROOT / "experiments").parts
     return Path("runs", *(part for part in parts if part != "results"))
 
 
 def make_folder(path: Path, *older: str) -> None:
-    """Makes the folder before the work is done, without the files of these names that an older run left there.
-    InputError if it cannot be made, or written to."""
+    """Makes the folder, and removes files of the names `older`. Raises InputError if the folder cannot be written
+    to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -92,7 +91,7 @@ def make_folder(path: Path, *older: str) -> None:
 
 
 def check_rows(path: Path, option: str = "--rows") -> None:
-    """Raises InputError, before the work, if no row can be added to the file that `option` names."""
+    """Raises InputError if no row can be appended to the file that `option` names."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):

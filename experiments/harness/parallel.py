@@ -1,8 +1,4 @@
-"""Trains a job in several processes, new ones or torchrun's, and collects what they tell.
-
-A work is named "module:function". Each process calls it as work(job, rank, device). What all of them return
-is a list by rank. group.py starts the processes and watches them.
-"""
+"""Runs a training in several processes, new ones or torchrun's, and collects their results."""
 
 import os
 import tempfile
@@ -24,8 +20,9 @@ TASK, TOLD = "task.pt", "told.pt"
 
 
 def train(work: str, job: Any, ranks: int, prepare: Callable[[], None] | None = None) -> list | None:
-    """Returns what all processes tell. None in torchrun's processes of other ranks than 0. Each process that is started
-    here calls `prepare` first. ProcessFailed, with the cause, if one ends early; then all are ended."""
+    """Calls `work`, a "module:function", in each process as work(job, rank, device). Returns all results by rank; None
+    in torchrun's processes of other ranks than 0. `prepare`: called first in a new process. Raises ProcessFailed, with
+    the cause."""
     if group.is_one_of_torchruns():
         rank = int(os.environ["RANK"])
         device = group.begin(None, rank, ranks)
@@ -60,7 +57,7 @@ def _told(work: str, job: Any, rank: int, device: torch.device) -> list | None:
 
 
 def write_report(report: dict, out: Path, said: str) -> None:
-    """Writes report.json, draws its losses and prints `said`. LowmemError if the training diverged."""
+    """Writes report.json, draws its losses and prints `said`. Raises LowmemError if the training diverged."""
     if report["losses"]:
         draw_curves(report["losses"], out / "curves.png")
     write_json(out / "report.json", report)

@@ -1,4 +1,4 @@
-"""Pictures as PNG, without a display. Matplotlib is imported only for drawing."""
+"""Draws PNG pictures without a display. Matplotlib is imported only for drawing."""
 
 from pathlib import Path
 
@@ -13,7 +13,6 @@ def figure(width: float, height: float):
 
 
 def frameless(axes) -> None:
-    """Leaves the lines above and on the right out."""
     axes.spines[["top", "right"]].set_visible(False)
 
 

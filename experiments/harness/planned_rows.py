@@ -22,23 +22,23 @@ from lowmem.errors import InputError, LowmemError
 
 
 class Case(Protocol):
-    """Is a plan to be made. Cases are sent to other processes."""
+    """A plan to be made. Cases are sent to other processes."""
 
     @property
     def name(self) -> str: ...
 
     def row(self) -> dict:
-        """Returns the values of its row that are known before it is planned."""
+        """Returns the row's values that are known before planning."""
 
     def plan(self) -> dict:
-        """Returns the values of its plan. Raises LowmemError if there is none."""
+        """Returns the plan's values. Raises LowmemError if there is no plan."""
 
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """Describes a program that makes such rows. `program`: its module. `description`: one sentence. `file`: of the
-    committed rows. `cases`: all there are; those that take longest should be first. `line`: a row for people. `jobs`:
-    processes, by default; one process tells how far it is. `code`: what else makes the rows."""
+    """A program that makes such rows. `file`: the committed rows. `cases`: the slowest first. `line`: formats a row for
+    people. `jobs`: default number of processes; a single one shows its progress. `code`: further source files of the
+    rows."""
 
     program: str
     description: str
@@ -53,18 +53,17 @@ class PlannedRows:
         return row_file.plan_sources(own, "experiments/harness/planned_rows.py", *self.code)
 
     def committed(self) -> list[dict]:
-        """Returns the newest row of each name."""
+        """Returns the newest row of each case."""
         return list({row["name"]: row for row in row_file.read(self.file)}.values())
 
     def expected_seconds(self, cases: Sequence[Case]) -> dict[str, float]:
-        """Returns the seconds of each plan by the committed rows; the median of all for one without row."""
+        """Returns each plan's seconds by the committed rows; for a case without a row, the median."""
         known = {row["name"]: row["planning_seconds"] for row in self.committed() if "planning_seconds" in row}
         usual = statistics.median(known.values()) if known else 0.0
         return {case.name: known.get(case.name, usual) for case in cases}
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Plans the cases that the arguments name, and writes each row as soon as its plan is made. A case that has a
-        row of the same sources is not planned again. Returns the exit code."""
+        """Plans the chosen cases without a row of the same sources. Returns the exit code."""
         arguments = sys.argv[1:] if arguments is None else arguments
         options = self._parser().parse_args(arguments)
         try:
@@ -122,8 +121,7 @@ class PlannedRows:
 
 
 def planned(case: Case) -> dict[str, Any]:
-    """Returns the values of a case's plan; `error` says why there is none. `planning_seconds` are those of the
-    processor."""
+    """Returns the values of a case's plan, or `error`. `planning_seconds` is processor time."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     began, values = time.process_time(), {"error": None}

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, and not on which process draws them or when."""
+"""Random numbers that depend on their purpose, not on the process or the moment that draws them."""
 
 _MASK = 2**63 - 1
 

@@ -1,9 +1,7 @@
-"""The results file: one JSON object per line, each complete in itself and written whole before the next is begun.
+"""The results file: one JSON object per line.
 
-A row says what was measured (`values`), what had to hold (`checks`), and everything needed to measure it again. A job
-ends with a row of its own name; rows before it, named "job: detail", are its parts. A job counts as done when
-its last row is `ok` and was made by the same sources on the same device: a digest of the code decides, because a
-commit's name says nothing about a working tree that was changed since.
+A row has figures (`values`), conditions that must hold (`checks`), and everything needed to measure again. Rows "job:
+detail" are parts; the row "job" ends it.
 """
 
 import ast
@@ -27,17 +25,17 @@ KEYS = (
 
 
 def on_stand_in() -> bool:
-    """True on the stand-in for a GPU (stand_in/), where seconds mean nothing."""
+    """Returns whether this process runs on the stand-in for a GPU (stand_in/)."""
     return bool(os.environ.get("STAND_IN_LIBRARIES"))
 
 
 def computes_values() -> bool:
-    """False on the stand-in without --values, where a kernel writes nothing."""
+    """Returns False on the stand-in without --values, where kernels write nothing."""
     return not on_stand_in() or bool(os.environ.get("STAND_IN_VALUES"))
 
 
 def card_counts() -> dict[str, int]:
-    """Returns the counts of the stand-in's card in this process; nothing elsewhere."""
+    """Returns the counters of the stand-in's card; {} elsewhere."""
     if not on_stand_in():
         return {}
     from stand_in.card_library import counts
@@ -46,7 +44,7 @@ def card_counts() -> dict[str, int]:
 
 
 def through_stand_in() -> list[str]:
-    """Returns the words before -m that start a command on the same stand-in as this process; none without stand-in."""
+    """Returns the words before -m that start a command on the same stand-in; [] without."""
     if not on_stand_in():
         return []
     found = os.environ
@@ -56,7 +54,8 @@ def through_stand_in() -> list[str]:
 
 
 def is_measured(row: dict) -> bool:
-    """True if a row is of real shapes, made on a real machine. Rows older than the stand-in do not name it."""
+    """Returns whether a row was measured with real shapes on a real machine."""
+    # Rows older than the stand-in do not name it.
     return not row.get("dry_run", False) and not row.get("stand_in", False)
 
 
@@ -70,8 +69,7 @@ def make_row(
     error: str | None = None,
     output: str | None = None,
 ) -> dict:
-    """Returns a row with all KEYS. `common`: the keys that all rows of a job share; `output`: the end of stderr, for
-    what went wrong."""
+    """Returns a row with all KEYS. `common`: the fields that all rows of a job share. `output`: the end of stderr."""
     checks = checks or {}
     row = common | {
         "name": name,
@@ -87,10 +85,10 @@ def make_row(
 
 
 def append(path: Path, row: dict) -> None:
-    """Adds one line; after a half line that a killed process left, on a line of its own. Numbers that are not finite
-    become null."""
+    """Appends a row. Numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
+        # A killed process may have left half a line.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -99,7 +97,7 @@ def append(path: Path, row: dict) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns all complete rows; half lines are left out."""
+    """Returns all complete rows; [] without a file."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -110,7 +108,7 @@ def read(path: Path) -> list[dict]:
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """Makes `rows` all that the file holds, at once or not at all."""
+    """Replaces the file by `rows`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
@@ -118,7 +116,6 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def summary(row: dict) -> str:
-    """Returns a row as one line for people."""
     verdict = "ok    " if row["ok"] else "FAILED"
     failed = [name for name, holds in row["checks"].items() if not holds]
     facts = [row["error"]] if row["error"] else [f"not so: {name}" for name in failed]
@@ -131,7 +128,7 @@ def summary(row: dict) -> str:
 
 
 def commit() -> str | None:
-    """Returns the checked-out commit, "+dirty" if files differ from it; None if git does not know."""
+    """Returns the checked-out commit, with "+dirty" if files differ; None without git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", ".", ":!*/results/*", ":!*/results.jsonl")
@@ -141,20 +138,22 @@ def commit() -> str | None:
 
 
 def sources(target: str) -> str:
-    """Returns a digest of the code that makes the rows of a job: lowmem, and the experiments that it calls by name."""
+    """Returns a digest of the code that makes the rows of a job: lowmem, and the experiments that it calls. `target`:
+    "module" or "module:function"."""
     folders = {"harness", "gpu_acceptance", "memory_estimation", *target.split(":")[0].split(".")[1:2]}
     return digest("lowmem/**/*.py", "train_gpt2_*.py", *(f"experiments/{folder}/*.py" for folder in sorted(folders)))
 
 
 def plan_sources(*own: str) -> str:
-    """Returns a digest of the code that makes plans (not of that which reads data or runs training), and of the files
-    that match `own`."""
+    """Returns a digest of the code that makes plans, and of the files that match the globs `own`."""
     rooms = ("", "core/**/", "cudasim/**/", "models/**/", "planning/**/")
     return digest(*(f"lowmem/{room}*.{kind}" for room in rooms for kind in ("py", "json", "csv")), *own)
 
 
+# A commit's name says nothing about a working tree that was changed since, so the code itself is hashed.
 def digest(*patterns: str) -> str:
-    """Hashes the repository's files that match, except those that only show rows; of Python the code alone."""
+    """Returns a digest of the files that match the globs, except files that only show rows. Of Python, only the code
+    counts."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
         if path.name in ("table.py", "tables.py", "predicted.py", "__init__.py"):
@@ -165,7 +164,7 @@ def digest(*patterns: str) -> str:
 
 
 def code_of(source: bytes) -> bytes:
-    """Returns Python source without docstrings, comments and blank lines: no row depends on them."""
+    """Returns Python source without docstrings, comments and blank lines."""
     lines = source.decode().splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source.decode()).readline):
         if token.type == tokenize.COMMENT:
@@ -180,7 +179,7 @@ def code_of(source: bytes) -> bytes:
 
 
 def made_by(program: str, arguments: list[str]) -> dict:
-    """Returns the common fields of rows made by one call of `python -m program`, outside of jobs."""
+    """Returns the fields that all rows of one call of `python -m program` share, outside of jobs."""
     from lowmem.run.report import versions  # and with it torch, which the process that starts jobs does without
 
     return {
@@ -194,7 +193,8 @@ def made_by(program: str, arguments: list[str]) -> dict:
 
 
 def portable(argument: str) -> str:
-    """Removes this machine's folders: a path in the repository starts at its root, any other is its last name."""
+    """Returns `argument` without this machine's folders: a path in the repository becomes relative, any other its last
+    name."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
     if not path.is_absolute():
@@ -208,7 +208,6 @@ def _git(*arguments: str) -> str:
 
 
 def _finite(value):
-    """Returns `value` with null for numbers that JSON cannot write."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

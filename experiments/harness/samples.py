@@ -1,4 +1,4 @@
-"""Real samples that need no network: scikit-learn's images of digits, and the text of Python's standard library."""
+"""Samples that need no network: scikit-learn's digits, and the source text of Python's standard library."""
 
 import sysconfig
 from itertools import chain
@@ -15,7 +15,7 @@ TEST_EVERY = 6
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Returns 1,797 images fp32 [N, 1, 8, 8] from -1 to 1, and the digit of each, int64 [N]. InputError without
+    """Returns 1,797 images, fp32 [N, 1, 8, 8] from -1 to 1, and their digits, int64 [N]. Raises InputError without
     scikit-learn."""
     try:
         from sklearn.datasets import load_digits
@@ -33,7 +33,7 @@ def source_bytes(length: int) -> Tensor:
 
 
 def source_tokens(length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Returns the same files as ids of `tokenizer`, int64 [N, length]."""
+    """Returns the text of `source_bytes` as ids of `tokenizer`, int64 [N, length]."""
     if is_byte_level(tokenizer):
         return source_bytes(length).long()
     files = [path.read_text(encoding="utf-8") for path in _source_files()]
@@ -46,12 +46,12 @@ def _source_files() -> list[Path]:
 
 
 def parted(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns inputs and targets for training, and every sixth sample, for testing."""
+    """Returns inputs and targets for training, then those for testing: every sixth sample."""
     tested = torch.arange(len(inputs)) % TEST_EVERY == TEST_EVERY - 1
     return inputs[~tested], targets[~tested], inputs[tested], targets[tested]
 
 
 def chosen(samples: int, size: int, step: int, seed: int) -> Tensor:
-    """Returns which `size` of `samples` samples a step takes, int64 [size]: the same in every process."""
+    """Returns the indices of a step's random samples, int64 [size], equal in every process."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(0, samples, (size,), generator=generator)

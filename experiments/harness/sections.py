@@ -1,7 +1,4 @@
-"""Measurements in sections: a program measures the command lines of each section, a page has a table of each.
-
-A row has its section and its command line, `options`. Of rows that have the same the newest counts.
-"""
+"""Measures the command lines of sections, and makes a page with a table per section."""
 
 import argparse
 import sys
@@ -24,9 +21,9 @@ def measure(
     arguments: list[str] | None,
     sources: str | None = None,
 ) -> int:
-    """Adds a row for each command line of `cases` that the `arguments` choose, and prints the page. `values_of` gets a
-    section and a command line; `committed`: the rows in the repository; `sources`: a digest, by default the program's.
-    Returns the exit code."""
+    """Appends a row for each chosen command line of `cases`, and prints the page. `values_of(section, command line)`
+    measures. `committed`: rows in the repository. `sources`: digest of the code; None: the program's. Returns the exit
+    code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog=f"python -m {program}", allow_abbrev=False)
     parser.add_argument("--only", choices=cases, action="append", help="default: all of them")
@@ -48,12 +45,13 @@ def measure(
     return 0
 
 
+# Of rows with the same section and command line, the newest counts.
 def newest(rows: Iterable[dict], *sections: str) -> list[dict]:
     return list({(row["section"], row["options"]): row for row in rows if row["section"] in sections}.values())
 
 
 def page(rows: list[dict], sections: Iterable[Section], newest: Callable[..., list[dict]] = newest) -> str:
-    """Returns a title and a table for all sections that have rows, and the machine of the last row."""
+    """Returns a title and a table for each section with rows, and the machine of the last row."""
     parts = []
     for names, title, table in sections:
         if found := newest(rows, *names):

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and where in a README they go."""
+"""Tables in Markdown, and their places between marks in a file."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +15,12 @@ def markdown(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def runs_twice(choice: dict) -> bool:
-    """True if forward and backward run twice a step, by plan.json's `choice` or an older row's."""
-    return choice.get("fate") == "dropped" or choice.get("norm_first", False)
+    """Returns whether forward and backward run twice a step, by a row's `choice`."""
+    return choice.get("fate") == "dropped" or choice.get("norm_first", False)  # older rows have norm_first
 
 
 def learned_table(rows: Iterable[dict], kinds: tuple[str, ...]) -> str:
-    """Returns a table of trainings with their losses and accuracies; `kinds`: the fields that say which it is."""
+    """Returns a table of trainings with losses and accuracies. `kinds`: fields that identify a training."""
     lines = [
         [str(row[kind]) for kind in kinds]
         + [str(row["steps"]), str(row["batch"]), f"{row['learning_rate']:g}"]
@@ -32,8 +32,8 @@ def learned_table(rows: Iterable[dict], kinds: tuple[str, ...]) -> str:
 
 
 def put(path: Path, begin: str, content: str) -> None:
-    """Writes the file with `content` between the mark `begin` and the END that follows. ValueError, and the file as it
-    was, if a mark is missing."""
+    """Replaces the text between the mark `begin` and the next END. Raises ValueError, and changes nothing, if a mark is
+    missing."""
     before, _, after = _parts(path, begin)
     path.write_text(f"{before}{begin}\n\n{content}\n\n{END}{after}", encoding="utf-8")
 
@@ -44,12 +44,11 @@ def put_all(pages: Iterable[Page]) -> None:
 
 
 def written(path: Path, begin: str) -> str:
-    """Returns the content that `put` wrote there."""
+    """Returns the text that `put` wrote."""
     return _parts(path, begin)[1].strip("\n")
 
 
 def _parts(path: Path, begin: str) -> tuple[str, str, str]:
-    """Returns the file's text before, between and after its marks."""
     before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
     content, end, after = rest.partition(END)
     if not mark or not end:

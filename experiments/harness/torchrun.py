@@ -18,8 +18,8 @@ _PR_SET_PDEATHSIG = 1  # of Linux, sys/prctl.h
 def start(
     arguments: Sequence[str], ranks: int = 2, restarts: int = 0, meeting: Sequence[str] = ("--standalone",), **how
 ) -> subprocess.Popen:
-    """Runs a script with its `arguments` in so many processes. torchrun starts them again up to `restarts` times.
-    `meeting`: torchrun's options for machines that train together. `how`: more arguments for Popen."""
+    """Starts a script in `ranks` processes, which torchrun restarts up to `restarts` times. `meeting`: torchrun's
+    rendezvous options. `how`: arguments of Popen."""
     launcher = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, *arguments]
     # A second attempt may hang with the store of the first (pytorch#135712).
@@ -29,12 +29,12 @@ def start(
 
 
 def _end_with_parent() -> None:
-    """Lets torchrun get SIGTERM if its parent dies, so that it ends its processes, which have sessions of their own."""
+    # If its parent dies, torchrun gets SIGTERM, and ends its processes, which have sessions of their own.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Returns torchrun's processes: {rank: its process id}."""
+    """Returns {rank: process id} of torchrun's processes."""
     found = {}
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.Error, KeyError):  # one that has just ended, or is no rank

@@ -1,12 +1,9 @@
-"""A small training in every layout: what tests and experiments share that compare bits.
+"""Small trainings in every layout, for tests and experiments that compare bits.
 
-LAYOUTS is the matrix of arrangements. None of them may change a bit of what PLAIN leaves: weights, low halves, m, v,
-losses and norms. A training is
+No layout may change a bit of the weights, low halves, m, v, losses and norms of PLAIN.
 
     step, store = make_step(model, precision="bf16", **PLAIN | LAYOUTS["streamed, deferred"])
     outcome = train(step, store, batches)
-
-and `outcome.differences(other)` names what is not bitwise equal.
 """
 
 import tempfile
@@ -86,8 +83,6 @@ IN_BACKWARD = {
 
 
 class FlushedStep(TrainingStep):
-    """Makes all its updates before it returns."""
-
     def __call__(self, *arguments) -> StepResult:
         result = super().__call__(*arguments)
         self.flush()
@@ -96,8 +91,6 @@ class FlushedStep(TrainingStep):
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-2 and its batches."""
-
     config: GPT2Config
     seq: int
     batch: int
@@ -105,7 +98,7 @@ class Shape:
 
     @classmethod
     def of(cls, tiny: bool, dropout: float) -> "Shape":
-        """Returns a shape of 35 million parameters, of which 3 to 6 are updated at once; `tiny`: 30 thousand."""
+        """Returns a shape of 35 million parameters; of 30 thousand if `tiny`."""
         layers, width, heads, vocabulary, seq, steps = (3, 32, 2, 101, 16, 2) if tiny else (8, 512, 8, 16384, 256, 4)
         config = GPT2Config(
             n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=seq, bos_token_id=0,
@@ -114,7 +107,7 @@ class Shape:
         return cls(config, seq, batch=8, steps=steps)
 
     def batches(self) -> list[Batch]:
-        """Returns batches of half-predictable tokens. Each row has a different number of trained tokens."""
+        """Returns batches of half-predictable tokens, with a different number of trained tokens in each row."""
         generator = torch.Generator().manual_seed(4)
         batches = []
         for _ in range(self.steps):
@@ -127,7 +120,6 @@ class Shape:
         return batches
 
     def make_step(self, **how) -> tuple[TrainingStep, Store]:
-        """Calls `make_step` for this model, with the same random weights each time."""
         how = {"clip_norm": 0.1, "dropout_seed": 0} | how
         scale = LossScale(how["precision"] == "fp16", scale=4096.0)
         weights = random_weights(self.config, seed=0)
@@ -136,8 +128,6 @@ class Shape:
 
 @dataclass
 class Outcome:
-    """Everything that a training leaves, on the CPU."""
-
     losses: list[float]
     norms: list[float]
     updated: list[bool]
@@ -147,7 +137,7 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Sequence[StepResult], store: Store, page_locked: bool = True) -> "Outcome":
-        """Collects the outcome. Call it after `TrainingStep.flush`."""
+        """Collects the outcome after `TrainingStep.flush`."""
         states = {
             f"{part.name} {key}": tensor.to("cpu", copy=True)
             for part in store.parts
@@ -174,12 +164,9 @@ def make_step(
     host_tensor: TensorMaker = host_tensor, disk_tensor: TensorMaker | None = None, kept: float = 0,
     ranks: Ranks = Ranks(), **layout,  # noqa: B008  it does nothing
 ) -> tuple[TrainingStep, Store]:  # fmt: skip
-    """Makes the step that trains `model` from `weights`, or from the fp32 weights that it has, and its store.
-
-    `defer`: updates may wait for the next step. `kept`: an int as in Layout, a float as a multiple of the blocks.
-    `disk_tensor` None: in the folder for temporary files. Other keywords are Layout's: by default micro-batches have 2
-    sequences and all states are on the device.
-    """
+    """Returns the step that trains `model`, and its store. `weights` None: the model's own. `kept`: as in Layout; a
+    float is a multiple of the number of blocks. `disk_tensor` None: temporary files. Other keywords are Layout's; by
+    default, micro-batches have 2 sequences, and all states are on the device."""
     if weights is None:
         weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     dtype, rule = WORKING_DTYPES[precision], get_optimizer(optimizer)
@@ -201,7 +188,7 @@ def train(
     step: TrainingStep, store: Store, batches: Sequence[Batch], rates: Sequence[float] | None = None,
     before_step: Callable[[TrainingStep, int], None] = lambda step, index: None,
 ) -> Outcome:  # fmt: skip
-    """Takes a step per batch; `rates`: learning rates, LEARNING_RATE if not given."""
+    """Takes a step per batch. `rates` None: LEARNING_RATE."""
     page_locked = store.page_lock()
     results = []
     for index, batch in enumerate(batches):

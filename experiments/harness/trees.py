@@ -1,4 +1,4 @@
-"""Another commit's files, to run beside this one's."""
+"""Unpacks the files of another commit."""
 
 import io
 import subprocess
@@ -10,7 +10,7 @@ from lowmem.errors import InputError
 
 
 def unpacked(commit: str, folder: Path) -> Path:
-    """Puts the files of `commit` into `folder`. InputError, in git's words, if there is no such commit."""
+    """Unpacks `commit` into `folder`, and returns `folder`. Raises InputError for an unknown commit."""
     result = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
     if result.returncode:
         raise InputError(f"{commit}: {result.stderr.decode().strip()}")

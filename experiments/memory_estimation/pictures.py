@@ -1,4 +1,4 @@
-"""The pictures of predicted peaks: by batch, and by the size of the model."""
+"""Draws predicted peaks: by batch, and by the size of the model."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ PICTURED = ("opt-125m", "gpt2-medium", "bloom-560m", "gpt2-large", "opt-1.3b", "
 
 
 def draw_batches(rows: list[dict], path: Path) -> None:
-    """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow if over the cap."""
+    """Draws predicted reserved peaks by batch at the shortest sequences, a panel per model; hollow points exceed the
+    cap."""
     rows = [r for r in rows if r["kind"] == "predicted" and r["method"] in NAMES and "refused" not in r]
     rows = [row for row in rows if row["seq"] == min(row["seq"] for row in rows)]
     shown = [name for name in PICTURED if any(row["model"] == name for row in rows)] or sorted(
@@ -35,7 +36,7 @@ def draw_batches(rows: list[dict], path: Path) -> None:
 
 
 def draw_sizes(rows: list[dict], path: Path) -> None:
-    """Draws predicted peaks against the size of the model: a batch of one in plain training, any batch in lowmem."""
+    """Draws predicted peaks by model size: of plain training with a batch of one, and the smallest caps of lowmem."""
     rows = [row for row in rows if row["kind"] == "predicted" and row.get("seq") and "refused" not in row]
     rows = [row for row in rows if MODELS[row["model"]].parameters]
     if not any(row["method"] == SMALLEST for row in rows):

@@ -1,20 +1,11 @@
-"""The ordinary training step of `transformers`, run on tensors without data.
+"""Two ordinary training steps of `transformers` on tensors without data. The first has no optimizer states yet.
 
-    loss = model(input_ids=..., labels=...).loss;  loss.backward();  optimizer.step();  optimizer.zero_grad()
+    fp32    everything in fp32
+    bf16    fp32 weights under autocast to bf16
+    llmem   LLMem's own: fp16 weights in Colossal-AI's Gemini, recomputed block by block; fp32 masters and moments
 
-Two steps, because the first one has no optimizer states during its forward and backward. Recipes:
-
-    fp32    everything in fp32, as the estimators of DNNMem's time assume
-    bf16    fp32 weights under autocast to bf16: what most people run today
-    llmem   what LLMem measured (its dp_real.py): fp16 weights managed in chunks by Colossal-AI's Gemini, in which a
-            gradient takes its weight's place; recomputed block by block; fp32 master weights and moments
-
-AdamW is PyTorch's default on CUDA for the first two (foreach: its square roots are a list of temporaries as large as
-the weights; fused=True saves those). LLMem's is HybridAdam, whose fused kernel has no temporaries. Dropout is on as the
-config says, SDPA attention where transformers has it, no padding, so no mask.
-
-Left out: data loader, logging, gradient clipping, what a Trainer adds. For `llmem` also: the chunks' rounding, its
-torch 2.0 and transformers 4.29 (their eager attention and their loss are imitated, their rotary tables are not).
+Left out: data loader, logging, clipping, a Trainer's additions; for `llmem`, the chunks' rounding and the rotary tables
+of transformers 4.29.
 """
 
 import functools
@@ -39,7 +30,7 @@ _STEPS = 2
 
 
 def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, target: Target) -> Tape:
-    """Returns the tape of `_STEPS` steps of `batch` sequences of `seq` tokens on `target`."""
+    """Returns the tape of two steps of `batch` sequences of `seq` tokens on `target`. `recipe`: of RECIPES."""
     model = build_model(config).to(META)
     phase = ["forward"]
     run = _llmem_step if recipe == "llmem" else functools.partial(_ordinary_step, bf16=recipe == "bf16")
@@ -49,7 +40,7 @@ def record_plain(config: PretrainedConfig, seq: int, batch: int, recipe: str, ta
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Makes AdamW with foreach, PyTorch's default on CUDA; meta tensors would get the loop over single tensors."""
+    # foreach is the default on CUDA, with temporaries as large as the weights; on meta, a loop over tensors is.
     return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
 
 
@@ -86,6 +77,7 @@ def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: lis
         parameter.register_post_accumulate_grad_hook(_into_its_chunk)
     # They are made after the first backward; dp_real.py gives all cached memory back before, so they find none of it.
     phase[0] = "optimizer_states"
+    # HybridAdam's fused kernel has no temporaries.
     moments = [torch.empty_like(master) for master in masters for _ in range(2)]
     for _ in range(_STEPS):
         phase[0] = "forward"
@@ -99,12 +91,12 @@ def _llmem_step(model: nn.Module, tokens: Tensor, recorder: Recorder, phase: lis
 
 
 def _into_its_chunk(parameter: nn.Parameter) -> None:
+    # In Gemini, a gradient takes its weight's place.
     parameter.grad = None
 
 
 def _old_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Computes the loss as transformers 4.29: in the dtype of the logits, which are copied without the last
-    position."""
+    # As in transformers 4.29: in the dtype of the logits, which are copied without the last position.
     shifted = logits[..., :-1, :].contiguous()
     return F.cross_entropy(shifted.view(-1, shifted.shape[-1]), tokens[..., 1:].reshape(-1))
 

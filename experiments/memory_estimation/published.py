@@ -1,19 +1,7 @@
-"""What others say of the same models, and their cases in our simulation.
+"""Others' figures of the same models, and their cases in our simulation.
 
-**LLMem** (Kim et al., IJCAI 2024, arXiv:2404.10933), Table 2: one Tesla V100 with 16 GB, sequences of 512 tokens, fp16
-weights under Colossal-AI's Gemini with recompute. "Measured" is nvidia-smi's used memory (GPUtil in its dp_real.py),
-so the CUDA context and everything the allocator holds are in it; MB there are MiB. The batch sizes are not in what
-could be read of it; `llmem_batch` derives them from LLMem's own formula and its own predictions.
-
-**DNNMem** (Gao et al., ESEC/FSE 2020, doi:10.1145/3368089.3417050) evaluates five models under three frameworks, by its
-abstract. Its tables could not be read, and most of these models are newer. For the four below LLMem's Table 2 gives
-DNNMem's error as 34.3% to 57.1%; which is whose was not found.
-
-**accelerate estimate-memory** knows a model's size and nothing of a batch: see `accelerate_answer`.
-
-The four pairs of LLMem's came second-hand, without the paper itself; their errors are the 0.4% to 1.6% that a reader's
-summary of Table 2 states (github.com/wanadzhar913/llmem-gpu-vram-calculator, paper-notes/llmem). The recipe was read in
-its code (github.com/taehokim20/LLMem, dp_real.py and size_estimator.py).
+They are from LLMem (Kim et al., IJCAI 2024, arXiv:2404.10933), DNNMem (Gao et al., ESEC/FSE 2020,
+doi:10.1145/3368089.3417050), and `accelerate estimate-memory`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +20,8 @@ from lowmem.units import MIB
 
 SEQ = 512
 LLMEM_SOURCE = "LLMem, arXiv:2404.10933, Table 2 (V100-16GB, 512 tokens)"
-DNNMEM_ERRORS = (0.343, 0.571)  # smallest and largest of the four cases, in LLMem's Table 2, by the same summary
+# DNNMem's own tables could not be read. Which error belongs to which model was not found.
+DNNMEM_ERRORS = (0.343, 0.571)  # smallest and largest of the four cases, in LLMem's Table 2, by LLMEM's source
 BASE_MIB = 500  # the CUDA context of a V100 under torch 2.0 and CUDA 11.7, LLMem's m_base; assumed
 _HALF, _FULL = 2, 4
 V100 = Card(
@@ -52,6 +41,9 @@ class Published:
         return self.predicted_mib / self.measured_mib - 1
 
 
+# In MiB. Measured is nvidia-smi's used memory: CUDA's context and all that the allocator holds. The pairs came
+# second-hand (github.com/wanadzhar913/llmem-gpu-vram-calculator, paper-notes/llmem), without the paper. The recipe was
+# read in github.com/taehokim20/LLMem (dp_real.py, size_estimator.py). Batch sizes were not found: see llmem_batch.
 LLMEM = {
     "opt-125m": Published(16314, 16378),
     "opt-350m": Published(16004, 16264),
@@ -61,8 +53,8 @@ LLMEM = {
 
 
 def llmem_batch(name: str) -> float:
-    """Returns the batch at which LLMem's formula (its section 4.2) gives its published figure. It is a whole number
-    except for rounding and the error of BASE_MIB."""
+    """Returns the batch at which LLMem's formula (its section 4.2) gives its published figure: whole except for
+    rounding and the error of BASE_MIB."""
     config = MODELS[name].config()
     model = build_model(config)
     head = model.get_output_embeddings().weight
@@ -82,8 +74,8 @@ def llmem_batch(name: str) -> float:
 
 
 def llmem_row(name: str) -> dict:
-    """Simulates LLMem's case: its recipe on its card. `error` compares the allocated bytes plus BASE_MIB at the derived
-    batch. `largest_batch` completes under the card's cap, and `used_mib` is nvidia-smi's figure then."""
+    """Simulates LLMem's case: its recipe on its card. `error`: of the allocated bytes plus BASE_MIB at the derived
+    batch, against the measurement. `largest_batch`: under the card's cap. `used_mib`: nvidia-smi's figure then."""
     derived = llmem_batch(name)
     batch = max(1, round(derived))
     memory = under_cap(_llmem_tape(name, batch), expandable_segments=False)
@@ -118,17 +110,15 @@ def _llmem_tape(name: str, batch: int) -> Tape:
 
 
 def accelerate_answer(config: PretrainedConfig) -> dict | None:
-    """Returns the answer of `accelerate estimate-memory` for this model, in bytes; None if accelerate is not installed.
-
-    Its own functions compute it. "Training using Adam" is the largest of model, gradients, optimizer and step: 4 times
-    the weights in fp32. The command itself needs the hub, and makes a model on the meta device from a hub name.
-    """
+    """Returns the answer of `accelerate estimate-memory` in bytes, or None without accelerate. "Training using Adam" is
+    4 times the weights in fp32."""
     try:
         from accelerate import __version__
         from accelerate.commands.estimate import estimate_training_usage
         from accelerate.utils import calculate_maximum_sizes
     except ImportError:
         return None
+    # These are the functions of the command, which itself needs the hub.
     total, largest = calculate_maximum_sizes(build_model(config).to("meta"))
     answer = {"version": __version__}
     for dtype, divisor in (("float32", 1), ("float16", 2)):

@@ -2,15 +2,8 @@
 
     python -m experiments.memory_estimation.ram [--models gpt2 ...] [--out DIR]
 
-Each model is trained by its script in a separate process, as a user would start it. A run has two steps of 2 x 64
-tokens from random weights in fp32, without a cap, with evaluation, checkpoint and export. So the peak is that of a
-whole run, loading included. The run's report has the plan's prediction and the kernel's high-water mark. When a model
-is done, its row replaces the older one in ram.jsonl.
-
-What it costs: 16 bytes of disk per parameter while a model runs (its checkpoint and its export; XL: 23 GiB), in the
-folder for temporary files, which TMPDIR names; it must not be a RAM disk. XL takes 21 GiB of RAM. The layout depends on
-the free memory. If little is free, forward and backward run twice a step, so that gradients are never all held. The row
-has what was free.
+XL takes 21 GiB of RAM, and 23 GiB of disk in the folder for temporary files (TMPDIR), which must not be a RAM disk. A
+row replaces the older one of its model.
 """
 
 import argparse
@@ -50,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def trained(name: str) -> dict:
-    """Returns the row of one run of model `name`. LowmemError if the disk is too small or the run fails."""
+    """Returns the row of one run of model `name`. Raises LowmemError if the disk is too small or the run fails."""
     check_room(tempfile.gettempdir(), DISK_BYTES_PER_PARAMETER * MODELS[name].parameters, name)
     command = [SCRIPTS[name], "--model", name, "--init", "random", "--seq", str(SEQ), "--batch", str(BATCH)]
     command += ["--steps", str(STEPS), "--device", "cpu", "--ram-limit", "none"]

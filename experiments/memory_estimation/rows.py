@@ -1,8 +1,4 @@
-"""The results file: one JSON object per line; the README's tables and the picture are made from it and nothing else.
-
-A row is predicted or measured, and of one case: model, method, tokens per sequence, batch, cap, card. It carries what
-is needed to make it again. A run replaces the rows of its own cases and leaves the others.
-"""
+"""The file of rows: one JSON object per line, of one case: model, method, tokens, batch, cap and card."""
 
 import json
 from pathlib import Path
@@ -21,7 +17,7 @@ def key(row: dict) -> tuple:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns all rows of a file, none if there is no file; InputError with the line if one is broken."""
+    """Returns all rows of a file; [] without a file. Raises InputError, with the line, if one is broken."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
         try:
@@ -32,12 +28,9 @@ def read(path: Path) -> list[dict]:
 
 
 def replace(path: Path, new: list[dict]) -> list[dict]:
-    """Writes `new` into the file in the place of the rows of their cases; all rows that are then there.
-
-    A case of another batch that a method no longer reaches goes too: the predicted rows of a (model, method, seq, cap,
-    card) are replaced together.
-    """
+    """Replaces the rows of the cases of `new` in the file, and returns all rows."""
     made = {key(row) for row in new}
+    # A batch that a method no longer reaches goes too: the predicted rows of a family are replaced together.
     families = {_family(row) for row in new if row["kind"] == "predicted"}
     kept = [row for row in read(path) if key(row) not in made and _family(row) not in families]
     rows = sorted(kept + new, key=lambda row: tuple(str(part).rjust(12) for part in key(row)))

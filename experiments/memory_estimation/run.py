@@ -1,7 +1,6 @@
 """Predicts the GPU memory of training for the table's models, and with --measure runs them on the GPU that is here.
 
-Writes rows.jsonl (rows of the same cases are replaced), report.json and pictures into --out. The README's tables are
-made from the committed rows by `python -m experiments.memory_estimation.table`.
+Writes rows.jsonl (rows of the same cases are replaced), report.json and pictures into --out.
 """
 
 import argparse
@@ -125,7 +124,7 @@ def _smallest(name: str, seq: int, card: Card) -> list[dict]:
 
 
 def _to_measure(rows: list[dict]) -> Iterable[dict]:
-    """Returns every case of this card: those that should not fit as well, for a refusal can be wrong too."""
+    # Cases that should not fit as well, for a refusal can be wrong too.
     return [row for row in rows if row["method"] in TRAININGS and "refused" not in row]
 
 

@@ -1,5 +1,4 @@
-"""The tables of tables.md and the verdict of README.md: `python -m experiments.memory_estimation.table` makes both from
-the rows in results/. A test fails when they and the committed rows disagree."""
+"""Makes the tables of tables.md and the verdict of README.md: `python -m experiments.memory_estimation.table`."""
 
 import statistics
 import sys
@@ -37,7 +36,6 @@ def tables(rows: list[dict]) -> str:
 
 
 def verdict(rows: list[dict]) -> str:
-    """Summarizes the predicted rows, and those of others' runs, in sentences."""
     runs = [row for row in rows if row["kind"] == several_gpus.KIND]
     rows, sentences = [row for row in rows if row["kind"] == "predicted"], []
     for seq in sorted({row["seq"] for row in rows if row["method"] in NAMES}):
@@ -115,7 +113,6 @@ def _predicted_table(rows: list[dict], seq: int) -> str:
 
 
 def _smallest_table(rows: list[dict]) -> str:
-    """Caps of the GPU, with the states that lie in RAM then, for a sequence and for the largest batch."""
     rows = [row for row in rows if row["method"] == SMALLEST]
     cases = sorted({(row["seq"], row["batch"]) for row in rows if row["batch"] is not None})
     header = ["model", "16 bytes per parameter", "states in RAM", *(f"{batch} x {seq}" for seq, batch in cases)]
@@ -217,8 +214,6 @@ def _published_table(rows: list[dict]) -> str:
 
 
 def _published_notes(rows: list[dict]) -> str:
-    """Says of each run from where it is, how it trains, what differs and what is not known. Runs that say the same
-    share a line."""
     notes: dict[str, list[str]] = {}
     for row in _published(rows):
         held = "".join(f"; it holds {size / GIB:.2f} GiB of {what}" for what, size in row["held"].items())
@@ -249,7 +244,6 @@ def _measured_table(rows: list[dict]) -> str:
 
 
 def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
-    """Yields predicted and measured rows of the same case."""
     said = {row_file.key(row)[1:]: row for row in rows if row["kind"] == "predicted"}
     for row in rows:
         if row["kind"] == "measured" and row_file.key(row)[1:] in said:
@@ -306,7 +300,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def committed_rows() -> list[dict]:
-    """Returns all rows of the experiment's own results, but for those that the stand-in made."""
+    """Returns all committed rows but the stand-in's."""
     return [row for name in FILES for row in row_file.read(RESULTS / name) if is_measured(row)]
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.peers.attempt '{case}' FILE        the outcome goes into the file, as JSON
 
-The process ends when its standard input does: when whoever started it is gone, nothing stays on the GPU.
+The process ends when its standard input closes, so that nothing stays on the GPU.
 """
 
 import json
@@ -36,8 +36,8 @@ def main() -> int:
 
 
 def attempt(case: Case) -> dict:
-    """Trains, and says what came of it: a row's values. `gpu_fits` and `ram_fits`: whether it stayed under the cap
-    (True if there is none); if it did not run at all, `why`. The reference's weights are saved if none are."""
+    """Trains, and returns a row's values. `gpu_fits`, `ram_fits`: whether the training stayed under its caps. `why`:
+    the reason if it did not run. Saves the reference's weights if there are none."""
     transformers.logging.set_verbosity_error()
     devices.set_environment()
     Budget(case.device, case.settings.gpu_limit_bytes, None).apply()
@@ -77,9 +77,9 @@ def _results(case: Case, trained: Trained) -> dict:
 
 
 def _gpu_fits(case: Case, measured: dict) -> bool:
-    """Managed memory counts: on a card of the cap's size it would not all be there."""
     if measured["gpu_reserved_peak_bytes"] is None:
         return True
+    # Managed memory counts: on a card of the cap's size it would not all be there.
     used_bytes = measured["gpu_reserved_peak_bytes"] + measured["gpu_managed_bytes"]
     return _under(used_bytes, case.settings.gpu_limit_bytes)
 

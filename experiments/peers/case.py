@@ -1,4 +1,4 @@
-"""One peer's training, as the process that starts it and the process that does it know it. Imports nothing slow."""
+"""One peer's training, for the process that starts it and for the process that does it. Imports nothing slow."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ _OF_THE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """`settings` are a run's, with the model that was asked for; `micro_batch` in sequences, None if the peer chooses;
-    `cache` holds the folders of weights, `scratch` is for whatever the peer writes."""
+    """A peer's training. `settings`: with the requested model. `micro_batch`: in sequences; None: the peer chooses.
+    `cache`: of weights. `scratch`: for the peer's files."""
 
     peer: str
     settings: Settings
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def reference(self) -> Path:
-        """The folder of the weights that the uncapped reference ends with."""
+        """The folder of the final weights of the uncapped reference."""
         return self._folder / "reference"
 
     @property
     def no_reference(self) -> Path:
-        """A file that is there if the reference was tried and does not fit on the card."""
+        """A file that exists if the reference does not fit on the card."""
         return self._folder / "no_reference"
 
     @property
@@ -71,7 +71,6 @@ class Case:
 
     @property
     def identity(self) -> dict:
-        """The row's fields that identify the case."""
         names = ("model", "init", "seq", "batch", "steps", "lr", "clip_norm")
         of_the_run = {name: getattr(self.settings, name) for name in names}
         return {"peer": self.peer} | of_the_run | {"micro_batch": self.micro_batch}

@@ -1,4 +1,4 @@
-"""Who the peers are: the table that everything else reads. No imports that cost anything."""
+"""Lists the peers. Imports nothing slow."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from experiments.harness.child import Unavailable
 
 @dataclass(frozen=True)
 class Peer:
-    """`packages`: what it needs beside torch and transformers, as pip and import know them; `settings`: how it is set
-    up, and `gives_up`: what that costs the result, both for readers; `source`: where its documentation says so."""
+    """A peer. `packages`: needed beside torch and transformers, as pip and import know them. `gives_up`: the cost of
+    `settings` to the result. `source`: its documentation."""
 
     name: str
     packages: tuple[str, ...]
@@ -20,7 +20,7 @@ class Peer:
     needs_gpu: bool = False
 
     def check(self, device: str) -> None:
-        """Unavailable if it cannot run on `device` ("cuda" or "cpu"): what to install, or that it needs a GPU."""
+        """Raises Unavailable if the peer cannot run on `device` ("cuda" or "cpu")."""
         missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if missing:
             raise Unavailable(f"not installed: pip install {' '.join(missing)}")
@@ -114,5 +114,5 @@ PEERS = {
 
 
 def peers_named(names: Sequence[str]) -> list[Peer]:
-    """Returns the peers in the order of the table; all of them if `names` is empty."""
+    """Returns the peers in the order of PEERS; all if `names` is empty."""
     return [peer for name, peer in PEERS.items() if name in names or not names]

@@ -1,12 +1,7 @@
-"""Peaks of a training that is not ours, measured the same way for everybody.
+"""Measures peaks of GPU memory and RAM of any training, in the same way for every peer.
 
-GPU: bytes allocated and reserved by PyTorch's allocator, managed memory, and the growth of the whole card's memory in
-use. (bitsandbytes' paged states come from cudaMallocManaged, which the allocator neither counts nor caps.)
-
-RAM: the resident set, and page-locked memory. It depends on the driver whether memory from PyTorch's page-locking
-allocator is in a process's resident set. So this is tried once with a filled block (32 MiB, which the allocator keeps).
-If it is not, the allocator's bytes are added, in powers of two as it takes them. A thread looks every 20 ms; the
-kernel's own high-water mark is taken where that is higher.
+Managed memory counts separately: bitsandbytes' paged states come from cudaMallocManaged, which PyTorch's allocator
+neither counts nor caps.
 """
 
 import sys
@@ -22,7 +17,7 @@ PROBE_BYTES = 32 * MIB
 
 
 class Memory:
-    """Measures while its `with` block runs. To be entered before the training allocates anything."""
+    """Measures during its `with` block. Enter it before the training allocates anything."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -44,7 +39,7 @@ class Memory:
         self._look()
 
     def values(self) -> dict[str, int | None]:
-        """Returns bytes, None if the device has no such figure. Call it after the block."""
+        """Returns bytes; None for figures that the device lacks. Call it after the block."""
         found = dict.fromkeys(
             (
                 *("gpu_allocated_peak_bytes", "gpu_reserved_peak_bytes", "gpu_managed_bytes", "gpu_device_used_bytes"),
@@ -77,7 +72,8 @@ def _locked_now_bytes() -> int:
 
 
 def _locked_is_resident() -> bool:
-    """True if the resident set grows with page-locked memory."""
+    # The driver decides whether page-locked memory is in a process's resident set, so a filled block is tried. If not,
+    # the allocator's bytes are added, in powers of two as it takes them.
     torch.empty(1, pin_memory=True)  # whatever the first call brings along
     before = ram_now_bytes()
     block = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
@@ -85,7 +81,7 @@ def _locked_is_resident() -> bool:
 
 
 def _managed_bytes() -> int:
-    """Returns the bytes of bitsandbytes' paged states; 0 if nothing has imported it."""
+    """Returns the bytes of bitsandbytes' paged states."""
     if "bitsandbytes" not in sys.modules:
         return 0
     from bitsandbytes.functional import GlobalPageManager

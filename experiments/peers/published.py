@@ -2,9 +2,7 @@
 
     python -m experiments.peers.published [--only NAME ...] [--out DIR]
 
-LLMQ (arXiv:2512.15306) trains Qwen2.5 with hand-written CUDA. Its master weights and moments are in bf16; a plan's are
-in fp32. Both compute 16-bit products, sequences of 1,024 tokens and large batches without a cap of memory. A row is
-written to published.jsonl as soon as its plan is made.
+LLMQ (arXiv:2512.15306) trains Qwen2.5 with master weights and moments in bf16; a plan's are in fp32.
 """
 
 import sys

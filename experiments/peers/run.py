@@ -1,9 +1,7 @@
-"""Runs the same training with every peer and with lowmem, under the same caps and in separate processes, and writes a
-row for each.
+"""Runs the same training with every peer and with lowmem, under the same caps, and writes a row for each.
 
-Rows are added to rows.jsonl as they are found out, in the format of gpu_acceptance; a peer that is not installed, does
-not fit or fails has its row too, and does not stop the next. At the end a table is printed. On the CPU (`--device cpu`)
-everything is fp32 and no GPU cap applies: that shows whether a peer runs, and what its update does to the weights.
+On the CPU (`--device cpu`), everything is fp32 and no GPU cap applies: this shows whether a peer runs, and its effect
+on the weights.
 
 Exit codes: 0 if every peer ran, 1 if one failed or is not installed, 2 bad usage.
 """
@@ -86,7 +84,6 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _detail(add: Callable, name: str, started: float, detail: str, values: dict, checks: dict[str, bool]) -> bool:
-    """Returns a setting's `record`: the row of a part."""
     return add(f"{name}: {detail}", started, values=values, checks=checks)
 
 

@@ -1,8 +1,6 @@
-"""What is the same for every peer: the weights to begin with, the batches, how far the weights got from the reference.
+"""Shared by all peers: the initial weights, the batches, and the distance of the weights from the reference.
 
-Weights are in folders for `from_pretrained`, as in the peers' documentation. Configs have no dropout, since no two
-systems draw the same masks. Batches are lowmem's own (lowmem/data/batches.py), the learning rate is constant; clipping
-and weight decay (of matrices only) are as in every run of lowmem.
+Clipping, weight decay and batches are lowmem's; the learning rate is constant.
 """
 
 import math
@@ -28,11 +26,12 @@ from lowmem.settings import Settings
 
 
 def write_initial(case: Case) -> None:
-    """Makes `case.initial` if it is not there yet: weights in fp32, config without dropout, tokenizer."""
+    """Makes `case.initial` if it is missing: weights in fp32, config without dropout, tokenizer."""
     if case.initial.exists():
         return
     model, init = case.settings.model, case.settings.init
     config = load_config(model, init)
+    # No two systems draw the same masks of dropout.
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
             setattr(config, name, 0.0)
@@ -46,7 +45,6 @@ def write_initial(case: Case) -> None:
 
 
 def write_reference(case: Case, master: Callable[[str], Tensor]) -> None:
-    """Saves the weights that a training ended with as `case.reference`."""
     config = load_config(str(case.initial), "pretrained")
     names = [name for name, _ in build_model(config).named_parameters()]
     export_model(
@@ -56,7 +54,8 @@ def write_reference(case: Case, master: Callable[[str], Tensor]) -> None:
 
 
 def saved_weights(folder: Path) -> Callable[[str], Tensor]:
-    """Reads a folder's tensors by name, one at a time, for models whose files have the parameters' own names."""
+    """Returns a function that reads a folder's tensors by name, one at a time. The files must have the parameters' own
+    names."""
     files = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -70,8 +69,8 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
 
 
 def distance(case: Case, master: Callable[[str], Tensor]) -> float:
-    """Returns ||w - reference|| / ||reference - initial|| over all parameters, in the Frobenius norm: 0 for the
-    reference's own weights, 1 for weights that never moved. RAM: four times the largest parameter."""
+    """Returns ||w - reference|| / ||reference - initial|| over all parameters: 0 for the reference's weights, 1 for the
+    initial ones. Takes four times the largest parameter in RAM."""
     before, reference = saved_weights(case.initial), saved_weights(case.reference)
     off = moved = 0.0
     for name, _ in build_model(load_config(str(case.initial), "pretrained")).named_parameters():
@@ -86,21 +85,21 @@ def _square(difference: Tensor) -> float:
 
 
 def batches(case: Case) -> Batches:
-    """Returns the training's batches: `batches(case).batch(step)`, steps counted from 0."""
+    """Returns the training's batches; `.batch(step)` counts steps from 0."""
     config = load_config(str(case.initial), "pretrained")
     tokenizer = load_tokenizer(str(case.initial), "pretrained", config.vocab_size)
     return load_data(case.from_folder, tokenizer, config.vocab_size).train
 
 
 def load_model(case: Case, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Loads the model as usual, on the CPU and ready to train."""
+    """Loads the initial weights on the CPU, ready to train."""
     model = AutoModelForCausalLM.from_pretrained(case.initial, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
     return model.train()
 
 
 def groups(model: nn.Module, settings: Settings) -> list[dict]:
-    """Parameters for an optimizer: matrices decay, vectors do not."""
+    """Returns parameter groups for an optimizer: matrices decay, vectors do not."""
     matrices, vectors = [], []
     for parameter in model.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's stage 3 leaves nothing of the second
@@ -109,21 +108,20 @@ def groups(model: nn.Module, settings: Settings) -> list[dict]:
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Returns the arguments of a transformers model. `shift_labels` says that labels are shifted already."""
     batch = batch.to(device)
-    return {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}
+    return {"input_ids": batch.input_ids, "labels": batch.labels, "shift_labels": batch.labels}  # shifted already
 
 
 def single_process(device: torch.device, folder: Path) -> None:
-    """A process group of this process alone, over a file in `folder`: no port that another could hold."""
+    """Starts a process group of this process alone, over a file in `folder`."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # DeepSpeed's
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # offloaded gradients are clipped by gloo
+        # A file, for another process could hold a port.
         store = f"file://{folder.resolve()}/process_group"
         torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until the GPU is done, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,5 +1,4 @@
-"""The tables of tables.md and the README, from the rows in results/: `python -m experiments.peers.table`. A test fails
-when they and the committed rows disagree."""
+"""Makes the tables of tables.md and the README from the rows in results/: `python -m experiments.peers.table`."""
 
 import sys
 from pathlib import Path
@@ -20,8 +19,7 @@ WANTED = ("gpt2-large, GPU 11 GiB", "gpt2-xl, GPU 11 GiB and RAM 16 GiB")
 
 
 def table(rows: list[dict]) -> str:
-    """Returns all tables in Markdown: trainings by every peer (rows of run.py, or of the GPU acceptance command),
-    updates on a CPU (rows of update.py), and how each peer is set up."""
+    """Returns all tables in Markdown: trainings, updates on a CPU, and how each peer is set up."""
     on_a_gpu = [row for row in rows if not row["device"].startswith("the CPU")]
     nothing = markdown(("", *WANTED), [[name, *[NOT_MEASURED] * len(WANTED)] for name in PEERS])
     trained = [training_table(rows)] + ([] if training_table(on_a_gpu) else [nothing])
@@ -35,8 +33,7 @@ def table(rows: list[dict]) -> str:
 
 
 def training_table(rows: list[dict]) -> str:
-    """Returns the newest row of each model, device, caps and peer; every peer has a line. A row's name ends with the
-    peer's; what stands before it is the model."""
+    """Returns a table for each model, device and caps, of the newest row of each peer."""
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["section"] == "peers" and row_file.is_measured(row) and ": " not in row["name"]:
@@ -89,7 +86,7 @@ def _fits(values: dict) -> str:
 
 
 def update_table(rows: list[dict]) -> str:
-    """Returns the newest run of update.py on each machine."""
+    """Returns a table for each machine, of the newest run of update.py."""
     groups: dict[str, dict[str, dict]] = {}
     for row in rows:
         if row["section"] == "peers update" and row_file.is_measured(row):
@@ -117,7 +114,7 @@ def update_table(rows: list[dict]) -> str:
 
 
 def committed_rows() -> list[dict]:
-    """Returns all rows of the experiment's own results, and those of the GPU acceptance command."""
+    """Returns the committed rows on peers, and the GPU acceptance command's."""
     files = [
         *(FOLDER / "results" / name for name in FILES),
         FOLDER.parent / "gpu_acceptance" / "results" / "rows.jsonl",

@@ -1,13 +1,10 @@
-"""One peer under the caps: attempts with ever smaller micro-batches, each in a separate process, until one fits.
+"""Runs one peer under the caps: ever smaller micro-batches, each in a separate process, until one fits.
 
-`measure` is what the GPU acceptance command and run.py call. It imports no torch: this process must not hold a part of
-the GPU that is measured. The reference, plain transformers and AdamW in fp32 without a cap, is trained first where its
-weights are not in the cache yet; if it does not fit on the card, a mark in the cache says so, and distances are left
-out.
-
-Disk, in the cache: 8 bytes per parameter, the weights to begin with and the reference's.
+The reference is trained first if its weights are not in the cache (8 bytes of disk per parameter). If the reference
+does not fit on the card, distances are left out.
 """
 
+# Imports no torch: this process must not hold a part of the GPU that is measured.
 import json
 import os
 import signal
@@ -46,10 +43,9 @@ def measure(
     micro_batches: tuple[int, ...] = MICRO_BATCHES,
     cache: Path | None = None,
 ) -> Result:
-    """Returns the values of attempt.py for the largest of `micro_batches` (sequences) that fits; a detail row for each
-    that was tried before. On a dry run the model and all else is tiny. `cache`: where weights are kept for the next
-    peer; without one, beside the setting's scratch folder. Unavailable if the peer cannot run here, InputError for what
-    no peer can run, LowmemError if it fails."""
+    """Returns the values of attempt.py for the largest of `micro_batches` (sequences) that fits, and records those
+    tried before. `cache`: of weights, for the next peer; None: beside the scratch folder. Raises Unavailable if the
+    peer cannot run here, InputError if no peer can, LowmemError if the peer fails."""
     PEERS[peer].check(setting.device)
     asked = TINY if setting.dry_run else {"model": model, "seq": seq, "batch": batch, "steps": steps, "data": data}
     settings = training_settings(setting, **asked, init=init)
@@ -76,7 +72,7 @@ def measure(
 def training_settings(
     setting: Setting, *, model: str, init: str, data: str, seq: int, batch: int, steps: int
 ) -> Settings:
-    """Returns the same for every peer; InputError for what cannot run."""
+    """Returns the settings that all peers share. Raises InputError for impossible ones."""
     if steps < 2:
         raise InputError(f"--steps {steps} is too few: the first step warms up and is not timed, so give at least 2")
     return Settings(
@@ -87,20 +83,21 @@ def training_settings(
 
 
 def _checks(values: dict) -> dict[str, bool]:
-    """Checks that must hold: a peer that does not fit is a result; if lowmem does not fit, that is a failure."""
     checks = {}
     if "losses" in values:
         checks["the training does not diverge"] = divergence(values["losses"]) is None
+    # A peer that does not fit is a result; if lowmem does not fit, that is a failure.
     if values["peer"] == OURS:
         checks["fits under both caps"] = values["gpu_fits"] and values["ram_fits"]
     return checks
 
 
 def _first_that_fits(setting: Setting, case: Case, sizes: Sequence[int | None]) -> dict:
-    """Values of the first micro-batch that fits on the GPU, or of the last one. RAM does not depend on it."""
+    """Returns the values of the first micro-batch that fits on the GPU, or of the last one."""
     for size in sizes:
         with tempfile.TemporaryDirectory(dir=case.scratch) as scratch:
             values = _attempt(replace(case, micro_batch=size, scratch=Path(scratch)))
+        # RAM does not depend on the micro-batch.
         if values["gpu_fits"] or size == sizes[-1]:
             break
         setting.record(f"{case.peer}, micro-batch {size}", values, {})
@@ -108,8 +105,8 @@ def _first_that_fits(setting: Setting, case: Case, sizes: Sequence[int | None]) 
 
 
 def _attempt(case: Case) -> dict:
-    """Runs attempt.py in a separate process and returns its values. A process that the system killed has found out that
-    memory is too small. LowmemError with its last words where it ended in any other way."""
+    """Runs attempt.py in a separate process, and returns its values. Raises LowmemError, with its last words, if the
+    process fails."""
     outcome, errors = case.scratch / "outcome.json", case.scratch / "stderr.txt"
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # Trainer would take all there are
     with open(errors, "wb") as stderr:

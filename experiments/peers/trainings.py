@@ -1,7 +1,6 @@
-"""The peers, each set up as its documentation advises (catalogue.py has the sources), on the same weights and batches.
+"""The peers' trainings, each set up as its documentation advises (catalogue.py), on the same weights and batches.
 
-A training is a function of a Case. It raises torch.OutOfMemoryError if the GPU, or its cap, is too small. On the CPU
-everything is fp32, so that there only the order of summation differs.
+A training raises torch.OutOfMemoryError if the GPU, or its cap, is too small. On the CPU everything is fp32.
 """
 
 import json
@@ -23,8 +22,8 @@ from lowmem.run.signals import StopRequest
 
 @dataclass(frozen=True)
 class Trained:
-    """Seconds and loss of every step; `master(name)`: the fp32 value of a parameter, on the CPU, by its name in
-    `model.named_parameters()`; `settings`: what was chosen, for the row."""
+    """Seconds and loss of every step. `master(name)`: a parameter's fp32 value on the CPU. `settings`: of the peer, for
+    the row."""
 
     step_seconds: list[float]
     losses: list[float]
@@ -33,7 +32,7 @@ class Trained:
 
 
 def plain(case: Case) -> Trained:
-    """Returns the reference: nothing recomputed, nothing offloaded."""
+    """Trains the reference: nothing recomputed, nothing offloaded."""
     model = load_model(case).to(case.device)
     optimizer = torch.optim.AdamW(groups(model, case.settings), lr=case.settings.lr, fused=True)
     seconds, losses = _steps(case, model, optimizer, autocast=True)
@@ -41,7 +40,7 @@ def plain(case: Case) -> Trained:
 
 
 def lowmem(case: Case) -> Trained:
-    """Returns the real loop, as the scripts call it, but for one thing: no checkpoint is written at the end."""
+    """Trains as the scripts do, but writes no checkpoint at the end."""
     out = case.scratch / "run"
     settings = replace(case.from_folder, out=str(out), micro_batch=case.micro_batch, resume="never", eval_batches=1)
     with patch.object(saver, "save_checkpoint"), StopRequest() as stop:
@@ -57,8 +56,6 @@ def hf_trainer(case: Case, optim: str) -> Trained:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Watch(TrainerCallback):
-        """The clock, and the losses as they are logged."""
-
         def on_step_begin(self, *_, **__):
             started.append(time.perf_counter())
 
@@ -95,8 +92,6 @@ def hf_trainer(case: Case, optim: str) -> Trained:
 
 
 class _Sequences(torch.utils.data.Dataset):
-    """The training's sequences one by one, in their order."""
-
     def __init__(self, case: Case):
         self._rows, self._settings = batches(case), case.settings
         self._step, self._batch = None, None
@@ -112,8 +107,8 @@ class _Sequences(torch.utils.data.Dataset):
 
 
 def deepspeed(case: Case, stage: int) -> Trained:
-    """Trains with ZeRO: the optimizer, and in stage 3 the parameters, in RAM. The first use of DeepSpeed on a machine
-    builds its CPU optimizer, which takes minutes."""
+    """Trains with ZeRO: the optimizer, and in stage 3 the parameters, in RAM. The first use on a machine builds the CPU
+    optimizer, which takes minutes."""
     single_process(case.device, case.scratch)
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -153,7 +148,7 @@ def deepspeed(case: Case, stage: int) -> Trained:
 
 
 def torchao_cpu_offload(case: Case) -> Trained:
-    """Returns the update on the CPU, parameter by parameter; weights in bf16. Has never run."""
+    """Trains in bf16 and updates on the CPU, parameter by parameter. Has never run."""
     from torchao.optim import CPUOffloadOptimizer
 
     model = load_model(case, torch.bfloat16).to(case.device)
@@ -186,7 +181,7 @@ def flashoptim(case: Case) -> Trained:
 
 
 def fsdp2_cpu_offload(case: Case) -> Trained:
-    """Trains with PyTorch's fully_shard over one device, with everything that is not in use in RAM."""
+    """Trains with PyTorch's fully_shard over one device; all that is not in use is in RAM."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -238,8 +233,8 @@ def _steps(
     clip: bool = True,
     before_piece: Callable[[bool], None] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Runs PyTorch's own loop with gradient accumulation; returns seconds and losses. `before_piece` is told, before
-    each micro-batch, if it is the step's last."""
+    """Runs PyTorch's own loop with gradient accumulation; returns seconds and losses. `before_piece` gets, before each
+    micro-batch, whether it is the step's last."""
     casts = autocast and case.device.type == "cuda"
 
     def step(pieces: list[dict]) -> float:
@@ -261,7 +256,6 @@ def _steps(
 
 
 def _timed(case: Case, step: Callable[[list[dict]], float]) -> tuple[list[float], list[float]]:
-    """Runs `step` on every batch, cut into micro-batches of the same number of tokens; seconds and losses."""
     rows, seconds, losses = batches(case), [], []
     for number in range(case.settings.steps):
         started = time.perf_counter()

@@ -1,17 +1,7 @@
 """Times only the optimizer's update on this machine's CPU: ns per parameter, and its speed relative to a copy.
 
-An update does a few operations per number and reads and writes each once, so nothing can be faster than the memory:
-`copy_` of a buffer far larger than the cache says how fast that is. A copy also fetches the memory that it overwrites,
-which an update in place does not, so more than 100% is possible; `add_`, one pass in place, is timed too. All of them
-alternate, round after round, so that other load on the machine affects all alike. The row has the medians, and the load
-average at the start. On a machine that others use, take one thread (OMP_NUM_THREADS=1): several would wait for each
-other.
-
-A step of a peer that offloads its optimizer waits for this update: torchao's CPUOffloadOptimizer, for example, runs
-torch.optim.AdamW(fused=True). lowmem updates on a GPU if there is one. Its update here is the CPU's: the same code,
-eagerly, in slices that stay in the cache.
-
-RAM: about 110 bytes per parameter, because all updates have their weights and states at once.
+All updates alternate, and a row has medians. On a machine that others use, take one thread (OMP_NUM_THREADS=1). RAM:
+about 110 bytes per parameter.
 """
 
 import argparse
@@ -59,7 +49,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def check_ram(parameters: int) -> None:
-    """Raises InputError if so many parameters do not fit into the RAM that is left."""
+    """Raises InputError if so many parameters do not fit into the free RAM."""
     free_bytes, where = ram_available_bytes()
     if parameters * RAM_PER_PARAMETER_BYTES > free_bytes:
         most = free_bytes // RAM_PER_PARAMETER_BYTES
@@ -70,7 +60,7 @@ def check_ram(parameters: int) -> None:
 
 
 def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
-    """Returns a row for each candidate; those that are not installed, or do not run, say so in theirs."""
+    """Returns a row for each candidate; `error` says why one did not run."""
     machine = probe()
     common = {
         "section": "peers update",
@@ -100,6 +90,8 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
             errors[candidate.name] = f"{type(error).__name__}: {error}".splitlines()[0]
     source = torch.ones(COPIED_BYTES // 4)
     copy = torch.empty_like(source)
+    # Nothing is faster than the memory, whose speed copy_ shows. A copy also fetches the memory that it overwrites, so
+    # an update in place may pass 100%. add_ is one pass in place.
     updates |= {"copy_": lambda: copy.copy_(source), "add_": lambda: copy.add_(1.0)}
     seconds = {name: [] for name in updates}
     for _ in range(repeats):
@@ -124,7 +116,7 @@ def measure(parameters: int, repeats: int, command: list[str]) -> list[dict]:
 
 
 def _made(candidate: Candidate, gradients: Gradients) -> Update:
-    """Returns the candidate's update, made once already: states are there, and what is compiled is."""
+    """Returns the candidate's update after one call, which makes states and compiles."""
     missing = [package for package in candidate.packages if find_spec(package) is None]
     if missing:
         raise InputError(f"not installed: pip install {' '.join(missing)}")

@@ -1,10 +1,4 @@
-"""The updates that update.py times, each on the CPU over the same gradients and over weights and states of its own.
-
-Bytes per parameter are what an update cannot do without, every number read once and written once. In fp32: weight,
-gradient and both moments read, 16; weight and moments written, 12. Halves of a bf16 weight add up to the same. With
-8-bit moments: weight 4, gradient 4 and moments 2 read, weight and moments written, 16; their scales (8 bytes per 256
-parameters) are left out.
-"""
+"""The updates that update.py times on the CPU: the same gradients, but each with its own weights and states."""
 
 import tempfile
 from collections.abc import Callable
@@ -19,6 +13,9 @@ from experiments.peers.shared import single_process
 from lowmem.core.optimizers import CPU_SLICE, Hyperparameters, get_optimizer, state_layout, update
 from lowmem.core.parameters import PIECE
 
+# Every number read once and written once. fp32: weight, gradient and both moments read, weight and moments written;
+# halves of a bf16 weight add up to the same. 8-bit: weight 4, gradient 4, moments 2 read, weight and moments written;
+# their scales (8 bytes per 256 parameters) are left out.
 BYTES_FP32, BYTES_8BIT = 28, 16
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
 Gradients = list[Tensor]  # each fp32 [at most PIECE]
@@ -27,7 +24,7 @@ Update = Callable[[], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """`make(gradients)` gives a function that updates its own weights once by them; `packages`: what it needs."""
+    """A timed update. `make(gradients)` returns a function that updates its own weights once."""
 
     name: str
     bytes_per_parameter: int
@@ -36,14 +33,13 @@ class Candidate:
 
 
 def random_gradients(parameters: int) -> Gradients:
-    """Returns so many random numbers, in pieces as lowmem updates them."""
+    """Returns `parameters` random numbers, in pieces as lowmem updates them."""
     generator = torch.Generator().manual_seed(0)
     sizes = [min(PIECE, parameters - start) for start in range(0, parameters, PIECE)]
     return [torch.randn(size, generator=generator).mul_(1e-3) for size in sizes]
 
 
 def _weights(gradients: Gradients) -> list[nn.Parameter]:
-    """Makes one weight for each gradient, and sets the gradient."""
     weights = [nn.Parameter(torch.full_like(gradient, 0.02)) for gradient in gradients]
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
@@ -89,7 +85,6 @@ def _torchao(gradients: Gradients) -> Update:
 
 
 def _fsdp2(gradients: Gradients) -> Update:
-    """Returns the optimizer's step over sharded parameters, as it runs after FSDP2 has offloaded everything."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor
@@ -98,6 +93,7 @@ def _fsdp2(gradients: Gradients) -> Update:
     module = nn.ParameterList(_weights(gradients))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
     for weight, gradient in zip(module.parameters(), gradients, strict=True):
+        # As FSDP2 leaves it after it has offloaded everything.
         weight.grad = DTensor.from_local(gradient, weight.device_mesh, weight.placements)
     parameters = list(module.parameters())
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True).step

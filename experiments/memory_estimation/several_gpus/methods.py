@@ -1,16 +1,9 @@
-"""Which of PyTorch's ways divides a decoder among several GPUs: each one's largest micro-batch that fits, and its time.
+"""Which of PyTorch's methods divides a decoder among several GPUs: each one's largest micro-batch, and its time.
 
     python -m experiments.memory_estimation.several_gpus.methods --model gpt2-large --gpu rtx3090 --gpus 4
 
-`advise` tries powers of two by bisection: a recording (rank.py) fits where its run completes in the simulated
-allocator, under the card's memory less CUDA's context. NCCL's buffers are not known and not subtracted: a figure within
-1 GiB of the card is no promise.
-
-Seconds per step are those of roofline.py plus communication at the speed of a copy over the bus in one direction,
-which DDP and FSDP2 hide behind compute and tensor parallelism does not: good for an order, not a figure. Not compared
-with GPUs.
-
-Cost: some seconds per method, whatever the number of blocks if they are alike.
+NCCL's buffers are not counted: a figure within 1 GiB of the card is no promise. Seconds are good for an order of the
+methods only. Not compared with GPUs.
 """
 
 import json
@@ -43,7 +36,7 @@ _FIGURES = (  # of a RankPeak, in JSON
 
 @dataclass(frozen=True)
 class Advice:
-    """One row: `peak` is None, and `refusal` says why, if the method cannot be had."""
+    """One row. `peak`: None if the method cannot be had; `refusal` says why."""
 
     method: str
     peak: RankPeak | None
@@ -82,11 +75,9 @@ def answer(settings: Settings, config: PretrainedConfig, card: Card, ranks: int,
 def advise(
     config: PretrainedConfig, ranks: int, card_bytes: int, seq: int, batch: int, target: Target = PLAIN
 ) -> tuple[list[Advice], str]:
-    """Returns every method with its largest micro-batch that completes in `card_bytes` less CUDA's context, and advice.
-
-    The advice is one sentence: which method to take and why. Micro-batches are powers of two that divide a rank's share
-    of `batch` sequences per step. InputError for numbers that are not positive, and for a card without room for CUDA.
-    """
+    """Returns every method with its largest micro-batch that fits, and a sentence of advice. `card_bytes`: with CUDA's
+    context. Micro-batches are powers of two that divide a rank's share of `batch` sequences per step. Raises InputError
+    for impossible numbers, and for a card without room for CUDA."""
     for name, number in (("GPUs", ranks), ("sequences per step", batch), ("tokens per sequence", seq)):
         if number < 1:
             raise InputError(f"there have to be {name}: at least 1, and not {number}")
@@ -109,7 +100,6 @@ def advise(
 
 
 def describe(rows: list[Advice], sentence: str) -> str:
-    """Returns the advice as a table for people, with why a method is not in it."""
     columns = "{:<8}{:>12}{:>14}{:>14}{:>14}{:>12}".format
     lines = [columns("method", "micro-batch", "accumulation", "allocated", "reserved", "s/step")]
     for row in rows:
@@ -124,8 +114,7 @@ def describe(rows: list[Advice], sentence: str) -> str:
 
 
 def to_dict(rows: list[Advice], sentence: str) -> dict:
-    """Returns the advice for JSON: what `describe` shows, and the bytes by name at each peak; null if there is no
-    figure."""
+    """Returns the advice for JSON, with bytes by name at each peak; null if there is no figure."""
     return {
         "advice": sentence,
         "methods": [
@@ -157,7 +146,7 @@ def _advice(config, method: str, ranks: int, limit_bytes: int, seq: int, batch: 
 
 
 def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_rank: int, target: Target) -> RankPeak:
-    """Returns the peak with the largest micro-batch that fits; SimulatedOutOfMemory if one sequence does not."""
+    """Returns the peak with the largest micro-batch that fits. Raises SimulatedOutOfMemory if one sequence does not."""
 
     def peak(micro_batch: int) -> RankPeak:
         recording = record(config, method, ranks, micro_batch, seq, target, per_rank // micro_batch)
@@ -179,7 +168,6 @@ def _largest(config, method: str, ranks: int, limit_bytes: int, seq: int, per_ra
 
 
 def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: Target) -> float:
-    """Returns the seconds of a step: computation by the roofline, communication by the module's docstring."""
     if not target.copies:
         return 0.0
     text = config.get_text_config()
@@ -194,6 +182,7 @@ def _step_seconds(config, peak: RankPeak, accumulation: int, seq: int, target: T
         hidden = (2 + 2 + 4) * parameters_here * share * accumulation
     activation = peak.micro_batch * seq * text.hidden_size * 2
     exposed = 2 * tensor_share * activation * (6 * text.num_hidden_layers + 2) * accumulation
+    # Communication at the speed of a copy over the bus in one direction; tensor parallelism's is not hidden.
     return max(compute, hidden / target.copies) + exposed / target.copies
 
 

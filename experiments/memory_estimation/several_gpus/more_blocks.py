@@ -1,15 +1,7 @@
-"""What a decoder with many blocks allocates, from a recording of the same decoder with four.
+"""Derives the allocations of a decoder with many blocks from a recording of the same decoder with four.
 
-The blocks of most decoders are made alike, and training runs through them in order: placed on the GPU, forward, forward
-again and backward, updated. So a recording falls into *phases*: stretches in which every block in turn (upwards or
-downwards) does the same, and what lies between them. The first two blocks and the last may differ from the others in
-the work around them (fully_shard fetches the next block's parameters early, and there is none below the first). The
-third is repeated for all further blocks.
-
-A storage is known by its phase, its block and its number among the storages made there. A block frees its own storages,
-or a neighbour's at the same distance for every block. A recording with another structure gives None: then the whole
-model has to be recorded. To check the result, rank.py stretches to one block more and compares with a recording of
-that, operation by operation, before it relies on a stretched recording.
+Blocks are alike, so a recording falls into *phases*, in which every block in turn does the same, and stretches between
+them. The third block is repeated for all further blocks; the first two and the last may differ in the work around them.
 """
 
 from dataclasses import dataclass
@@ -18,6 +10,7 @@ from typing import NamedTuple
 
 from lowmem.cudasim.tape import FREED
 
+# fully_shard fetches the next block's parameters early, and there is none below the first block.
 BLOCKS = 4  # of the model that is recorded: two, the one that is repeated, the last
 _REPEATED = 2
 
@@ -32,8 +25,8 @@ class Operation(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """An operation, and what it belongs to: `section` counts the changes from block to block while it was recorded;
-    `block`: None outside of the blocks."""
+    """An operation and its place. `section`: how often the block changed before it. `block`: None outside of the
+    blocks."""
 
     operation: Operation
     section: int
@@ -42,7 +35,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Phase:
-    """Operations of every block, in the order in which blocks had their turn; of None alone between blocks."""
+    """Operations of every block, in the order of their turns; of None alone between blocks."""
 
     turns: dict[int | None, list[Operation]]
 
@@ -53,7 +46,7 @@ class _Phase:
 
 
 def numbered(operations: list[Operation]) -> list[Operation]:
-    """Returns the same with storages counted in the order of their birth."""
+    """Returns the operations with storages numbered in the order of their birth."""
     numbers: dict[int, int] = {}
     return [
         operation._replace(
@@ -66,8 +59,8 @@ def numbered(operations: list[Operation]) -> list[Operation]:
 
 
 def stretched(placed: list[Placed], blocks: int) -> list[Operation] | None:
-    """Returns the operations of a model of `blocks` blocks, from those of one of BLOCKS, `numbered` as these would be.
-    None where the recording does not fall into phases."""
+    """Returns the operations, `numbered`, of a model of `blocks` blocks from those of a model of BLOCKS. None if the
+    recording does not fall into phases."""
     phases = _phases(placed)
     if phases is None:
         return None
@@ -80,6 +73,7 @@ def stretched(placed: list[Placed], blocks: int) -> list[Operation] | None:
             own = []
             for operation in phase.turns[turn]:
                 if operation.size == FREED:
+                    # A block frees its own storages, or a neighbour's at the same distance for every block.
                     place = _moved(births[operation.storage], turn, block, blocks)
                     if place not in alive:
                         return None
@@ -113,12 +107,12 @@ def _phases(placed: list[Placed]) -> list[_Phase] | None:
 
 
 def _births(phases: list[_Phase]) -> dict[int, tuple[int, int | None, int]]:
-    """Returns phase, block and index of each storage's birth. Workspaces, which are taken once and kept, do not count:
-    the first block would have one more than the others."""
+    """Returns {storage: (phase, block, index)} at its birth."""
     births = {}
     for number, phase in enumerate(phases):
         for block, operations in phase.turns.items():
             born = [one for one in operations if one.size != FREED]
+            # Workspaces are made once and kept, so the first block would have one more than the others.
             born.sort(key=lambda one: one.name == "workspaces")  # stable
             births |= {one.storage: (number, block, index) for index, one in enumerate(born)}
     return births
@@ -132,7 +126,8 @@ def _template(block: int | None, blocks: int) -> int | None:
 
 
 def _moved(birth: tuple[int, int | None, int], turn: int | None, block: int | None, blocks: int) -> tuple:
-    """Returns the birth of the storage that `block` frees when `turn` of the recording frees the one of `birth`."""
+    """Returns the birth of the storage that `block` frees when the recording's block `turn` frees the storage of
+    `birth`."""
     phase, born_by, index = birth
     if born_by is None:
         return birth

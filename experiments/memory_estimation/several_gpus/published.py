@@ -1,9 +1,6 @@
 """Predicts the peaks of runs on several GPUs that others measured, and compares (README.md).
 
-    python -m experiments.memory_estimation.several_gpus.published [--only RUN ...] [--out DIR]
-
-What is known to differ from the recipe is data (`differs`), as is what the sources do not say (`unknown`). `held` are
-bytes that the run's own code keeps through its peak, and the recipe does not. Errors are given with and without them.
+python -m experiments.memory_estimation.several_gpus.published [--only RUN ...] [--out DIR]
 """
 
 import argparse
@@ -40,7 +37,9 @@ COMPARED = {  # the predicted peak that is compared with a figure of this kind
 
 @dataclass(frozen=True)
 class Run:
-    """`measured`: the peak per GPU in bytes, by kind (allocated, active, reserved); empty if memory ran out."""
+    """A published run. `measured`: the peak per GPU in bytes, by kind (allocated, active, reserved); empty if memory
+    ran out. `differs`: known differences from the recipe. `unknown`: facts that the source lacks. `held`: bytes that
+    only the run's own code keeps through its peak."""
 
     name: str
     model: str
@@ -147,8 +146,8 @@ def sources() -> str:
 
 
 def compared(run: Run) -> dict:
-    """Returns the row of a run: its figures, the predicted ones and signed errors. `fits`: whether the simulated run
-    completes on its card."""
+    """Returns a run's row: its figures, predictions, and signed errors with and without `held`. `fits`: whether the
+    simulated run completes on its card."""
     case = run.method, run.ranks, run.micro_batch
     recording = record(run.config(), *case, run.seq, gpu_target(CARDS[run.card]))
     peak = peak_of(recording, *case, expandable_segments=run.expandable_segments)

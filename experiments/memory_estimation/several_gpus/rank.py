@@ -1,7 +1,6 @@
-"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder (README.md).
+"""Predicts the memory that each of several GPUs needs for the usual PyTorch training of a decoder.
 
-A run is recorded on rank 0 of a *fake* process group, in one process, on FakeTensors (recorder.py says what a Recorder
-sees): one to two seconds per recording, whatever the number of blocks if they are alike (more_blocks.py).
+Rank 0 of a *fake* process group is recorded in one process, on FakeTensors: one to two seconds per recording.
 """
 
 import gc
@@ -56,9 +55,9 @@ _CUDA_IN_FP32 = {  # of autocast's list, what decoders call and the CPU's list l
 
 @dataclass(frozen=True)
 class RankPeak:
-    """The memory of rank 0, the fullest. `persistent_bytes`: parameters, states and gradients between two steps;
-    `at_peak`: bytes by name at the allocated peak; `seconds`: of the recorded step, which has one or two micro-batches,
-    and of each more; 0 if the target has no time."""
+    """The memory of rank 0, the fullest. `persistent_bytes`: between two steps. `at_peak`: bytes by name at the
+    allocated peak. `seconds`: of the recorded step, with one or two micro-batches; 0 without a clock.
+    `micro_batch_seconds`: of each further one."""
 
     method: str
     ranks: int
@@ -74,7 +73,8 @@ class RankPeak:
 
 @dataclass(frozen=True)
 class Recording:
-    """`micro_batch_seconds`: of each micro-batch after the first; `placed`: see more_blocks.py."""
+    """A recorded step. `micro_batch_seconds`: of each micro-batch after the first. `placed`: the operations with their
+    blocks."""
 
     operations: list[Operation]
     seconds: float
@@ -83,7 +83,7 @@ class Recording:
 
 
 class _StreamRecorder(Recorder):
-    """Knows on which stream and in which block a storage was born, and that `resize_` ends one and begins another."""
+    """Also records the stream and the block of a new storage; `resize_` ends a storage and begins another."""
 
     def __init__(self, device_model: DeviceModel):
         super().__init__(device_model, lambda frame: _NAMES.get(frame.f_code.co_name))
@@ -105,8 +105,7 @@ class _StreamRecorder(Recorder):
         self._forgotten = set(range(self._count)) - set(self._numbers.values())
 
     def placed(self) -> list[Placed]:
-        """Sorts storages that are freed together between blocks: autocast's cache is emptied in the order of
-        addresses."""
+        # Storages that are freed together are sorted: autocast's cache is emptied in the order of addresses.
         placed: list[Placed] = []
         no_memory = set(self._forgotten)
         section, block, freed = 0, None, []
@@ -159,7 +158,7 @@ class _StreamRecorder(Recorder):
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Under autocast, functions that CUDA computes in fp32 get fp32, and attention gets bf16, as all products do."""
+    """Imitates CUDA's autocast on the CPU: fp32 for functions that CUDA computes in fp32, and bf16 for attention."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if torch.is_autocast_enabled("cpu"):
@@ -174,7 +173,8 @@ def peak_of(
     recording: Recording, method: str, ranks: int, micro_batch: int, limit_bytes: int | None = None,
     expandable_segments: bool = True,
 ) -> RankPeak:  # fmt: skip
-    """Returns the peaks of the recorded rank. SimulatedOutOfMemory if it does not complete under `limit_bytes`."""
+    """Returns the peaks of the recorded rank. Raises SimulatedOutOfMemory if the run does not complete under
+    `limit_bytes`."""
     allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
     handles: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -194,14 +194,14 @@ def peak_of(
 
 
 def tensor_ranks(method: str, ranks: int) -> int:
-    """Returns how many ranks share each product. Two in dp+tp: its sums over ranks are not hidden, so as few as can
-    be."""
+    """Returns how many ranks share each product. Raises InputError if the method cannot run on so many GPUs."""
     if method not in METHODS:
         raise InputError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
     if ranks < 1 or (method in ("tp", "dp+tp") and ranks < 2):
         raise InputError(f"{method} cannot run on {ranks} GPU(s)")
     if method == "dp+tp" and (ranks < 4 or ranks % 2):
         raise InputError(f"dp+tp needs an even number of GPUs, 4 at least, and not {ranks}")
+    # Two in dp+tp: its sums over ranks are not hidden, so as few as can be.
     return {"tp": ranks, "dp+tp": 2}.get(method, 1)
 
 
@@ -209,16 +209,14 @@ def record(
     config: PretrainedConfig, method: str, ranks: int, micro_batch: int, seq: int, target: Target = PLAIN,
     accumulation: int = 1,
 ) -> Recording:  # fmt: skip
-    """Records one of `ranks` GPUs that trains `config`'s model by `method`.
+    """Records one of `ranks` GPUs that trains `config`'s model by `method`, in two steps.
 
-    Each data-parallel rank has micro-batches of `micro_batch` sequences of `seq` tokens, `accumulation` of them per
-    step (two stand for more). It takes two steps; the first has one micro-batch, and makes the optimizer's states. If
-    blocks are alike, four blocks are run and then five, and the rest follows; otherwise all are run.
-
-    InputError if the method cannot divide the model; LowmemError inside another process group.
+    A data-parallel rank has `accumulation` micro-batches of `micro_batch` sequences of `seq` tokens per step; two stand
+    for more. Raises InputError if the method cannot divide the model, and LowmemError inside another process group.
     """
     case = config, method, ranks, micro_batch, seq, target, accumulation
     blocks = Decoder(build_model(config)).blocks
+    # If blocks are alike, four and five blocks are recorded, and the rest follows.
     if len(blocks) > BLOCKS + 1 and len({kind_of(block) for block in blocks}) == 1:
         short, longer = record_blocks(*case, BLOCKS), record_blocks(*case, BLOCKS + 1)
         if stretched(short.placed, BLOCKS + 1) == longer.operations:
@@ -234,7 +232,7 @@ def record(
 
 def record_blocks(config, method: str, ranks: int, micro_batch: int, seq: int, target: Target, accumulation: int,
                   blocks: int) -> Recording:  # fmt: skip
-    """Returns a recording of the model with its first `blocks` blocks alone."""
+    """Returns a recording of the model with only its first `blocks` blocks."""
     shared_by = tensor_ranks(method, ranks)
     model = build_model(config)
     decoder = Decoder(model)
@@ -292,7 +290,7 @@ def _functions(target: Target) -> Iterator[None]:
 
 @contextmanager
 def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
-    """Yields rank 0 of a default process group whose communication does nothing, with its data-parallel ranks."""
+    """Yields rank 0's data-parallel ranks, in a process group whose communication does nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     if dist.is_initialized():
@@ -306,7 +304,7 @@ def _fake_ranks(data_ranks: int, tensor_ranks: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _masks_as_on_tensors_with_data() -> Iterator[None]:
-    """Stops transformers from expecting packed sequences because it cannot read the positions."""
+    # transformers cannot read the positions here, and would expect packed sequences.
     guess = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

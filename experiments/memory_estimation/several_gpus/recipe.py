@@ -1,12 +1,7 @@
-"""Plain PyTorch training of a decoder on several GPUs: the recipe whose memory rank.py predicts.
+"""Plain PyTorch training of a decoder on several GPUs, whose memory rank.py predicts.
 
-fp32 parameters, bf16 compute (autocast, or fully_shard's own casts), every block recomputed in backward, the loss as
-transformers computes it, fused AdamW, `zero_grad()` that frees, no clipping. It runs on whatever the parameters lie on:
-FakeTensors for a prediction, real ones in the tests.
-
-DistributedDataParallel's C++ reads its tensors' data, so hooks rebuild its buckets here: one per block and one for the
-rest. Its own buckets are cut every 25 MiB and have as many bytes in all. It makes them a second time, in the order in
-which gradients came, after the first backward; not here.
+fp32 parameters, bf16 compute, every block recomputed in backward, fused AdamW, no clipping. Runs on FakeTensors, or on
+real tensors in tests.
 """
 
 from collections import defaultdict
@@ -24,7 +19,7 @@ from lowmem.core.decoder import Decoder
 
 
 def place(model: nn.Module) -> None:
-    """Gives every parameter and buffer a place on the CPU (of fakes); what was tied stays so."""
+    """Gives every parameter and buffer memory on the CPU; tied parameters stay tied."""
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -38,7 +33,7 @@ def place(model: nn.Module) -> None:
 
 
 def owners_of(decoder: Decoder) -> Iterator[tuple[nn.Parameter, int | None]]:
-    """Yields every parameter once, with the number of its block, None for those outside of the blocks."""
+    """Yields every parameter once, with the number of its block, or None outside of the blocks."""
     block_of = {id(p): index for index, block in enumerate(decoder.blocks) for p in block.parameters()}
     for parameter in decoder.model.parameters():
         yield parameter, block_of.get(id(parameter))
@@ -48,12 +43,13 @@ def prepare(
     decoder: Decoder, method: str, data_mesh: DeviceMesh, micro_batch: int, seq: int,
     functions: Callable = nullcontext, mark: Callable[[int | None], None] = lambda block: None,
 ) -> tuple[Callable[[int], None], Optimizer]:  # fmt: skip
-    """Returns the recipe for a model (its rank's share) whose parameters lie on the CPU: a function that does one step
-    of so many micro-batches, and the optimizer. `functions`: the modes to recompute in, which backward() switches off;
-    `mark` hears which block's turn it is."""
+    """Returns a function that does one step of so many micro-batches, and the optimizer. `decoder`: this rank's share,
+    on the CPU. `functions`: the modes to recompute in. `mark(block)`: called when a block's turn comes; None: between
+    blocks."""
     model, blocks = decoder.model, decoder.blocks
     for index, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, index=index: mark(index))
+        # backward() switches off the modes of forward, so `functions` gives them again.
         blocks[index] = checkpoint_wrapper(
             block, preserve_rng_state=False, context_fn=lambda: (nullcontext(), functions())
         )
@@ -94,8 +90,10 @@ def _backward(loss: Tensor, mark: Callable) -> None:
 
 
 def _bucketed(decoder: Decoder, mark: Callable) -> Callable[[bool], None]:
-    """Makes DistributedDataParallel's buckets. Gradients become views of them in the backward that sums over ranks.
-    Call the returned function before each backward: True for that one, False for others (`no_sync`)."""
+    """Makes DistributedDataParallel's buckets. Call the returned function before each backward: True for the one that
+    sums over ranks."""
+    # DistributedDataParallel's C++ reads its tensors' data, so hooks imitate its buckets. Its own are cut every 25 MiB,
+    # with as many bytes in all, and made again after the first backward, which is not imitated.
     parts: dict[int | None, list[nn.Parameter]] = defaultdict(list)
     for parameter, block in owners_of(decoder):
         if parameter.requires_grad:

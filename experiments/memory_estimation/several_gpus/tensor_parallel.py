@@ -1,15 +1,8 @@
-"""Rank 0's share of a decoder under tensor parallelism: which part of every product one of several GPUs holds.
+"""Rank 0's share of a decoder under tensor parallelism (Megatron-LM, arXiv 1909.08053).
 
-Projections into heads and into the MLP are split by columns (each rank computes some heads, some of the MLP's width),
-those back by rows (each rank computes a part of the sum, and the sum over ranks completes it); embedding and head by
-vocabulary. What is left is whole on every rank: norms, positions, biases of the products split by rows. In bytes per
-parameter, for N parameters on R ranks, n of them whole: 16 (N - n) / R + 16 n.
-
-The usual scheme (Megatron-LM, arXiv 1909.08053), for the two structures of block that GPT-2's and Llama's relatives
-have; others are refused. No other rank's share is larger: the vocabulary is rounded up.
-
-Left out: the sums over ranks, which are in place and take no memory; sequence parallelism, which would divide the
-activations between products too.
+Projections into heads and into the MLP are split by columns, those back by rows; embedding and head by vocabulary. All
+else is whole. For N parameters on R ranks, n of them whole, weights, gradients and moments take 16 (N - n) / R + 16 n
+bytes. Sums over ranks take no memory; sequence parallelism is left out.
 """
 
 import math
@@ -27,9 +20,8 @@ _STRUCTURES = (  # the kind of a block's products; which are split by columns, w
 
 
 def keep_share(decoder: Decoder, ranks: int) -> None:
-    """Leaves rank 0's share of the model, whose tensors are on meta: see the module's docstring.
-
-    InputError for blocks of a structure that is not known here and for what `ranks` does not divide."""
+    """Leaves rank 0's share of the model, whose tensors are on meta. Raises InputError for blocks unlike GPT-2's and
+    Llama's, and for sizes that `ranks` does not divide."""
     model, config = decoder.model, decoder.model.config.get_text_config()
     for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or ranks}:
         if heads % ranks:
@@ -65,6 +57,7 @@ def _split(product: nn.Module, by_columns: bool, ranks: int) -> None:
 
 def _split_vocabulary(model: nn.Module, ranks: int) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # Rounded up: no other rank's share is larger.
     rows = math.ceil(model.config.get_text_config().vocab_size / ranks)
     tied = embedding.weight is head.weight
     embedding.weight = nn.Parameter(embedding.weight.new_empty(rows, embedding.weight.shape[1]))
