@@ -86,13 +86,15 @@ class Inputs:
 
 class ActivationForward:
     """Replaces the forward of `module`, an activation or a gated MLP, to pass Inputs to the linear layer that follows.
-    Runs the module's own forward if that layer cannot read Inputs, or if a user has hooked it or all modules."""
+    Runs the module's own forward if that layer cannot read Inputs, if a user has replaced the activation, or if one of
+    them or all modules have a user's hook."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
         # (module that has the linear layer, the layer's name there); None until known
         self.place = (module, LAYERS[-1]) if self._gated else None
         self.reader: nn.Module | None = None  # the linear layer that has read Inputs
+        self._replaced = self._without_layers()
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor | Inputs:
         module = self._module
@@ -108,10 +110,19 @@ class ActivationForward:
         if self.place is None:
             return True
         layer = getattr(*self.place)
-        can = getattr(vars(layer).get("forward"), "reads_inputs", False)
-        hooks = [layer._forward_pre_hooks, layer._forward_hooks] if can else []
-        hooks += [of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks]
-        return can and all(is_ours(hook) for of_kind in hooks for hook in of_kind.values())
+        if not getattr(vars(layer).get("forward"), "reads_inputs", False):
+            return False
+        if self._without_layers() != self._replaced:
+            return False
+        hooks = [of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks]
+        for module in (layer, *self._replaced):
+            hooks += [module._forward_pre_hooks, module._forward_hooks]
+        return all(is_ours(hook) for kind in hooks for hook in kind.values())
+
+    def _without_layers(self) -> list[nn.Module]:
+        # the activation, which does not run: a gated MLP's only other module, or the module itself
+        children = self._module.named_children()
+        return [child for name, child in children if name not in LAYERS] if self._gated else [self._module]
 
 
 def activation_of(module: nn.Module) -> Activation | None:

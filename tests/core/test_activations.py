@@ -297,14 +297,25 @@ def test_a_user_who_changes_the_product_gets_the_activations_output(interpreted,
     assert read == [change is not hook_all], "other blocks are as they were"
 
 
-@pytest.mark.parametrize("name", ["gate_proj", "act_fn"])
-def test_a_user_may_change_the_other_layers_of_a_gated_mlp(interpreted, name):
-    decoder = make_decoder(FAMILIES["llama"](), "bf16", "fp32", Kernels.ALL)
-    values_for(decoder)
-    mlp, x = decoder.blocks[0].mlp, torch.randn(2, 3, decoder.blocks[0].mlp.gate_proj.weight.shape[1])
-    before = mlp(x)
-    wrap(mlp, name)
-    assert (mlp(x) != before).any() == (name == "gate_proj"), "the kernel computes the activation that it was made for"
+def hook_output(owner: nn.Module, name: str) -> None:
+    getattr(owner, name).register_forward_hook(lambda module, given, result: 2 * result)
+
+
+@pytest.mark.parametrize("change", [wrap, hook, hook_output])
+@pytest.mark.parametrize(("family", "name"), [("llama", "gate_proj"), ("llama", "act_fn"), ("gpt2", "act")])
+def test_a_user_may_change_the_other_layers_of_an_mlp(interpreted, family, name, change):
+    results = []
+    for kernels in (Kernels.ALL, Kernels.ALL & ~Kernels.ACTIVATIONS):
+        decoder = make_decoder(with_dropout(FAMILIES[family](), 0.0), "bf16", "fp32", kernels)
+        values_for(decoder)
+        mlp = decoder.blocks[0].mlp
+        x = torch.randn(2, 3, decoder.head_weight.shape[1], generator=torch.Generator().manual_seed(1))
+        before = mlp(x)
+        change(mlp, name)
+        results.append(mlp(x))
+        assert (results[-1] != before).any()
+    assert torch.allclose(*results, rtol=0.05, atol=0.05)
+    assert torch.equal(*results) == (name != "gate_proj"), "a changed activation runs as it is; else the kernel does"
 
 
 @pytest.mark.parametrize(("is_gated", "erf"), [(False, False), (True, False), (False, True)])
