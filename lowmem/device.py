@@ -26,7 +26,6 @@ def set_environment() -> None:
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))
     # A workspace of fixed size makes matrix products reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # glibc keeps freed blocks of up to 32 MiB: 0.4 GiB more RAM for GPT-2-Medium. To return them costs time, as new
     # tensors need new pages: a fifth of a step of 128 tokens, not measurable with 1,024 tokens.
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):

@@ -51,6 +51,34 @@ def test_the_call_is_made_in_another_process_which_sees_no_gpu_and_starts_no_thr
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
+TOKENIZES_AND_FORKS = """
+import os
+from lowmem.data.encoder import Encoder
+from lowmem.data.tokenizer import byte_level_tokenizer
+from lowmem.device import set_environment
+from lowmem.planning.process import process_aside
+
+set_environment()
+before = len(os.listdir("/proc/self/task"))
+Encoder(byte_level_tokenizer())(["as many words as there are"] * 1000)
+print(len(os.listdir("/proc/self/task")) - before)
+with process_aside() as aside:
+    aside(os.getpid)
+print(os.environ.get("TOKENIZERS_PARALLELISM"))
+"""
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [(None, 2), ("false", 0)])
+def test_texts_are_tokenized_on_all_processors_and_a_later_fork_says_nothing(wanted, threads):
+    environment = {name: text for name, text in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    environment |= {"RAYON_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)} | (
+        {"TOKENIZERS_PARALLELISM": wanted} if wanted else {}
+    )
+    command = [sys.executable, "-c", TOKENIZES_AND_FORKS]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == (f"{threads}\n{wanted}\n", "")
+
+
 def test_what_it_takes_is_not_taken_here():
     before = ram_now_bytes()
     with process_aside() as aside:
