@@ -66,6 +66,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     """Yields a new, empty folder. After the `with` block, flushes it to the disk, and only then puts it in place of
     `folder`. If anything fails, `folder` stays as it was."""
     partial, previous = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "previous"))
+    placed = False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if previous.exists() and not folder.exists():  # a run was killed between the two renames below
@@ -79,9 +80,12 @@ def _replacing(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(previous)
         partial.rename(folder)
+        placed = True
         flush_path(folder.parent)
     except OSError as error:
         with suppress(OSError):
+            if placed:
+                folder.rename(partial)
             if previous.exists() and not folder.exists():
                 previous.rename(folder)
         other = error.filename is not None and folder.parent not in Path(str(error.filename)).parents

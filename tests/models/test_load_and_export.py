@@ -507,6 +507,15 @@ def test_older_export_stays_until_the_new_one_is_complete(gpt2, tmp_path, monkey
             patch.setattr(lowmem_export, "write_at", lambda *_, error=error: (_ for _ in ()).throw(error))
             with pytest.raises(LowmemError, match=rf"cannot be written \({said}\); an older export is"):
                 export(tmp_path / "model", gpt2, readme="new")
+    with monkeypatch.context() as patch:  # after both renames
+        flush = lowmem_export.flush_path
+
+        def fails():
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(lowmem_export, "flush_path", lambda path: fails() if path == tmp_path else flush(path))
+        with pytest.raises(LowmemError, match="an older export is untouched"):
+            export(tmp_path / "model", gpt2, readme="new")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
