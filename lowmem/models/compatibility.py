@@ -160,7 +160,7 @@ def _with_random_weights(config: PretrainedConfig) -> nn.Module:
     # transformers' initial weights would hide errors: normalization layers scale by 1, and biases are 0.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = model_from_config(config)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs, too
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)

@@ -138,7 +138,8 @@ def sample(
         new_tokens = min(SAMPLE_TOKENS, positions - prompt_tokens)
         device = decoder.head_weight.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            # torch.manual_seed would seed other GPUs, too.
+            (torch.cuda if device.type == "cuda" else torch.default_generator).manual_seed(seed)
             written = decoder.model.generate(
                 **inputs, max_new_tokens=new_tokens, pad_token_id=end,
                 **{"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False},

@@ -75,6 +75,7 @@ def test_a_drawn_sample_is_that_of_its_seed_and_changes_no_other_random_number(d
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the seed of all GPUs was set"))
     first, again, other = (sample(decoder, tokenizer, "import ", temperature=1.0, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.rand(1), expected)
     assert first == again != other
