@@ -84,7 +84,8 @@ class Settings:
     document_mask: bool = _option(False, "whether attention stops at a packed document's end", marks=RUN)
     pack: Literal["padded", "sorted", "packed"] = _option(
         "sorted", "how examples shorter than --seq fill rows. sorted: each is padded; micro-batches have examples of "
-        "similar lengths. packed: several share a row, without attention between them. padded: each is padded to --seq",
+        "similar lengths. packed: several share a row, without attention between them. padded: each is padded "
+        "to the longest of its batch",
         marks=RUN)
 
     batch: int = _option(64, "sequences per optimizer step; the planner chooses micro-batches", marks=RUN)

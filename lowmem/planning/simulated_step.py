@@ -203,8 +203,8 @@ def record_step(
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        # A disk is still busy with late writes of earlier steps. Only a step after two with copies of all states is like
-        # later ones.
+        # A disk is still busy with late writes of earlier steps. Only a step after two with copies of all states is
+        # like later ones.
         for _ in range(2 if layout.states_on_disk and copies is not None else 0):
             step(batch, 1, 1e-4)
         waits = [each for each in (copies, ranks) if each is not None]
