@@ -15,7 +15,7 @@ from transformers import GPT2Config
 from experiments.harness.measured import random_step
 from lowmem.core.batch import Batch
 from lowmem.core.kernels import Kernels
-from lowmem.core.layers import accumulated, cast_explicitly
+from lowmem.core.layers import cast_explicitly, register_add_product
 from lowmem.core.layout import Layout
 from lowmem.core.optimizers import Hyperparameters, UpdateFunction, get_optimizer, state_layout
 from lowmem.cudasim.recorder import Recorder
@@ -117,7 +117,7 @@ def product_case(kernels: Kernels) -> Case:
         weight = layers[0].weight
         sum_of_gradients = torch.zeros(SIDE, SIDE, device=device)
         if kernels:
-            accumulated(weight, lambda *factors: torch.ops.lowmem.add_product(sum_of_gradients, *factors))
+            register_add_product(weight, lambda *factors: torch.ops.lowmem.add_product(sum_of_gradients, *factors))
         x = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.layers import accumulated
-from lowmem.core.lookups import accumulated_by_rows
+from lowmem.core.layers import register_add_product
+from lowmem.core.lookups import register_add_rows
+from lowmem.core.operation_recorder import called_again
 from lowmem.core.parameters import Part, Store
-from lowmem.core.recorder import called_again
 
 
 class Accumulation:
@@ -21,9 +21,9 @@ class Accumulation:
         for unit in decoder.units:
             for name, parameter in unit.parameters.items():
                 part = store.part_of(name)
-                accumulated(parameter, partial(called_again, _add_product, part, name))
+                register_add_product(parameter, partial(called_again, _add_product, part, name))
                 if parameter.dim() == 2:
-                    accumulated_by_rows(parameter, partial(_add_rows, part, name))
+                    register_add_rows(parameter, partial(_add_rows, part, name))
                 parameter.register_post_accumulate_grad_hook(partial(_add_gradient, part, name))
         self._shared: list[tuple[str, Part, Tensor]] = []  # (parameter's name, its part, one block's summed gradient)
         # Each block has a separate accumulator for a shared parameter: in one accumulator, the order of the sum would

@@ -91,7 +91,7 @@ class Updates:
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
         try:
-            locked = self._store.stream(states_on_gpu)
+            locked = self._store.move_states_to_ram(states_on_gpu)
             self.state_window.fit(self._store.pieces)
         finally:
             self.state_window.begin(self._pieces[self._next :])  # also in the middle of a pass

@@ -52,7 +52,7 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
             module.register_forward_pre_hook(partial(_cast_inputs, hidden=False), with_kwargs=True)
 
 
-def accumulated(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
+def register_add_product(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
     """Makes the backward of FusedProducts with the weight `parameter` [M, N] call `add_product(left, right)` instead of
     setting its `grad`. The gradient is left [M, K] @ right [K, N], both in 16 bit."""
     parameter._lowmem_add_product = add_product

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D]: adds rows[i] to row ids[i]
 
 
-def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
+def register_add_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
     """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`."""
     parameter._lowmem_add_rows = add_rows
 
@@ -24,7 +24,7 @@ def accumulated_by_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
 # GPU's atomics round numbers below 1.2e-38 to zero.
 class SparseLookups(TorchFunctionMode):
     """Makes embedding lookups inside `with` add only the gradient rows of their ids to an accumulator. The tables must
-    be registered by `accumulated_by_rows`."""
+    be registered by `register_add_rows`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lowmem.core.dry_run import Operation, Trace, agrees, dry_run
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.recorder import address_of
+from lowmem.core.operation_recorder import address_of
 
 PROGRAMS = 512  # most Triton programs of a backward kernel: four for each multiprocessor of the largest cards
 LEAST_ROWS = 4  # fewest rows of such a program: its sums over rows cost as much memory traffic as one or two rows

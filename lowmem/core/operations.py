@@ -17,10 +17,10 @@ from lowmem.core.dry_run import equal, structure_of
 from lowmem.core.kernels import Kernels, fused
 from lowmem.core.lookups import SparseLookups
 from lowmem.core.loss import linear_cross_entropy
+from lowmem.core.operation_recorder import address_of
 from lowmem.core.optimizers import Hyperparameters, State, UpdateFunction
 from lowmem.core.parameters import GRADIENT, WORKING, Part, Piece, Store
 from lowmem.core.recompute import INPUT, Dropout, SavedSegment, Segment
-from lowmem.core.recorder import address_of
 from lowmem.core.recordings import Recordings
 from lowmem.errors import InputError
 

@@ -11,7 +11,7 @@ from lowmem.core.decoder import Decoder, Unit
 from lowmem.core.homes import drop_pages, host_tensor, page_lock
 from lowmem.core.layout import Fate, Layout
 from lowmem.core.optimizers import BLOCK, Optimizer, State, cut_state, state_layout
-from lowmem.core.precision import RUN_ELEMENTS, join, runs, split
+from lowmem.core.precision import CHUNK_ELEMENTS, chunks, join, split
 from lowmem.core.ranks import Ranks
 from lowmem.core.transfers import MakeTensor
 from lowmem.errors import InputError
@@ -93,7 +93,7 @@ class Part:
             for start, *tensors in zip(range(0, size, PIECE), states, gradients, strict=True)
         ]
 
-    def stream(self, host_tensor: MakeTensor) -> None:
+    def move_state(self, host_tensor: MakeTensor) -> None:
         """Moves the optimizer's state into tensors that `host_tensor` allocates. If an allocation fails, moves
         nothing."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
@@ -134,31 +134,31 @@ class Part:
         """Copies fp32 weights into parameter `name`, from its element `start` on. Skips elements that other ranks
         store."""
         start += self._places[name][0] - self.ranks.place * self.working.numel()
-        for run in runs(master):
-            first, stop = max(start, 0), min(start + run.numel(), self.working.numel())
+        for chunk in chunks(master):
+            first, stop = max(start, 0), min(start + chunk.numel(), self.working.numel())
             if first < stop:
-                high, low = split(run[first - start : stop - start].to(torch.float32), self.working.dtype)
+                high, low = split(chunk[first - start : stop - start].to(torch.float32), self.working.dtype)
                 self.working[first:stop].copy_(high)
                 if low is not None:
                     home = self.state["low"][first:stop]
                     home.copy_(low)
                     drop_pages(home)
-            start += run.numel()
+            start += chunk.numel()
 
-    def master_runs(self, name: str) -> Iterator[Tensor]:
-        """Yields the fp32 weights of parameter `name` as consecutive flat CPU tensors of at most RUN_ELEMENTS
+    def master_chunks(self, name: str) -> Iterator[Tensor]:
+        """Yields the fp32 weights of parameter `name` as consecutive flat CPU tensors of at most CHUNK_ELEMENTS
         elements."""
         halves = [self.working, self.state["low"]] if "low" in self.state else [self.working]
         start, shape = self._places[name]
         end = start + shape.numel()
-        for first in range(start, end, RUN_ELEMENTS):
-            pieces = [self.ranks.range_of(half, first, min(first + RUN_ELEMENTS, end)) for half in halves]
+        for first in range(start, end, CHUNK_ELEMENTS):
+            pieces = [self.ranks.range_of(half, first, min(first + CHUNK_ELEMENTS, end)) for half in halves]
             high, *low = (piece.to("cpu", copy=True) for piece in pieces)
             drop_pages(pieces[-1])
             yield join(high, *low)
 
     def master(self, name: str) -> Tensor:
-        return torch.cat(list(self.master_runs(name))).view(self._places[name][1])
+        return torch.cat(list(self.master_chunks(name))).view(self._places[name][1])
 
     def names(self) -> list[str]:
         return list(self._places)
@@ -258,12 +258,12 @@ class Store:
     def state_bytes(self, units: range) -> int:
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
-    def stream(self, states_on_gpu: int) -> bool:
+    def move_states_to_ram(self, states_on_gpu: int) -> bool:
         """Moves optimizer states into RAM, except those of the first `states_on_gpu` units. Returns False if CUDA
         refuses to page-lock them. No copy and no update may be under way."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
-                part.stream(self._host_tensor)
+                part.move_state(self._host_tensor)
         self.states_on_gpu = min(states_on_gpu, self.states_on_gpu)
         return self.page_lock()
 
@@ -292,6 +292,6 @@ class Store:
         """Yields (name, fp32 weights) of every parameter, in the order of `names`. Large parameters come as several
         flat tensors."""
         for name, part in self._part_of.items():
-            for run in part.master_runs(name):
+            for chunk in part.master_chunks(name):
                 shape = part._places[name][1]
-                yield name, run.view(shape) if run.numel() == shape.numel() else run
+                yield name, chunk.view(shape) if chunk.numel() == shape.numel() else chunk

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-RUN_ELEMENTS = 2**18  # elements that are converted or copied at a time: 1 MiB in fp32
+CHUNK_ELEMENTS = 2**18  # elements that are converted or copied at a time: 1 MiB in fp32
 WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -55,14 +55,14 @@ def join(working: Tensor, low: Tensor | None = None) -> Tensor:
     return working.float() + low.float() * _fp16_unit_of(working.view(torch.int16).to(torch.int32))
 
 
-def runs(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the elements of `tensor` in C order, as flat tensors of at most RUN_ELEMENTS elements."""
-    if tensor.numel() <= RUN_ELEMENTS:
+def chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the elements of `tensor` in C order, as flat tensors of at most CHUNK_ELEMENTS elements."""
+    if tensor.numel() <= CHUNK_ELEMENTS:
         yield tensor.reshape(-1)
         return
-    rows = RUN_ELEMENTS // tensor[0].numel()
+    rows = CHUNK_ELEMENTS // tensor[0].numel()
     for block in tensor.split(rows) if rows else tensor:
-        yield from runs(block)
+        yield from chunks(block)
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import Trace, look_at_blocks, tensors_in
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
-from lowmem.core.recorder import address_of
+from lowmem.core.operation_recorder import address_of
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # {operation: positions of the factors}

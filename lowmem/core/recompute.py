@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowmem.core.decoder import Decoder, Extra
+from lowmem.core.operation_recorder import called_again
 from lowmem.core.products import ProductRecorder, ProductReplayer, SavedProduct, product_skipped
-from lowmem.core.recorder import called_again
 
 # Forward saves a segment's input; with PRODUCTS also the outputs of matmuls and attention; with ALL the autograd graph.
 INPUT, PRODUCTS, ALL = "input", "products", "all"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 
 from lowmem.core.dry_run import PLAIN, equal, is_ours
-from lowmem.core.recorder import Recorder, Recording, address_of, geometry_of, holders_if_alone
+from lowmem.core.operation_recorder import OperationRecorder, Recording, address_of, geometry_of, holders_if_alone
 
 RUNS_BEFORE = 1  # runs of a segment before it is recorded: in a short training, recording costs more than it saves
 MOST_SHAPES = 4  # shapes of arguments whose recordings are kept, per segment and direction
@@ -50,7 +50,7 @@ class Recordings:
         if _hooked(modules):
             known[shape] = None
             return run()
-        with Recorder(arguments, modules, holders_if_alone()) as recorder:
+        with OperationRecorder(arguments, modules, holders_if_alone()) as recorder:
             result = run()
         known[shape] = recorder.recording(result)
         return result

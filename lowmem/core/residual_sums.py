@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import Trace, look_at_blocks
 from lowmem.core.norms import Drops, Norm, arguments_of, dropped, normalized
-from lowmem.core.recorder import address_of
+from lowmem.core.operation_recorder import address_of
 
 _ADDITIONS = {Tensor.add, torch.add}  # x + y calls Tensor.add
 _VIEWS = {Tensor.view, Tensor.reshape}

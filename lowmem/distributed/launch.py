@@ -41,7 +41,7 @@ def joined(device: str) -> Iterator:
     import torch
     import torch.distributed as dist
 
-    from lowmem.distributed.several import SeveralRanks
+    from lowmem.distributed.collectives import SeveralRanks
 
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:

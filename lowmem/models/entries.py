@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem.core.homes import host_tensor
-from lowmem.core.precision import RUN_ELEMENTS
+from lowmem.core.precision import CHUNK_ELEMENTS
 from lowmem.errors import InputError, some_of
 from lowmem.text_files import ZIP, refuse_disguised
 
@@ -158,10 +158,10 @@ def _holds_tensors(content: object) -> bool:
 def chunks(entry: Entry) -> Iterator[Tensor]:
     """Yields the elements of a stored tensor in the file's dtype, as flat chunks [n]. Each chunk overwrites the one
     before. Raises InputError if the file ends too early."""
-    staging = host_tensor(min(RUN_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
+    staging = host_tensor(min(CHUNK_ELEMENTS, entry.elements), entry.dtype)  # malloc would keep blocks of up to 32 MiB
     with entry.path.open("rb") as file:
         file.seek(entry.offset_bytes)
-        for start in range(0, entry.elements, RUN_ELEMENTS):
+        for start in range(0, entry.elements, CHUNK_ELEMENTS):
             chunk = staging[: entry.elements - start]
             if file.readinto(chunk.view(torch.uint8).numpy()) != chunk.nbytes:
                 raise InputError(f"{entry.path} ends in the middle of a tensor; download or copy it again")
@@ -169,14 +169,14 @@ def chunks(entry: Entry) -> Iterator[Tensor]:
 
 
 def read_runs(entry: Entry) -> Iterator[Tensor]:
-    """Yields a stored tensor in fp32: whole, or in flat chunks if it is contiguous and has more than RUN_ELEMENTS
+    """Yields a stored tensor in fp32: whole, or in flat chunks if it is contiguous and has more than CHUNK_ELEMENTS
     elements."""
-    if entry.elements > RUN_ELEMENTS and entry.stride is None:
+    if entry.elements > CHUNK_ELEMENTS and entry.stride is None:
         for chunk in chunks(entry):
             yield chunk.to(torch.float32, copy=True)
         return
     flat = host_tensor(entry.elements, torch.float32)
-    for start, chunk in zip(range(0, entry.elements, RUN_ELEMENTS), chunks(entry), strict=True):
+    for start, chunk in zip(range(0, entry.elements, CHUNK_ELEMENTS), chunks(entry), strict=True):
         flat[start : start + len(chunk)] = chunk
     yield flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
 

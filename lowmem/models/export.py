@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lowmem.core.precision import runs
+from lowmem.core.precision import chunks
 from lowmem.errors import InputError, LowmemError, first_line, some_of
 from lowmem.files import flush_path, remove, safetensors_header, write_at
 from lowmem.models.build import build_model
@@ -127,10 +127,10 @@ def _write_shards(
         if not known or written[name] + values.numel() * dtype.itemsize > sizes[name]:
             raise ValueError(f"{name} {tuple(values.shape)} is no parameter of this config, or came twice")
         path, start = places[name]
-        for run in runs(values.detach()):
-            cast = run.to("cpu", dtype)
+        for chunk in chunks(values.detach()):
+            cast = chunk.to("cpu", dtype)
             if not cast.isfinite().all():
-                if math.isfinite(largest := run.abs().max().item()):
+                if math.isfinite(largest := chunk.abs().max().item()):
                     kind, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
                     raise BeyondRange(f"{name} holds {largest:.6g}, and {kind} ends at {most:.6g}")
                 not_finite[name] = True

@@ -30,7 +30,7 @@ from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.naming import with_run_folder
 from lowmem.run.prepare import ask, build, plan_here, write_weights
 from lowmem.run.recovery import page_locked
-from lowmem.run.several import plan_for
+from lowmem.run.several_ranks import plan_for
 from lowmem.run.signals import StopRequest
 from lowmem.run.train import run
 from lowmem.run_folder import FOLDERS, is_run

@@ -48,7 +48,7 @@ def show_plan(settings: Settings, as_json: bool = False, write: bool = True, gpu
         from lowmem.run.metrics import write_json
         from lowmem.run.plots import draw, draw_memory
         from lowmem.run.prepare import ask, in_words
-        from lowmem.run.several import plan_for
+        from lowmem.run.several_ranks import plan_for
 
     logging.set_verbosity_error()
     set_environment()

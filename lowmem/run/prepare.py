@@ -51,7 +51,7 @@ from lowmem.run.loaded_model import LoadedModel
 from lowmem.run.log import RunLog
 from lowmem.run.recovery import Recovery, recovery_of
 from lowmem.run.report import computed_share, opening_remarks
-from lowmem.run.several import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
+from lowmem.run.several_ranks import QuietLog, meshes, of_one_rank, plan_of_ranks, shared_data
 from lowmem.run_folder import read_run_json
 from lowmem.settings import Settings
 from lowmem.units import counted

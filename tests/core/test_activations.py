@@ -19,8 +19,8 @@ from lowmem.core.activations import ACTIVATIONS, GELU, GELU_TANH, SILU, Activati
 from lowmem.core.decoder import Decoder
 from lowmem.core.kernels import Kernels
 from lowmem.core.layers import cast_explicitly
+from lowmem.core.operation_recorder import OperationRecorder, holders_if_alone
 from lowmem.core.products import ProductRecorder, ProductReplayer
-from lowmem.core.recorder import Recorder, holders_if_alone
 from lowmem.models.build import make_decoder, model_from_config
 from reference import tiny_model
 from steps import make_step
@@ -146,7 +146,7 @@ def test_a_bias_before_an_activation_and_another_reader_gets_the_gradients_of_bo
         layer.weight.data = layer.weight.data.to(BF16)
     cast_explicitly(module, FP32, Kernels.ALL)
     module.act.forward = ActivationForward(module.act, GELU_TANH)
-    with Recorder([x], [module], holders_if_alone()) if recorded else nullcontext():
+    with OperationRecorder([x], [module], holders_if_alone()) if recorded else nullcontext():
         module(x, added.to(BF16)).sum().backward()
     stock(x.double(), added.to(BF16).double()).sum().backward()
     for one, other in zip(module.parameters(), stock.parameters(), strict=True):

@@ -23,7 +23,7 @@ import lowmem.core.kernels
 from lowmem.core import optimizers
 from lowmem.core import step as core_step
 from lowmem.core.kernels import Kernels, fused
-from lowmem.core.layers import accumulated, cast_explicitly
+from lowmem.core.layers import cast_explicitly, register_add_product
 from lowmem.core.loss import linear_cross_entropy
 from lowmem.core.optimizers import Hyperparameters, get_optimizer, state_layout
 from lowmem.core.precision import join, split
@@ -285,7 +285,7 @@ def test_a_fused_product_gives_autograds_gradients_or_adds_the_weights_to_its_ac
     fused_too(x).add_(1).sum().backward()  # as some models do
     fused_too.zero_grad()
     accumulator = torch.ones(module.weight.shape)
-    accumulated(fused_too.weight, lambda *factors: torch.ops.lowmem.add_product(accumulator, *factors))
+    register_add_product(fused_too.weight, lambda *factors: torch.ops.lowmem.add_product(accumulator, *factors))
     fused_too(x).backward(gradient)
     assert fused_too.weight.grad is None and torch.equal(fused_too.bias.grad, fused[2])
     left, right = x.flatten(0, 1).to(dtype).double(), gradient.flatten(0, 1).double()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from experiments.harness.trainings import PLAIN, Outcome, train
 from families import FAMILIES, MORE_FAMILIES
 from lowmem.core import operations
-from lowmem.core.lookups import SparseLookups, accumulated_by_rows
+from lowmem.core.lookups import SparseLookups, register_add_rows
 from reference import VOCABULARY
 from steps import make_batch, make_step
 
@@ -25,7 +25,7 @@ def gradients(dtype: torch.dtype, ids: Tensor, sparse: bool, **options) -> tuple
     torch.manual_seed(0)
     table = nn.Parameter(torch.randn(WORDS, WIDTH).to(dtype))
     accumulator, gradient = torch.randn(WORDS, WIDTH), torch.randn(*ids.shape, WIDTH)
-    accumulated_by_rows(table, lambda ids, rows: accumulator.index_add_(0, ids, rows.float()))
+    register_add_rows(table, lambda ids, rows: accumulator.index_add_(0, ids, rows.float()))
     with SparseLookups() if sparse else nullcontext():
         looked_up = F.embedding(ids, table, **options)
     assert torch.equal(looked_up, table[ids])
@@ -51,7 +51,7 @@ def test_other_lookups_stay_as_they_are(options):
 def test_a_hook_of_a_user_gets_the_whole_gradient():
     """Seen to fail: it got None, and what it returned was ignored."""
     table, seen = nn.Parameter(torch.randn(WORDS, WIDTH)), []
-    accumulated_by_rows(table, lambda *_: seen.append("rows"))
+    register_add_rows(table, lambda *_: seen.append("rows"))
     table.register_hook(lambda gradient: seen.append(gradient.shape))
     with SparseLookups():
         F.embedding(IDS, table).sum().backward()

@@ -88,8 +88,8 @@ def test_an_untied_head_is_the_final_units_own():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masters_come_back_as_they_were_written(family, dtype, states_on_gpu, run_elements, monkeypatch):
     """Exactly, for fp16 where its neighbour is normal: below 2**-14 to 2**-40."""
-    monkeypatch.setattr(precision, "RUN_ELEMENTS", run_elements)
-    monkeypatch.setattr(store_module, "RUN_ELEMENTS", run_elements)
+    monkeypatch.setattr(precision, "CHUNK_ELEMENTS", run_elements)
+    monkeypatch.setattr(store_module, "CHUNK_ELEMENTS", run_elements)
     weights = weights_of(family)
     _, store = make(family, dtype, states_on_gpu=states_on_gpu)
     store.write((name, run) for name, weight in weights.items() for run in weight.flatten().split(run_elements // 3))

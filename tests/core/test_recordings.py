@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from experiments.harness import trainings
 from experiments.harness.trainings import PLAIN, STREAMED, WEIGHTS_STREAMED, make_step
 from families import FAMILIES, MORE_FAMILIES
-from lowmem.core import recorder
-from lowmem.core.recorder import Recording, called_again
+from lowmem.core import operation_recorder as recorder
+from lowmem.core.operation_recorder import Recording, called_again
 from lowmem.core.recordings import MOST_SHAPES, RUNS_BEFORE, Recordings
 from lowmem.models.build import build_model
 from lowmem.models.load import random_weights
@@ -366,7 +366,7 @@ def test_a_gradient_that_something_else_holds_is_not_added_to_in_place():
     for product, in_place in ((Kept.apply, 0), (lambda y: 3 * y, 1), (lambda y: 3 * y.sum() / 6, 0)):
         Kept.gradients.clear()
         alone = recorder.holders_if_alone()
-        with recorder.Recorder((x,), [], alone) as noted:
+        with recorder.OperationRecorder((x,), [], alone) as noted:
             assert run(product).eq(2).all()
         functions = [call.function for call in noted._calls]
         assert functions.count(torch.ops.aten.add_.Tensor) == versions.pop() == in_place

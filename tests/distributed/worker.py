@@ -22,7 +22,7 @@ from cases import CASES, DEVICE, LEARNING_RATE  # noqa: E402
 
 from lowmem.core import parameters, shares  # noqa: E402
 from lowmem.core.step import StepAbandoned  # noqa: E402
-from lowmem.distributed import several  # noqa: E402
+from lowmem.distributed import collectives  # noqa: E402
 from lowmem.files import Damaged  # noqa: E402
 from lowmem.run.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 
@@ -67,14 +67,14 @@ def work(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def ranks_of(asked: dict) -> several.SeveralRanks:
-    ranks = several.SeveralRanks(DEVICE.type)
+def ranks_of(asked: dict) -> collectives.SeveralRanks:
+    ranks = collectives.SeveralRanks(DEVICE.type)
     if asked.get("sharing", ranks.count) < ranks.count:
         ranks.share_among(asked["sharing"])
     return ranks
 
 
-def trained(case, ranks: several.SeveralRanks) -> dict:
+def trained(case, ranks: collectives.SeveralRanks) -> dict:
     step, store = case.step(ranks)
     rows = []
     for number, batch in enumerate(case.batches()):
@@ -104,7 +104,7 @@ def saved_again(case, folder: Path, checkpoint: str | None, ranks=None) -> None:
     save_checkpoint(folder, store, {"step": 1} | state, keep_last=1)
 
 
-def agreed(case, folder: Path, ranks: several.SeveralRanks) -> None:
+def agreed(case, folder: Path, ranks: collectives.SeveralRanks) -> None:
     """An error of rank 1 alone, values that are equal and not, and a step that all give up at each place of it."""
     found = {"all": ranks.on_all(lambda: ranks.rank)}
 

@@ -157,7 +157,7 @@ def test_tied_weights_that_differ_are_refused(gpt2, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_16_bit_files_become_fp32_exactly(dtype, suffix, gpt2, tmp_path, monkeypatch):
-    monkeypatch.setattr(entries, "RUN_ELEMENTS", 50)  # several runs and a remainder
+    monkeypatch.setattr(entries, "CHUNK_ELEMENTS", 50)  # several runs and a remainder
     tensors = {name: tensor.detach().to(dtype) for name, tensor in gpt2.named_parameters()}
     if suffix == "bin":
         torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -457,7 +457,7 @@ def written_whole(folder: Path, parameters: list[tuple[str, Tensor]], shard_byte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard_bytes", [20_000, 2**20])
 def test_an_export_from_runs_has_the_bytes_that_safetensors_writes(gpt2, tmp_path, monkeypatch, dtype, shard_bytes):
-    monkeypatch.setattr(precision, "RUN_ELEMENTS", 50)
+    monkeypatch.setattr(precision, "CHUNK_ELEMENTS", 50)
     parameters = list(gpt2.named_parameters())[::-1]
     room = torch.empty(max(parameter.numel() for parameter in gpt2.parameters()))  # each overwrites the one before
 

@@ -218,11 +218,12 @@ MUTATIONS = (
         RECORDINGS),
     _change("core/recordings.py", "a block is repeated for arguments with other values",
         "shape.append((type(value), value))", "shape.append(type(value))", RECORDINGS),
-    _change("core/recorder.py", "a sum takes the place of a gradient that something else holds",
+    _change("core/operation_recorder.py", "a sum takes the place of a gradient that something else holds",
         "if self.holders == self._alone and _is_dense", "if _is_dense", RECORDINGS),
     _change("core/step.py", "a changed model is trained as it was before", "        self.operations.begin()\n", "",
         RECORDINGS),
-    _change("core/recorder.py", "numbers that Python may have read in the CPU's memory are taken for constants",
+    _change("core/operation_recorder.py",
+        "numbers that Python may have read in the CPU's memory are taken for constants",
         "tensor.dtype in _COUNTS", "False", RECORDINGS),
     _change("core/norms.py", "a norm rounds its output to 16 bit though a sum reads it",
         "modules in readers.items() if norm not in others", "modules in readers.items()", NORMS),
@@ -292,7 +293,7 @@ MUTATIONS = (
     # several processes
     _change("core/step.py", "sums over ranks of a step that was given up are kept",
         "        self.store.ranks.discard()\n", "", AGREEMENT),
-    _change("distributed/several.py", "an error of one rank is not raised by the others",
+    _change("distributed/collectives.py", "an error of one rank is not raised by the others",
         "for first in filter(None, errors):", "for first in filter(None, [error]):", AGREEMENT),
     # plans
     _change("cudasim/allocator.py", "the allocator takes the best fit though it could grow",

@@ -20,7 +20,7 @@ from lowmem.planning.question import Question
 from lowmem.planning.simulated_ranks import Mesh
 from lowmem.run.main import _in_a_sentence
 from lowmem.run.metrics import read_metrics
-from lowmem.run.several import meshes, of_one_rank, plan_of_ranks
+from lowmem.run.several_ranks import meshes, of_one_rank, plan_of_ranks
 from lowmem.settings import Settings
 from lowmem.units import GIB, MIB
 from runs import ROOT, SMALL, assert_same_run, loss_rows, python, stored, weights

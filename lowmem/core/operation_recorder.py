@@ -38,7 +38,7 @@ _MASKS = (torch.bool, torch.uint8)
 _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Not new_empty: a skipped product returns such a tensor without values, which is read (products.py).
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default)
-_active: "Recorder | None" = None
+_active: "OperationRecorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
@@ -89,7 +89,7 @@ class Recording:
         return values[self._result]
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that a repeat replaces;
     the first must be a tensor. `constants`: modules whose parameters and buffers may be used. `alone`:
     `holders_if_alone()`."""
@@ -262,8 +262,8 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the reference counts that a Recorder sees for a gradient that only autograd holds."""
-    with torch.enable_grad(), Recorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
+    """Returns the reference counts that a OperationRecorder sees for a gradient that only autograd holds."""
+    with torch.enable_grad(), OperationRecorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()
     return recorder.holders
