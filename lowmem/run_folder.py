@@ -46,8 +46,8 @@ def without_runs(files: Iterable[Path], root: Path, out: Path | None) -> tuple[l
 
 
 def is_of_a_run(path: Path, out: Path | None) -> bool:
-    """Returns True if a training run or an export (any model's folder with weights and config.json) wrote `path`.
-    `out`: the present run's folder, resolved, or None."""
+    """Returns True if `path` is a run folder, a file of one, or a folder with a model (weights and config.json), which
+    counts as an export. `out`: the present run's folder, resolved, or None; it counts even if empty."""
     if path.name in (*FILES, *FOLDERS) and (is_run(path.parent) or path.parent.resolve() == out):
         return True
     if path.is_file():

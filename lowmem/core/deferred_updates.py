@@ -53,7 +53,7 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Must be called after backward has updated all units."""
+        """Marks the step as complete, after backward has updated all units."""
         self.halfway = False
 
     def refuse_halfway(self) -> None:
@@ -61,9 +61,9 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Continues the pass until its first `units` units are updated. Kernels launched later wait for these updates.
-        If memory runs out, the next call continues. Raises UpdateInterrupted if an earlier call was stopped inside an
-        update."""
+        """Makes pending updates until the first `units` units of the pass (embeddings, blocks, head) have theirs. Later
+        kernels wait for them. After an OutOfMemoryError, the next call continues. Raises UpdateInterrupted if Ctrl-C
+        has stopped an earlier call while it changed a tensor."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):

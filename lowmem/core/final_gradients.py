@@ -27,8 +27,8 @@ class FinalGradients:
         self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms [pieces]}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Must be called before backward. If the sum of `losses` is not finite, APPLIED becomes HELD, so that no weight
-        is updated."""
+        """Must be called before backward. If gradients are to be applied in backward, begins the updates. If the sum of
+        `losses` is not finite, gradients are held instead, so that no weight is updated."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):

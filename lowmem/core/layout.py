@@ -62,8 +62,9 @@ class Layout:
         return 4 if self.fate is Fate.DROPPED else 2
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Cuts micro-batches with `positions[i]` positions into consecutive groups. `seq`: positions in a row. Raises
-        ValueError if there are several groups although `whole_batch`."""
+        """Returns slices of a list of micro-batches, one per group. A group has `group` full micro-batches of rows of
+        `seq` positions, or more short ones. `positions[i]`: of micro-batch i. Raises ValueError if there are several
+        groups although `whole_batch`."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:

@@ -134,8 +134,8 @@ class BoundaryWindow:
         self._coming, self._used = {}, 0
 
     def begin(self, hidden: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        """Makes the buffer large enough for a group's saved inputs. `hidden`: the first block's input [B, T, D] of each
-        micro-batch."""
+        """Makes room in RAM for the inputs that `segments` will save. `hidden`: the first block's input [B, T, D], for
+        each micro-batch of a group."""
         self.forget()
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
@@ -189,7 +189,7 @@ class GradientWindow:
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Queues copies of gradients to their `gradient_home`. Frees earlier calls' gradients on the device."""
+        """Queues copies of the gradients of `parts` to RAM. Frees those on the device that an earlier call has sent."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)

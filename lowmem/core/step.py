@@ -225,7 +225,7 @@ class TrainingStep:
 
     @property
     def updates(self) -> int:
-        """Returns the number of steps with updates, made or pending."""
+        """Returns the number of steps so far that have updated weights, or will when their updates run."""
         return self._updates.hyper.update
 
     @updates.setter

@@ -61,7 +61,7 @@ class Window:
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
-        """Makes later kernels of the lane `user` wait for the copies into `slots`."""
+        """Makes later kernels of `self.user` wait for the copies into `slots`."""
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:

@@ -147,7 +147,8 @@ def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
 
 
 def _tell_splits(splits: Splits, files: list[Path]) -> bool:
-    """Returns True if names clearly show a training split and another one. All .txt files must be in a split."""
+    """Returns True if the names of `files` clearly show a training split and another one. False if there are .txt files
+    and one is in no split."""
     kinds = {split_of(split) for split in splits}
     all_told = sum(map(len, splits.values())) == len(files)
     return "train" in kinds and len(kinds) > 1 and (all_told or _kind(files[0]) != ".txt")

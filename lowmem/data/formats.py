@@ -164,7 +164,7 @@ class _Conversations(Format):
 
 def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool]]:
     """Lists the formats in the order of trial: (columns that a row needs, class, True if an option names one of
-    them)."""
+    these columns)."""
     usual, pair = Reading(), (reading.prompt, reading.completion)
     return [
         ((reading.messages,), _Conversations, reading.messages != usual.messages),

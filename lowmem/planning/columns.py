@@ -71,7 +71,8 @@ class Columns:
         return min(max(self.simulations.blocks, column.least_kept), self.most_kept(column))
 
     def streamed_bytes(self, column: Column, units_on_gpu: int) -> int:
-        """Returns the bytes that a step stores in RAM and copies to the GPU when needed."""
+        """Returns the bytes of weights, states, gradients and saved inputs that a step stores in RAM, if the first
+        `units_on_gpu` units (mostly blocks) are on the GPU."""
         return self.simulated(column).streamed_bytes - self._bytes_on_gpu(column, units_on_gpu)
 
     def may_fit(self, column: Column, kept: int, units_on_gpu: int, limit_bytes: int | None) -> bool:

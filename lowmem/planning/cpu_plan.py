@@ -54,7 +54,7 @@ class _Case:
         return next((plan for plan in map(self.plan, layouts) if fits(plan)), None)
 
     def without_gradients(self, layout: Layout) -> list[Layout]:
-        """Returns `layout` with gradients that never exist all at once, in a list; [] if that is impossible."""
+        """Returns [a layout like `layout` in which only a few gradients exist at a time], or [] if there is none."""
         whole = self.question.settings.batch // layout.micro_batch
         if layout.fate is not Fate.HELD or self.question.settings.group not in (None, whole):
             return []

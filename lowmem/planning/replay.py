@@ -75,7 +75,8 @@ class ReplayedOperations:
         """Does nothing: Operations.begin looks for changes of the model, and a simulation makes none."""
 
     def group(self, run: Callable, *key):
-        """Returns `run()`, forward and backward of a group of micro-batches. Replays it if `key` is known."""
+        """Returns `run()`, forward and backward of a group of micro-batches. If an earlier call had the
+        same `key`, repeats its allocations and times without calling `run`."""
         return self._once(("group", *key), "group", run, self._operations.store.parts)
 
     def embed(self, micro_batch: Batch, dropout: Dropout):

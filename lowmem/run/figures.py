@@ -34,8 +34,8 @@ def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, f
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the earliest evaluation with the lowest held-out loss; step 0 with NaN without any. `eval_first`: the
-    loss at step 0, or None."""
+    """Returns the earliest evaluation with the lowest held-out loss. `eval_first`: the loss at step 0, which counts,
+    too, or None. If there is no evaluation, returns step 0 with the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)

@@ -61,9 +61,9 @@ def computed(rows: list[dict]) -> str:
 
 
 def recorded(state: dict, folder: Path) -> tuple[list[dict], bool]:
-    """Returns the rows of metrics.jsonl up to the checkpoint that training resumes from, and True if the files in the
-    run folder `folder` are of the same run. Times, speeds and memory come from `folder`, and are None if unknown.
-    `state`: from load_checkpoint."""
+    """Returns the rows of metrics.jsonl up to a checkpoint whose content is `state`, and True if the files in the run
+    folder `folder` are of that checkpoint's run. Rows come from the checkpoint. Times, speeds and memory are not
+    in it; they come from `folder`, or are None."""
     # The folder's rows may come from another run, or lack lines after a power cut.
     there = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] <= state["step"]]
     if state["metrics"] is None:  # an older checkpoint

@@ -269,9 +269,9 @@ def _gated_backward(
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, new_q: Tensor, new_k: Tensor, backward: bool) -> None:
-    """Applies rotary embeddings (RoPE) to `q` [B, H, T, E] and `k` [B, G, T, E]. `new_q` and `new_k` are stored as [B,
-    T, H or G, E]. `cos`, `sin` [B or 1, T, R] rotate the first R numbers of each head; others are copied. `backward`:
-    True for the inverse rotation. Each tensor's last dimension is contiguous."""
+    """Writes `q` [B, H, T, E] and `k` [B, G, T, E] with rotary embeddings (RoPE) into `new_q` and `new_k`, whose
+    memory has the order [B, T, H or G, E]. `cos`, `sin` [B or 1, T, R] rotate the first R numbers of each head; others
+    are copied. `backward`: True for the inverse rotation. Each tensor's last dimension is contiguous."""
     batch, q_heads, tokens, width = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if not tokens * batch:
