@@ -294,7 +294,16 @@ def in_words(name: str, value: Any) -> str:
         return "on" if value else "off"
     if name.endswith("_bytes"):
         return format_size(value)
-    return ", ".join(value) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def changed(name: str, old: Any, new: Any) -> str:
+    """Formats two values of the setting `name` as a user types them: "--clip-norm 1.0 -> 0"."""
+    old, new = (
+        "not given" if value is None and getattr(Settings, name) is None else in_words(name, value)
+        for value in (old, new)
+    )
+    return f"{option_name(name)} {old} -> {new}"
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Settings))

@@ -13,7 +13,7 @@ from lowmem.errors import InputError
 from lowmem.fields import option_name
 from lowmem.planning.plan import Plan
 from lowmem.run.learning_rate import longer
-from lowmem.settings import FIELD_NAMES, RUN, Settings, marked
+from lowmem.settings import FIELD_NAMES, RUN, Settings, changed, marked
 
 _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
@@ -84,6 +84,8 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
         elif key == "fused_kernels" and saved[key] != value:
             missing = Kernels.named(saved[key]) & ~Kernels.named(value)
             yield f"its fused kernels of {' and '.join(missing.names)} do not run here"
+        elif saved[key] != value and key in FIELD_NAMES:
+            yield changed(key, saved[key], value)
         elif saved[key] != value:
             old, new = (item if isinstance(item, str) else json.dumps(item) for item in (saved[key], value))
-            yield f"{name} {old} -> {new}"
+            yield f"{key} {old} -> {new}"

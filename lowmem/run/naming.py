@@ -13,10 +13,10 @@ from pathlib import Path
 from lowmem.data.sources import split_weight
 from lowmem.data.tables import KNOWN_SUFFIXES
 from lowmem.errors import InputError
-from lowmem.fields import each, option_name
+from lowmem.fields import each
 from lowmem.run.learning_rate import COURSE, longer
 from lowmem.run_folder import read_run_json
-from lowmem.settings import DEFAULT_EPOCHS, RUN, TOKENS, Settings, marked
+from lowmem.settings import DEFAULT_EPOCHS, RUN, TOKENS, Settings, changed, marked
 
 _ROOT = "runs"
 _UNNAMED = ("", "model", "config.json")  # last parts of a path that do not identify the model
@@ -63,11 +63,7 @@ def _differences(file: Path, settings: Settings) -> Iterator[str]:
             names = {name: None for name in names if name not in COURSE}
     for name in names:
         if saved[name] != wanted[name]:
-            yield f"{option_name(name)} {_in_words(saved[name])} -> {_in_words(wanted[name])}"
-
-
-def _in_words(value: object) -> str:
-    return value if isinstance(value, str) else "not given" if value is None else json.dumps(value)
+            yield changed(name, saved[name], wanted[name])
 
 
 def _length(values: dict) -> tuple[str, float]:

@@ -236,12 +236,13 @@ def test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_show
 
 def test_a_refusal_to_go_on_needs_neither_data_nor_a_plan(finished, train, monkeypatch, capsys):
     monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("data were read"))
-    for option, value, said in (
-        ("--lr", "1e-4", "--lr 0.001 -> 0.0001"),
-        ("--steps", "5", "made for 3 steps"),
-        ("--resume", "nowhere", "no such folder"),
+    for options, said in (
+        (["--lr", "1e-4"], "--lr 0.001 -> 0.0001"),
+        (["--steps", "5"], "made for 3 steps"),
+        (["--resume", "nowhere"], "no such folder"),
+        (["--clip-norm", "0", "--document-mask"], "--document-mask off -> on; --clip-norm 1.0 -> 0."),
     ):
-        assert train(finished, option, value) == 2
+        assert train(finished, *options) == 2
         assert said in last_line(capsys)
 
 
