@@ -24,7 +24,7 @@ AUTO = "auto, the planner chooses"  # shown for options that store "auto" as Non
 
 
 class Mark(Flag):
-    """Says which results depend on a setting. RUN: the trained weights, so a resumed run must have the same value.
+    """Says which results depend on a setting, so that a resumed run must have the same value. RUN: the trained weights.
     TOKENS: the tokens of a data set."""
 
     RUN = auto()
@@ -58,7 +58,7 @@ class Settings:
         "quoted pattern (.txt .md .py .jsonl .json .csv .parquet); several times for several, each with its weight",
         "SPEC[=X]")
     eval_data: Specs | None = _option(
-        None, "held-out text, written like --data, without a weight", "SPEC", "a share of --data is held out")
+        None, "held-out text, written like --data, without a weight", "SPEC", "a share of --data is held out", TOKENS)
     eval_fraction: float = _option(0.01, "share of --data that is held out; 0 holds nothing out", marks=TOKENS)
     split: str | None = _option(
         None, "the split of --data that is trained on, by the name that its publisher gave it", "NAME",
@@ -74,7 +74,7 @@ class Settings:
         "completion", "for prompts with answers: learn only the answers, or everything", marks=TOKENS)
     chat_template: str | None = _option(
         None, "Jinja file that writes conversations as text; it is exported with the model", "FILE",
-        "the tokenizer's own")
+        "the tokenizer's own", marks=TOKENS)
     seq: int = _option(
         1024, "tokens per sequence; for an encoder-decoder, source and target together", marks=RUN | TOKENS)
     target_tokens: int | None = _option(
@@ -281,9 +281,10 @@ class Settings:
         return steps
 
 
-def marked(settings: Any, mark: Mark) -> dict[str, Any]:
-    """Returns {name: value} of the settings that have `mark`. `settings`: any object with the fields of Settings."""
-    return {item.name: getattr(settings, item.name) for item in fields(Settings) if mark in item.metadata["marks"]}
+def marked(settings: Any, marks: Mark) -> dict[str, Any]:
+    """Returns {name: value} of the settings that have one of `marks`. `settings`: any object with the fields of
+    Settings."""
+    return {item.name: getattr(settings, item.name) for item in fields(Settings) if marks & item.metadata["marks"]}
 
 
 def in_words(name: str, value: Any) -> str:

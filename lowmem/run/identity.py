@@ -13,25 +13,26 @@ from lowmem.errors import InputError
 from lowmem.fields import option_name
 from lowmem.planning.plan import Plan
 from lowmem.run.learning_rate import longer
-from lowmem.settings import FIELD_NAMES, RUN, Settings, changed, marked
+from lowmem.settings import FIELD_NAMES, RUN, TOKENS, Settings, changed, marked
 
 _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
     *("transformers_version", "use_cache", *SWITCHES),
 }
+_OF_DATA = marked(Settings, TOKENS).keys() - marked(Settings, RUN).keys()  # older checkpoints lack them
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     """Returns the settings and config fields that must be the same if training is resumed, {name: value}. Leaves out
     values that are known only with data and plan (`run_identity`)."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
-    return marked(settings, RUN) | steps | {"config": config_identity(config)}
+    return marked(settings, RUN | TOKENS) | steps | {"config": config_identity(config)}
 
 
 def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) -> dict:
     """Returns everything that must be the same if training is resumed, {name: value}. `data_fingerprint`: hash of the
     data."""
-    return marked(plan.settings, RUN) | {
+    return marked(plan.settings, RUN | TOKENS) | {
         "steps": plan.steps,
         "device": plan.device,
         "precision": plan.precision,
@@ -74,7 +75,8 @@ def _differences(saved: dict, wanted: dict) -> Iterator[str]:
     for key, value in wanted.items():
         name = option_name(key) if key in FIELD_NAMES else key
         if key not in saved:
-            if key not in FIELD_NAMES or value != getattr(Settings, key):  # else an option newer than the checkpoint
+            # Else an option newer than the checkpoint, or one of the data, whose hash is compared.
+            if key not in FIELD_NAMES or key not in _OF_DATA and value != getattr(Settings, key):
                 yield f"{name} is missing there"
         elif key == "config":  # another version of transformers may know other fields
             known = {field: value[field] for field in value if field in saved[key]}

@@ -18,9 +18,9 @@ from lowmem.run.folder import checkpoint_of, checkpoints_in, step_of
 from lowmem.run.identity import run_identity
 from lowmem.run.learning_rate import COURSE
 from lowmem.run_folder import is_run
-from lowmem.settings import Settings
+from lowmem.settings import TOKENS, Settings, marked
 
-_OF_THE_LOOP = (*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "seq", "target_tokens", "pack")
+_OF_THE_LOOP = {*COURSE, "warmup_steps", "data", "fixed_batch", "batch", "pack", *marked(Settings, TOKENS)}
 
 
 @dataclass(frozen=True)

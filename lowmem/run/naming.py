@@ -52,8 +52,7 @@ def _differences(file: Path, settings: Settings) -> Iterator[str]:
         return
     wanted = json.loads(json.dumps(asdict(settings)))
     saved = {name: saved.get(name, getattr(Settings, name)) for name in wanted}
-    marks = *marked(settings, RUN), *marked(settings, TOKENS)
-    names = dict.fromkeys((*marks, "data", "eval_data", "chat_template", "precision"))
+    names = dict.fromkeys((*marked(settings, RUN | TOKENS), "data", "precision"))
     if settings.micro_batch is not None:
         names["micro_batch"] = None
     if _length(saved) != _length(wanted):

@@ -173,7 +173,7 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
     newest = tmp_path / "mine/checkpoints/step-00000002"
     newest.rename(newest.with_name(".old-step-00000002"))  # as a save leaves it that is killed
     for place in (tmp_path / "mine/checkpoints", tmp_path / "mine", str(tmp_path / "mine/checkpoints/step-00000002")):
-        resumed = lowmem.load(replace(TINY, lr=5e-5, out="elsewhere"), resume=place)
+        resumed = lowmem.load(replace(TINY, lr=5e-5, eval_fraction=0.2, out="elsewhere"), resume=place)
         assert resumed.done == 2
         for number in range(resumed.done, 4):
             resumed.step(loop_batch(number), number, learning_rate=1e-3)

@@ -93,6 +93,11 @@ SHARED = {
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "optimizer"),
     "residual",
 }
+# Those that decide the tokens: a difference is named before the data are read.
+OF_DATA = {
+    *("eval_data", "eval_fraction", "split", "max_samples", "text_field", "prompt_field", "completion_field"),
+    *("messages_field", "train_on", "chat_template"),
+}
 
 
 def identity(
@@ -113,7 +118,7 @@ def test_the_table_above_has_every_setting():
 def test_a_setting_that_changes_the_bits_is_part_of_the_identity(name):
     base = Settings(eval_every=9, sample_prompt="y")  # without which some others have nothing to do
     changed = dataclasses.replace(base, **{name: CHANGED[name]})
-    assert (identity(changed) != identity(base)) == (name in SHARED)
+    assert (identity(changed) != identity(base)) == (name in SHARED | OF_DATA)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,14 @@ def test_a_checkpoint_from_when_all_kernels_ran_or_none_goes_on():
     refuse_another_run(Path("step-1"), {"identity": in_fp32 | {"fused_kernels": True}}, in_fp32)
     with pytest.raises(InputError, match="its fused kernels of products and norms and .* do not run here"):
         refuse_another_run(Path("step-1"), {"identity": wanted | {"fused_kernels": True}}, wanted)
+
+
+def test_a_checkpoint_from_before_it_named_the_settings_of_its_data_goes_on():
+    wanted = identity(Settings(eval_fraction=0.2, chat_template="a.jinja"))
+    older = {name: value for name, value in wanted.items() if name not in OF_DATA}
+    refuse_another_run(Path("step-1"), {"identity": older}, wanted)
+    with pytest.raises(InputError, match="from step-1: the data, their weights or the tokenizer have changed"):
+        refuse_another_run(Path("step-1"), {"identity": older}, wanted | {"data": "abd"})
 
 
 class WithoutSums(Ranks):
