@@ -538,6 +538,18 @@ def test_settings_json_gives_the_same_settings_again(tmp_path, line):
     assert parse(*config(tmp_path, dataclasses.asdict(made)), defaults=LARGE) == made
 
 
+def test_settings_json_of_a_run_that_went_on_from_another_trains_anew_in_a_new_folder(tmp_path, monkeypatch):
+    made = Settings(out="run", resume="first")
+    (tmp_path / "run").mkdir()
+    file = config(tmp_path / "run", dataclasses.asdict(made), "settings.json")
+    monkeypatch.chdir(tmp_path)
+    assert parse(*file, "--out", "new").resume == "first"  # no run has begun there
+    (tmp_path / "run/plan.json").write_text('{"fits": true, "tokens_per_step": 1, "predicted": {}}')
+    assert parse(*file, "--out", "new") == dataclasses.replace(made, out="new", resume="auto")
+    assert parse(*file, "--out", "new", "--resume", "other").resume == "other"
+    assert [parse(*file, *own).resume for own in ((), ("--out", "./run/"))] == ["first", "first"]
+
+
 # How long a run is
 
 

@@ -5,6 +5,7 @@ Typed options override the file of --config, which overrides the script's own Se
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from lowmem.fields import checked, each, option_name
 from lowmem.paths import read_path_option
 from lowmem.run.batch_option import ACCUMULATION, PER_DEVICE, with_batch
 from lowmem.run.options import FLAGS, NAMES, NOTHING, OPTIONS, REFUSED, SEVERAL, TITLES, integer, switch
+from lowmem.run_folder import is_run
 from lowmem.settings import DEMO, Settings, in_words
 from lowmem.terminal import say
 from lowmem.text_files import parse_json, parse_yaml, read_text
@@ -120,7 +122,11 @@ def _chosen(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str,
         if not misspelt:
             raise InputError(f"Unexpected argument {unknown[0]!r}: options begin with --; see --help.")
         raise InputError(_listed("the options", [_explain_unknown(name) for name in misspelt]))
-    in_file = {} if known.config is None else _read_config(read_path_option("--config", known.config))
+    in_file = {}
+    if known.config is not None:
+        in_file = _read_config(file := read_path_option("--config", known.config))
+        if "out" in known.typed and _is_of_another_run(Path(file), known.typed["out"][1]):
+            in_file.pop("resume", None)  # the new run begins with the first weights
     lower, upper = ({field: value for field, (_, value) in layer.items()} for layer in (in_file, known.typed))
     spelled = {field: spelling for field, (spelling, _) in (in_file | known.typed).items()}
     return with_batch(_over(lower, upper), spelled, say), known
@@ -183,6 +189,11 @@ def _read_config(path: str) -> dict[str, tuple[str, object]]:
     if problems:
         raise InputError(f"{path}: {_listed('its settings', problems)}")
     return chosen
+
+
+def _is_of_another_run(file: Path, out: str) -> bool:
+    folder = os.path.realpath(read_path_option("--out", out))
+    return file.name == "settings.json" and is_run(file.parent) and os.path.realpath(file.parent) != folder
 
 
 def _listed(of: str, problems: list[str]) -> str:
