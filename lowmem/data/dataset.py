@@ -113,7 +113,8 @@ class _Reader:
             elif source.evaluation is not None and self.settings.eval_fraction > 0:
                 parts.append(self._held_out(source, folder)._replace(train=train))
             else:
-                parts.append(Part(*hold_out(train, self.settings.eval_fraction, row_inputs(self.settings), folder)))
+                held_out = hold_out(source.name, train, self.settings.eval_fraction, row_inputs(self.settings), folder)
+                parts.append(Part(*held_out))
         named = [self._held_out(source, folder) for source in self.evaluated]
         return [*_without_held_out(parts, folder, named), *named]
 

@@ -133,10 +133,12 @@ def read_documents(
     return writer.finish(source.name, notes, why)
 
 
-def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolder) -> tuple[Documents, Documents, str]:
-    """Splits `documents` into (training, held out, description). Holds out about `fraction` of the tokens of packed
-    text, or of the examples; equal documents stay together. Holds out nothing if there is too little, or if all
-    examples are equal. Raises InputError if `fraction` leaves too little to train on."""
+def hold_out(
+    name: str, documents: Documents, fraction: float, seq: int, folder: ArrayFolder
+) -> tuple[Documents, Documents, str]:
+    """Splits `documents` of the data set `name` into (training, held out, description). Holds out about `fraction` of
+    the tokens of packed text, or of the examples; equal documents stay together. Holds out nothing if there is too
+    little, or if all examples are equal. Raises InputError if `fraction` leaves too little to train on."""
     packed = documents.packed
     sizes = documents.lengths if packed else np.ones_like(documents.lengths)
     smallest = seq + 1 if packed else 1
@@ -148,8 +150,7 @@ def hold_out(documents: Documents, fraction: float, seq: int, folder: ArrayFolde
     if fraction == 0 or sizes.sum() < 2 * smallest:
         return nothing("there is too little of it" if fraction else "--eval-fraction 0")
     if sizes.sum() < target + smallest:
-        place = documents.files[0].rstrip(":")
-        raise InputError(f"{place}: --eval-fraction {fraction:g} leaves too little to train on; give a smaller one")
+        raise InputError(f"{name}: --eval-fraction {fraction:g} leaves too little to train on; give a smaller one")
     hashes, group = np.unique(documents.keys, return_inverse=True)
     group_sizes = np.bincount(group, weights=sizes)
     chosen, share = np.zeros(len(hashes), bool), 0

@@ -204,6 +204,9 @@ def test_examples_are_held_out_whole_and_too_few_are_not(tmp_path):
     assert (data.train.rows, data.evaluations[0].rows) == (99, 1)
     with pytest.raises(InputError, match="a.jsonl: --eval-fraction 0.999 leaves too little to train on"):
         load(tmp_path / "a.jsonl", eval_fraction=0.999)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    with pytest.raises(InputError, match="a.json: --eval-fraction 0.999 leaves"):
+        load(tmp_path / "a.json", eval_fraction=0.999)
     held_out = trained_text(data.evaluations[0].batch(0))
     assert held_out not in {trained_text(data.train.batch(step), row) for step in range(49) for row in (0, 1)}
     data = load(write_rows(tmp_path / "b.jsonl", rows[:1]), eval_fraction=0.01)
