@@ -196,7 +196,7 @@ def _describe(sources: list[Source], parts: list[Part], train: Batches, tokenize
         held_out = part.held_out + (source.remark if part.train is None else "")
         said = [] if part.train is None else [_describe_rows(name, part.train, train, tokenizer)]
         if part.evaluation is not None:
-            said.append(f"{held_out}: {counted(part.evaluation.count, 'rows')}." if part.evaluation.count else held_out)
+            said.append(f"{held_out}: {counted(part.evaluation.count, 'rows')}" if part.evaluation.count else held_out)
         lines.append("; ".join(said))
     if len(train.parts) == 1 and train.parts[0].weight == 1:
         return "\n".join(["; ".join(lines), *train.remarks])

@@ -122,6 +122,7 @@ def tokens_of(part) -> list[int]:
 def test_each_held_out_text_is_read_by_itself(tmp_path):
     names = [texts(tmp_path / "c.jsonl", "c", 4), answers(tmp_path / "d.jsonl", 2)]
     data = load(texts(tmp_path / "a.jsonl", "a", 9), eval_data=names)
+    assert "rows; evaluated on" in data.description
     assert [batches.parts[0].name for batches in data.evaluations] == [str(name) for name in names]
     assert [batches.rows for batches in data.evaluations] == [4, 2]
     assert bytes(data.evaluations[0].batch(0).input_ids[0].tolist()[:6]) == b"c00000"
