@@ -82,9 +82,13 @@ def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Set
 
 
 def check_folders(settings: Settings) -> None:
-    """Raises InputError if training cannot write into the folder of --out or of --states-folder."""
+    """Raises InputError if training cannot write into the folder of --out or of --states-folder, or if --out is the
+    folder of the model itself."""
     if settings.plan_only:  # the folders may be on another machine
         return
+    if os.path.isdir(settings.model) and os.path.realpath(settings.model) == os.path.realpath(settings.out):
+        later = f"a later --model {settings.out} would mean the weights that are there now"
+        raise InputError(f"--out {settings.out} is the folder of --model, so {later}; give another --out")
     if (reason := why_not_writable(Path(settings.out))) is not None:
         raise not_writable(settings.out, reason)
     if settings.states_folder is not None:  # under --states auto too: free RAM decides later whether it is needed

@@ -94,6 +94,23 @@ def test_a_states_folder_is_asked_of_runs_alone_and_nothing_is_left_of_the_quest
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", there]
 
 
+def test_the_models_own_folder_is_no_run_folder(tmp_path, monkeypatch):
+    """A run's folder stays one, also if its own export is the model."""
+    monkeypatch.chdir(tmp_path)
+    config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+    for folder in ("mine", "run/model"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "config.json").write_text(config)
+    for name in ("settings.json", "plan.json"):
+        Path("run", name).write_text('{"fits": true, "tokens_per_step": 1, "predicted": {}}')
+    Path("link").symlink_to("mine")
+    for model, out in (("mine", "./mine/"), ("mine", "link"), ("run", "run/model"), ("run/model", "run/model")):
+        with pytest.raises(InputError, match=f"--out {out} is the folder of --model, so a later --model {out} would"):
+            early.check_run(Settings(model=model, init="random", out=out), print)
+    for model, out in (("run", "run"), ("run/model", "run"), ("mine", "new"), ("mine", "mine/run")):
+        early.check_run(Settings(model=model, init="random", out=out), print)
+
+
 def test_a_current_folder_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
