@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,7 +55,7 @@ def export_model(
         if free_bytes < needed_bytes:
             raise LowmemError(
                 f"{folder} needs {format_size(needed_bytes)}, and {format_size(free_bytes)} are left on "
-                "the disk: free some room; an older export is untouched"
+                f"the disk: free some room{_older(folder)}"
             )
         problems = _write_shards(partial, model, shapes, order or list(shapes), parameters, dtype, shard_bytes)
         failed = write_description(partial, model, tokenizer, generation_config, dtype, readme, tokenizer_files)
@@ -90,10 +91,14 @@ def _replacing(folder: Path) -> Iterator[Path]:
                 previous.rename(folder)
         other = error.filename is not None and folder.parent not in Path(str(error.filename)).parents
         why = error if other else error.strerror or error
-        raise LowmemError(f"{folder} cannot be written ({why}); an older export is untouched") from error
+        raise LowmemError(f"{folder} cannot be written ({why}){_older(folder)}") from error
     finally:
         remove(partial)
     remove(previous)
+
+
+def _older(folder: Path) -> str:
+    return "; an older export is untouched" if os.path.exists(folder) else ""
 
 
 def _write_shards(

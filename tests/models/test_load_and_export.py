@@ -499,14 +499,16 @@ def test_older_export_stays_until_the_new_one_is_complete(gpt2, tmp_path, monkey
         export(tmp_path / "model", gpt2, list(gpt2.named_parameters())[:1] * 2, readme="new")
     with monkeypatch.context() as patch:
         patch.setattr(lowmem_export.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))
-        with pytest.raises(LowmemError, match="1 (B|byte) are left on the disk"):
-            export(tmp_path / "model", gpt2, readme="new")
+        for folder, older in (("model", "; an older export is untouched"), ("first", "")):
+            with pytest.raises(LowmemError, match=f"1 (B|byte) are left on the disk: free some room{older}$"):
+                export(tmp_path / folder, gpt2, readme="new")
     other_file = OSError(2, "No such file", "/some/tokenizer.json")
     for error, said in ((OSError(28, "No space left"), "No space left"), (other_file, ".*'/some/tokenizer.json'")):
         with monkeypatch.context() as patch:
             patch.setattr(lowmem_export, "write_at", lambda *_, error=error: (_ for _ in ()).throw(error))
-            with pytest.raises(LowmemError, match=rf"cannot be written \({said}\); an older export is"):
-                export(tmp_path / "model", gpt2, readme="new")
+            for folder, older in (("model", "; an older export is untouched"), ("first", "")):
+                with pytest.raises(LowmemError, match=rf"cannot be written \({said}\){older}$"):
+                    export(tmp_path / folder, gpt2, readme="new")
     with monkeypatch.context() as patch:  # after both renames
         flush = lowmem_export.flush_path
 
