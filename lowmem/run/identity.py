@@ -19,14 +19,16 @@ _NOT_COMPUTED = {  # fields of a config.json that do not change the computation
     *("_name_or_path", "architectures", "auto_map", "dtype", "task_specific_params", "torch_dtype"),
     *("transformers_version", "use_cache", *SWITCHES),
 }
-_OF_DATA = marked(Settings, TOKENS).keys() - marked(Settings, RUN).keys()  # older checkpoints lack them
+# Settings of the data; older checkpoints lack them. They name the reason if the hash of the data differs. Alone, a
+# difference changes nothing: the same file may have another path.
+_OF_DATA = marked(Settings, TOKENS).keys() - marked(Settings, RUN).keys()
 
 
 def known_identity(settings: Settings, config: PretrainedConfig) -> dict:
     """Returns the settings and config fields that must be the same if training is resumed, {name: value}. Leaves out
     values that are known only with data and plan (`run_identity`)."""
     steps = {} if settings.steps is None else {"steps": settings.steps}
-    return marked(settings, RUN | TOKENS) | steps | {"config": config_identity(config)}
+    return marked(settings, RUN) | steps | {"config": config_identity(config)}
 
 
 def run_identity(config: PretrainedConfig, plan: Plan, data_fingerprint: str) -> dict:
@@ -72,17 +74,20 @@ def refuse_another_run(checkpoint: Path, state: dict, identity: dict) -> None:
 
 
 def _differences(saved: dict, wanted: dict) -> Iterator[str]:
+    of_data = _OF_DATA & saved.keys() if saved.get("data") != wanted.get("data") else set()
     for key, value in wanted.items():
         name = option_name(key) if key in FIELD_NAMES else key
+        if key in _OF_DATA - of_data:
+            continue
         if key not in saved:
-            # Else an option newer than the checkpoint, or one of the data, whose hash is compared.
-            if key not in FIELD_NAMES or key not in _OF_DATA and value != getattr(Settings, key):
+            if key not in FIELD_NAMES or value != getattr(Settings, key):  # else an option newer than the checkpoint
                 yield f"{name} is missing there"
         elif key == "config":  # another version of transformers may know other fields
             known = {field: value[field] for field in value if field in saved[key]}
             yield from (f"config.json's {difference}" for difference in _differences(saved[key], known))
         elif key == "data" and saved[key] != value:
-            yield "the data, their weights or the tokenizer have changed"
+            if all(saved[setting] == wanted[setting] for setting in of_data):
+                yield "the data, their weights or the tokenizer have changed"
         elif key == "fused_kernels" and saved[key] != value:
             missing = Kernels.named(saved[key]) & ~Kernels.named(value)
             yield f"its fused kernels of {' and '.join(missing.names)} do not run here"

@@ -222,6 +222,8 @@ def test_a_run_goes_on_with_the_rows_of_its_checkpoint(change, unknown, train, t
         (["--precision", "bf16"], "--precision fp32 -> bf16"),
         (["--micro-batch", "4"], "--micro-batch 2 -> 4"),
         (["--data", "python-stdlib"], "the data, their weights or the tokenizer have changed"),
+        (["--eval-fraction", "0.7"], "--eval-fraction 0.01 -> 0.7"),
+        (["--eval-data", __file__], f"--eval-data not given -> {__file__}"),
     ],
     ids=" ".join,
 )
@@ -234,19 +236,13 @@ def test_what_would_change_the_bits_is_refused_on_resume_and_the_difference_show
     assert content(finished) == before
 
 
-def test_a_refusal_to_go_on_needs_neither_data_nor_a_plan(finished, text, train, monkeypatch, capsys):
+def test_a_refusal_to_go_on_needs_neither_data_nor_a_plan(finished, train, monkeypatch, capsys):
     monkeypatch.setattr(lowmem.run.prepare, "load_data", lambda *_: pytest.fail("data were read"))
     for options, said in (
         (["--lr", "1e-4"], "--lr 0.001 -> 0.0001"),
         (["--steps", "5"], "made for 3 steps"),
         (["--resume", "nowhere"], "no such folder"),
         (["--clip-norm", "0", "--document-mask"], "--document-mask off -> on; --clip-norm 1.0 -> 0."),
-        (
-            ["--eval-fraction", "0.2", "--max-samples", "30"],
-            "--eval-fraction 0.01 -> 0.2; --max-samples not given -> 30",
-        ),
-        (["--train-on", "all"], "--train-on completion -> all"),
-        (["--eval-data", str(text)], f"--eval-data not given -> {text}"),
     ):
         assert train(finished, *options) == 2
         assert said in last_line(capsys)

@@ -1,6 +1,7 @@
 """A run's identity, its figures, and the remarks before it begins."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,7 +94,7 @@ SHARED = {
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "clip_norm", "seed", "optimizer"),
     "residual",
 }
-# Those that decide the tokens: a difference is named before the data are read.
+# Those that decide the tokens: a difference is named if the hash of the data differs.
 OF_DATA = {
     *("eval_data", "eval_fraction", "split", "max_samples", "text_field", "prompt_field", "completion_field"),
     *("messages_field", "train_on", "chat_template"),
@@ -145,6 +146,14 @@ def test_a_checkpoint_from_before_it_named_the_settings_of_its_data_goes_on():
     refuse_another_run(Path("step-1"), {"identity": older}, wanted)
     with pytest.raises(InputError, match="from step-1: the data, their weights or the tokenizer have changed"):
         refuse_another_run(Path("step-1"), {"identity": older}, wanted | {"data": "abd"})
+
+
+def test_other_settings_of_the_same_data_are_no_other_run():
+    """A file may have another name, and a column no rows."""
+    saved, wanted = identity(Settings(eval_data=("a.txt",))), identity(Settings(eval_data=("b.txt",)))
+    refuse_another_run(Path("step-1"), {"identity": json.loads(json.dumps(saved))}, wanted)
+    with pytest.raises(InputError, match=r"from step-1: --eval-data a\.txt -> b\.txt\. Use"):
+        refuse_another_run(Path("step-1"), {"identity": saved}, wanted | {"data": "abd"})
 
 
 class WithoutSums(Ranks):
