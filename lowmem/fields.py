@@ -58,6 +58,8 @@ def checked(name: str, hint: Any, value: object) -> Any:
         return _read(name, value)
     if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, int) and value >= 2**63:
+        raise InputError(f"{option_name(name)} is too large: it must be below 2**63.")
     for names, allowed, words in _RANGES:
         if name in names.split() and not allowed(value):
             raise InputError(f"{option_name(name)} {value if isinstance(value, int) else f'{value:g}'} {words}.")

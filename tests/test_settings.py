@@ -356,7 +356,7 @@ def test_two_dashes_are_no_value(name):
 @pytest.mark.parametrize("values", [
     *[{"seq": "64"}, {"batch": True}, {"seq": 64.0}, {"seq": None}, {"lr": "1"}, {"lr": True}], {"lr": float("nan")},
     *[{"lr": 10**400}, {"plan_only": 1}, {"model": None}, {"model": 5}, {"out": "a\0b"}, {"precision": "fp8"}],
-    *[{"wandb": "no"}, {"gpu_limit_bytes": 1.5}, {"gpu_limit_bytes": MIB - 1}],
+    *[{"wandb": "no"}, {"gpu_limit_bytes": 1.5}, {"gpu_limit_bytes": MIB - 1}, {"steps": 2**70}, {"preview": 10**5000}],
 ])  # fmt: skip
 def test_settings_made_in_code_are_checked_too(values):
     with pytest.raises(InputError, match=option_name(next(iter(values)))):

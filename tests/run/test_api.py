@@ -199,6 +199,8 @@ def test_a_loop_of_one_s_own_that_is_saved_and_resumed_has_the_same_bits(tmp_pat
     assert resumed.evaluate([loop_batch(0), without]) == resumed.evaluate([loop_batch(0)])
     with pytest.raises(lowmem.InputError, match="step number 1.5: give a whole number"):
         resumed.step(loop_batch(1), 1.5, learning_rate=1e-3)
+    with pytest.raises(lowmem.InputError, match=r"step number of 64 bits: give a whole number below 2\*\*63"):
+        resumed.step(loop_batch(1), 2**63, learning_rate=1e-3)
 
 
 def test_a_loop_of_one_s_own_goes_on_from_a_run_of_the_scripts_and_does_not_write_there(finished, monkeypatch):
