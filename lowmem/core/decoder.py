@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from lowmem.core.kernels import Kernels
 from lowmem.core.logits import Followed, LogitFunction
@@ -144,7 +144,8 @@ class Decoder:
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
         """Returns the logits [B, T, V] of the model's own forward for token ids `inputs[0]`."""
-        return self.model(input_ids=inputs[0], use_cache=False).logits
+        with _padding_not_sought():
+            return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
         """Returns the model's logits [B, T, V] if its head returns `output` [B, T, V]."""
@@ -159,7 +160,7 @@ class Decoder:
         # runs other code on meta tensors.
         documents_known = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: document_ids)
         try:
-            with documents_known:
+            with documents_known, _padding_not_sought():
                 self.model(input_ids=input_ids, use_cache=False, **positions)
         except _Stop as stop:
             return stop.value
@@ -285,6 +286,12 @@ def kind_of(block: nn.Module) -> tuple:
         )
         for name, module in block.named_modules()
     )
+
+
+def _padding_not_sought() -> AbstractContextManager:
+    # transformers looks for padding in the ids, which copies a value from the GPU, and warns of a missing mask. Padding
+    # is on the right here, where no real token sees it.
+    return patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
 
 
 def _stop(value: Tensor) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     OpenAIGPTConfig,
     OPTConfig,
+    PreTrainedModel,
     logging,
 )
 
@@ -318,6 +319,20 @@ def test_the_block_list_is_restored_after_an_exception():
         decoder.final(torch.zeros(1, 3, 5))  # a hidden state of another width
     assert_untouched(model, decoder)
     assert torch.equal(logits_of_pieces(decoder, tokens(1, 4)), logits_of_whole(model, tokens(1, 4)))
+
+
+def test_a_padding_id_in_the_config_gives_no_warning_here_and_one_elsewhere(monkeypatch):
+    warned = []
+    monkeypatch.setattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: warned.append(1))
+    config = FAMILIES["gpt2"]()
+    config.pad_token_id = 0
+    model = build(config)
+    decoder = Decoder(model)
+    check_pieces(decoder, V)
+    logits_of_pieces(decoder, torch.zeros(1, 4, dtype=torch.int64))
+    assert not warned
+    logits_of_whole(model, tokens(1, 4))
+    assert warned
 
 
 def test_transformers_own_guess_of_documents_is_restored():
