@@ -1,101 +1,217 @@
-"""Applies CUDA's autocast rules (aten/src/ATen/autocast_mode.h) to tensors without data.
+"""Applies CUDA's autocast rules to tensors without data.
 
-`torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. CUDA
-has rules for operators. Here functions that are written in Python have rules, too, such as cross_entropy. A test
-compares the names with PyTorch's own test lists.
+`torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. The
+rules here are those of torch's ATen/autocast_mode.h; a test compares the names with that file. As on CUDA they belong
+to operators, so they act inside functions of several operators, too.
 """
 
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowmem.errors import InputError
 
+_aten = torch.ops.aten
 IN_16_BIT = (
-    "linear matmul __matmul__ __rmatmul__ mm bmm mv einsum addmm addbmm baddbmm addmv addr chain_matmul "
-    "scaled_dot_product_attention conv1d conv2d conv3d"
+    "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
+    "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm "
+    "bmm chain_matmul linalg_multi_dot _scaled_dot_product_flash_attention scaled_dot_product_attention"
 ).split()
 IN_FP32 = (
-    "softmax log_softmax layer_norm rms_norm group_norm norm cross_entropy nll_loss mse_loss pow __pow__ __rpow__ "
-    "rsqrt reciprocal exp expm1 log log1p log2 log10 logsumexp sum prod cumsum cumprod softplus l1_loss "
-    "smooth_l1_loss kl_div cosine_similarity acos asin cosh sinh tan erfinv dist"
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
+    "dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d "
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 ).split()
-# CUDA's autocast casts the arguments of these functions to their widest dtype. Here different float dtypes are refused.
-WIDEST = "addcdiv addcmul atan2 dot vdot cross bilinear index_put scatter_add tensordot".split()
-# functions of PyTorch's lists that have no rule here
+# Their result has the dtype that is given, else fp32. The kernels convert numbers as they read them.
+RESULT_IN_FP32 = (
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+).split()
+NORMS = {"norm.Scalar": _aten.norm.ScalarOpt_dtype, "norm.ScalarOpt_dim": _aten.norm.ScalarOpt_dim_dtype}
+# Their arguments get the widest dtype among them.
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+# Recurrent networks run in cuDNN or in fused kernels; CUDA itself refuses binary_cross_entropy.
 REFUSED = (
-    "prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell conv_tbc convolution _convolution conv_transpose1d "
-    "conv_transpose2d conv_transpose3d binary_cross_entropy cdist pdist renorm poisson_nll_loss "
-    "cosine_embedding_loss hinge_embedding_loss margin_ranking_loss soft_margin_loss triplet_margin_loss "
-    "binary_cross_entropy_with_logits multilabel_margin_loss multi_margin_loss grid_sampler"
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell binary_cross_entropy "
+    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
 ).split()
-_HAVE_A_DTYPE = ("softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod")  # they keep a dtype that is given
+_KEY = "AutocastIPU"  # a dispatch key of devices that PyTorch no longer has
+_NARROW = torch.float16, torch.bfloat16
+_libraries: list[torch.library.Library] = []  # the registrations end with these objects
+_copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
 
-def _functions(names: list[str]) -> dict:
-    return {getattr(place, name): name for place in (torch, Tensor, F) for name in names if hasattr(place, name)}
-
-
-_IN_16_BIT, _IN_FP32, _WIDEST, _REFUSED = map(_functions, (IN_16_BIT, IN_FP32, WIDEST, REFUSED))
-
-
-class CudaAutocast(TorchFunctionMode):
+class CudaAutocast(ExitStack):
     """Simulates torch.autocast("cuda", dtype) around a forward pass. A dtype of None switches autocast off inside
-    another one. Raises InputError if a function in REFUSED is called, or if one in WIDEST gets different float
-    dtypes."""
-
-    _open: ClassVar[list["CudaAutocast"]] = []  # the innermost one, which is the last, decides
+    another one. Raises InputError if an operator in REFUSED is called."""
 
     def __init__(self, dtype: torch.dtype | None = torch.bfloat16):
         super().__init__()
         self._dtype = dtype
-        self._copies: dict[Tensor, Tensor] = {}  # {weight: its 16-bit copy}, by identity
 
     def __enter__(self):
-        self._open.append(self)
-        return super().__enter__()
+        self.enter_context(autocast_simulated())
+        self.enter_context(torch.autocast("cuda", self._dtype, enabled=self._dtype is not None))
+        return self
 
-    def __exit__(self, *exception):
-        self._open.remove(self)
-        # Backward may hold the copies longer.
-        self._copies.clear()
-        return super().__exit__(*exception)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self._dtype is None or self._open[-1] is not self:
-            return func(*args, **kwargs)
-        if func in _IN_16_BIT:
-            args, kwargs = tree_map(self._narrow, (args, kwargs))
-        elif func in _IN_FP32 and not (_IN_FP32[func] in _HAVE_A_DTYPE and _dtype_given(args, kwargs)):
-            args, kwargs = tree_map(_widened, (args, kwargs))
-        elif func in _REFUSED or (func in _WIDEST and len(_float_dtypes((args, kwargs))) > 1):
-            name = (_REFUSED | _WIDEST)[func]
-            raise InputError(f"autocast's rule for torch's {name} is not written down here; use fp32")
-        return func(*args, **kwargs)
+@contextmanager
+def autocast_simulated() -> Iterator[None]:
+    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to tensors without data."""
+    autocast = torch.autocast
+    make, enter, enable, clear = autocast.__init__, autocast.__enter__, torch.set_autocast_enabled, _copies.clear
+    before, clear_cache = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
+    if not _libraries:
+        _register()
 
-    def _narrow(self, value):
-        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return value
-        if not (value.dtype is torch.float32 and value.is_leaf and value.requires_grad and value._base is None):
-            return value.to(self._dtype)
-        if value not in self._copies:
-            self._copies[value] = value.to(self._dtype)
-        return self._copies[value]
+    def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        on_cuda = device_type == "cuda"
+        make(self, device_type, dtype, enabled and not on_cuda, cache_enabled)  # else it warns that CUDA is missing
+        self.simulated = on_cuda
+        self._enabled = enabled if on_cuda else self._enabled
+
+    def entered(self):
+        if not hasattr(self, "simulated") and self.device == "cuda":
+            raise InputError("torch.autocast('cuda') was made before this function was called: make it inside")
+        return enter(self)
+
+    def enabled(*device_and_state, **by_name):
+        enable(*device_and_state, **by_name)
+        on = torch.is_autocast_enabled("cuda")
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, on)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, not on)
+
+    def cleared():
+        clear_cache()
+        clear()  # backward may hold the copies longer
+
+    with (
+        patch.multiple(autocast, __init__=init, __enter__=entered),
+        patch.multiple(torch, set_autocast_enabled=enabled, clear_autocast_cache=cleared),
+    ):
+        try:
+            yield
+        finally:
+            enabled("cuda", before)
+
+
+def narrowed(value):
+    """Returns a tensor that autocast computes with in 16 bit as it would: a weight's copy is made once. Returns
+    `value` where autocast is off."""
+    if not torch.is_autocast_enabled("cuda") or not _eligible(value):
+        return value
+    dtype = torch.get_autocast_dtype("cuda")
+    lasting = value.dtype is torch.float32 and value.is_leaf and value.requires_grad and value._base is None
+    if not lasting or not torch.is_autocast_cache_enabled():
+        return value.to(dtype)
+    if value not in _copies:
+        _copies[value] = value.to(dtype)
+    return _copies[value]
+
+
+def _eligible(value) -> bool:
+    return isinstance(value, Tensor) and value.is_meta and value.dtype in (torch.float32, *_NARROW)
 
 
 def _widened(value):
-    narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if narrow else value
+    return value.float() if _eligible(value) else value
 
 
-def _dtype_given(args: tuple, kwargs: dict) -> bool:
-    return kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+def _register() -> None:
+    others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
+    for names, rule_of in (
+        (IN_16_BIT, _in_16_bit), (IN_FP32, _in_fp32), (RESULT_IN_FP32, _result_in_fp32), (NORMS, _norm_in_fp32),
+        (WIDEST, _widest), (REFUSED, _refused),
+    ):  # fmt: skip
+        for name in names:
+            packet, _, overload = name.partition(".")
+            aten.impl(name, _without_autocast(rule_of(getattr(getattr(_aten, packet), overload or "default"))), _KEY)
+    _libraries.extend((others, aten))
 
 
-def _float_dtypes(values) -> set[torch.dtype]:
-    return {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+def _without_autocast(function: Callable) -> Callable:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
+
+    def run(*args, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return function(args, kwargs)
+
+    return run
+
+
+def _in_16_bit(operator) -> Callable:
+    def run(args: tuple, kwargs: dict):
+        args, kwargs = tree_map(narrowed, (args, kwargs))
+        return operator(*args, **kwargs)
+
+    return run
+
+
+def _in_fp32(operator) -> Callable:
+    def run(args: tuple, kwargs: dict):
+        args, kwargs = tree_map(_widened, (args, kwargs))
+        return operator(*args, **kwargs)
+
+    return run
+
+
+def _result_in_fp32(operator) -> Callable:
+    arguments = operator._schema.arguments
+    place = next(place for place, argument in enumerate(arguments) if argument.name == "dtype")
+    of_halves = {_aten.softmax.int: _aten._softmax, _aten.log_softmax.int: _aten._log_softmax}.get(operator)
+
+    def run(args: tuple, kwargs: dict):
+        given = args[place] if len(args) > place else kwargs.get("dtype")
+        if given is not None or not _eligible(args[0]):
+            return operator(*args, **kwargs)
+        if of_halves and args[0].dtype is torch.float16:
+            return of_halves(*args[:2], True)
+        if arguments[place].kwarg_only:
+            return operator(*args, **{**kwargs, "dtype": torch.float32})
+        return operator(*args[:place], torch.float32)
+
+    return run
+
+
+def _norm_in_fp32(operator) -> Callable:
+    with_dtype = NORMS[f"norm.{operator._overloadname}"]
+
+    def run(args: tuple, kwargs: dict):
+        if not _eligible(args[0]):
+            return operator(*args, **kwargs)
+        if operator is _aten.norm.ScalarOpt_dim:
+            args = *args, *(False,) * (4 - len(args))
+        elif len(args) < 2:
+            args = *args, 2
+        return with_dtype(*args, dtype=torch.float32, **kwargs)
+
+    return run
+
+
+def _widest(operator) -> Callable:
+    def run(args: tuple, kwargs: dict):
+        if any(_eligible(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return operator(*args, **kwargs)
+
+    return run
+
+
+def _refused(operator) -> Callable:
+    def run(args: tuple, kwargs: dict):
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
+            name = operator._schema.name.removeprefix("aten::")
+            raise InputError(f"autocast's rule for torch's {name} is not written down here; use fp32")
+        return operator(*args, **kwargs)
+
+    return run

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lowmem.cudasim.autocast import narrowed
 from lowmem.cudasim.gpus import Capability
 from lowmem.units import KIB, MIB
 
@@ -110,6 +111,7 @@ def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_caus
     """Runs the kernel that `chosen` (attention_kernel) returns. Source: native/transformers/attention.cpp (recent)."""
     if not _without_data(query):
         return NotImplemented
+    query, key, value, attn_mask = map(narrowed, (query, key, value, attn_mask))
     kernel = chosen(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel == "flash":
         width = query.shape[-1]
@@ -166,7 +168,10 @@ def _linear(input, weight, bias=None):
     # If the input cannot be viewed as a matrix, CUDA adds the bias in place. Without data, and under a dispatch mode,
     # PyTorch would make a new tensor.
     alike = not _without_data(input) or bias is None or input.dim() < 3 or input.is_contiguous()
-    return NotImplemented if alike else torch.matmul(input, weight.t()).add_(bias)
+    if alike:
+        return NotImplemented
+    input, weight, bias = map(narrowed, (input, weight, bias))
+    return torch.matmul(input, weight.t()).add_(bias)
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 
-from lowmem.cudasim.autocast import CudaAutocast
+from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.cudasim.device_model import DeviceModel, gpu_model
 from lowmem.cudasim.gpus import card_named
 from lowmem.cudasim.recorder import Recorder
@@ -86,7 +86,8 @@ def record(
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
-        _named(recorder), _autocast_simulated(), _devices_by_number(), _storages_resized(recorder),
+        _named(recorder), autocast_simulated(), _python_seen_through(), _devices_by_number(),
+        _storages_resized(recorder),
         modes_in_backward(cuda_is_meta, device_model.functions), cuda_is_meta(), recorder, device_model.functions(),
     ):  # fmt: skip
         try:
@@ -160,6 +161,16 @@ def _devices_by_number() -> AbstractContextManager:
     return patch.object(torch._C._nn, "_parse_to", parsed)
 
 
+@contextmanager
+def _python_seen_through() -> Iterator[None]:
+    """Makes functions of PyTorch that are written in Python run under the modes, like the user's own code."""
+    # Else a mode gets nn.MultiheadAttention as one function, and is off while that runs.
+    nothing = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"))
+    nothing = dict.fromkeys(nothing, lambda *_: False)
+    with patch.multiple(nn.functional, **nothing), patch.multiple(torch.functional, **nothing):
+        yield
+
+
 def _storages_resized(recorder: Recorder) -> AbstractContextManager:
     resize = torch.UntypedStorage.resize_
 
@@ -194,37 +205,6 @@ def _refuse_number() -> None:
         raise InputError(
             f"{file.name}:{frame.f_lineno} reads a tensor's value, and the simulation has none; leave it out"
         )
-
-
-@contextmanager
-def _autocast_simulated() -> Iterator[None]:
-    """Makes torch.autocast("cuda") inside `with` apply CUDA's rules to meta tensors."""
-    autocast = torch.autocast
-    make, enter, leave = autocast.__init__, autocast.__enter__, autocast.__exit__
-    modes: list[CudaAutocast] = []
-
-    def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        on_cuda = device_type == "cuda"
-        make(self, device_type, dtype, enabled and not on_cuda, cache_enabled)  # else it warns that CUDA is missing
-        self.simulated = on_cuda
-        self._enabled = enabled if on_cuda else self._enabled
-
-    def entered(self):
-        if not hasattr(self, "simulated") and self.device == "cuda":
-            raise InputError("torch.autocast('cuda') was made before this function was called: make it inside")
-        if getattr(self, "simulated", False):
-            modes.append(CudaAutocast(self.fast_dtype if self._enabled else None))
-            modes[-1].__enter__()
-        # sets PyTorch's autocast flags, too: checkpoint reads them to recompute blocks as they ran
-        return enter(self)
-
-    def left(self, *exception):
-        if getattr(self, "simulated", False):
-            modes.pop().__exit__(*exception)
-        return leave(self, *exception)
-
-    with patch.multiple(autocast, __init__=init, __enter__=entered, __exit__=left):
-        yield
 
 
 @contextmanager

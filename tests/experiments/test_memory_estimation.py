@@ -1,7 +1,7 @@
 """The memory experiment: its models are the published ones, its plain step is the real one, its table is its rows.
 
 Without a GPU these are checked: parameter counts, the tape of the ordinary training step against the profiler on the
-CPU, autocast's rules against PyTorch's own test lists, and README.md against the committed rows.
+CPU, and README.md against the committed rows.
 """
 
 import json
@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from experiments.harness import whole_runs
@@ -23,7 +22,6 @@ from experiments.memory_estimation import estimate, measure, pictures, published
 from experiments.memory_estimation.plain import record_plain
 from experiments.memory_estimation.several_gpus import rank
 from lowmem.cudasim import autocast
-from lowmem.cudasim.autocast import CudaAutocast
 from lowmem.cudasim.device_model import DeviceModel
 from lowmem.cudasim.gpus import CARDS
 from lowmem.cudasim.tape import under_cap
@@ -108,85 +106,9 @@ def test_llmems_recipe_keeps_14_bytes_per_parameter_and_a_boundary_per_block():
 # --- autocast
 
 
-def pytorchs_lists():
-    """Returns the calls of PyTorch's own test of CUDA's autocast. Its file imports, for two names, the rest of the test
-    suite, which needs packages that are not here."""
-    path = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("from torch.testing._internal")]
-    names = {"TEST_WITH_ROCM": False, "TestCase": object}
-    exec("\n".join(lines), names)
-    return names["AutocastTestLists"](CPU)
-
-
-LISTS = pytorchs_lists()
-
-
-def called_under_autocast(module, name: str, args: tuple, kwargs: dict):
-    """Returns the function's result; None if the function is refused, or the lists' arguments do not fit."""
-    if not hasattr(module, name) or name in autocast.REFUSED:
-        return None
-    with CudaAutocast():
-        return getattr(module, name)(*args, **kwargs)
-
-
-@pytest.mark.parametrize("entry", LISTS.torch_fp16 + LISTS.nn_fp16, ids=lambda entry: entry[0])
-def test_what_cudas_autocast_runs_in_16_bit_runs_in_bf16(entry):
-    module = torch._C._nn if entry in LISTS.nn_fp16 else torch
-    name, args = entry[0], entry[1:] if entry[0] == "einsum" else entry[1]
-    if name in ("einsum", "chain_matmul") or "cudnn" in name:
-        pytest.skip("einsum's own arguments in the list do not run; chain_matmul is deprecated; cuDNN is not here")
-    result = called_under_autocast(module, name, args, {})
-    if result is None:
-        assert name in autocast.REFUSED
-    else:
-        assert result.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("entry", LISTS.torch_fp32 + LISTS.nn_fp32, ids=lambda entry: entry[0])
-def test_what_cudas_autocast_runs_in_fp32_does_so_here(entry):
-    name, args, kwargs = entry[0], entry[1], entry[2] if len(entry) > 2 else {}
-    module = F if entry in LISTS.nn_fp32 else torch
-    if name in autocast.REFUSED or name == "nll_loss2d":
-        return
-    assert name in autocast.IN_FP32
-    result = called_under_autocast(module, name, args, kwargs)
-    assert result is None or result.dtype is torch.float32
-
-
-def test_every_name_of_pytorchs_lists_is_one_here():
-    known = {*autocast.IN_16_BIT, *autocast.IN_FP32, *autocast.WIDEST, *autocast.REFUSED}
-    listed = {entry[0] for entry in LISTS.torch_fp16 + LISTS.torch_fp32 + LISTS.nn_fp16 + LISTS.nn_fp32}
-    listed |= {entry[0] for entry in LISTS.torch_need_autocast_promote}
-    elsewhere = {"cudnn_convolution", "cudnn_convolution_transpose", "nll_loss2d", "grid_sampler"}
-    assert listed - known <= elsewhere
-
-
-def test_a_weights_bf16_copy_is_made_once_and_an_activations_each_time():
-    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)
-    with CudaAutocast() as mode:
-        first = F.linear(x, weight)
-        (copy,) = mode._copies.values()
-        second = x @ weight
-        assert mode._copies[weight] is copy
-        assert len(mode._copies) == 1
-        assert F.layer_norm(first, (4,)).dtype is torch.float32
-        assert (first + x).dtype is torch.float32  # not in any list
-        assert F.softmax(first, -1, dtype=torch.bfloat16).dtype is torch.bfloat16  # as asked for
-    assert not mode._copies
-    assert first.dtype is second.dtype is torch.bfloat16
-    (first.sum() + second.sum()).backward()
-    assert weight.grad.dtype is torch.float32
-
-
-def test_a_rule_that_is_not_written_down_is_refused_by_name():
-    with CudaAutocast(), pytest.raises(InputError, match="prelu"):
-        F.prelu(torch.ones(3), torch.ones(1))
-    with CudaAutocast(), pytest.raises(InputError, match="addcmul"):
-        torch.addcmul(torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(3))
-
-
 def test_what_several_gpus_correct_of_the_cpus_autocast_is_of_these_rules():
-    assert rank._CUDA_IN_FP32 <= set(autocast.IN_FP32)
+    in_fp32 = {name.split(".")[0] for name in (*autocast.IN_FP32, *autocast.RESULT_IN_FP32)}
+    assert {name.strip("_").replace("rpow", "pow") for name in rank._CUDA_IN_FP32} <= in_fp32
 
 
 def test_under_autocast_activations_shrink_and_weights_do_not():

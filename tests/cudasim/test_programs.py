@@ -1,0 +1,16 @@
+"""`lowmem.cuda_peak` of small programs, against PyTorch's own allocator."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lowmem
+from tests.cudasim.programs import PROGRAMS
+
+REAL = json.loads((Path(__file__).parent / "programs.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_peak_that_it_has_on_a_gpu(name):
+    assert lowmem.cuda_peak(PROGRAMS[name]).allocated_bytes == REAL[name]
