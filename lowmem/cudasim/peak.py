@@ -23,16 +23,17 @@ from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.cudasim.device_model import DeviceModel, gpu_model
 from lowmem.cudasim.gpus import card_named
 from lowmem.cudasim.recorder import Recorder
+from lowmem.cudasim.saving import nothing_saved
 from lowmem.cudasim.tape import under_cap
 from lowmem.errors import InputError, first_line
 from lowmem.units import parse_size
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-_UNKNOWN = NotImplementedError, torch._dynamo.exc.TorchDynamoException  # of operations, and of torch.compile
 _WITHOUT_GPU = (  # parts of PyTorch's errors for a missing GPU
     *("CUDA", "Cannot access accelerator", "called on meta tensors", "dummy base class", "sparse tensors"),
-    "module 'torch._C' has no attribute",
+    *("module 'torch._C' has no attribute", "Declaration: aten::", "ScriptModule"),
 )
+_TWO_DEVICES = "is not on the expected device"
 _READS_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__format__, torch.allclose}  # others: Recorder.number_read
 _FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MODES = "__torch_function__", "__torch_dispatch__"
@@ -70,9 +71,8 @@ def cuda_peak(
         recorder = record(lambda _: function(), device_model)
     memory = under_cap(recorder.tape, limit_bytes, expandable_segments=expandable_segments)
     if not memory.at_peak:
-        raise InputError(
-            "this code has put nothing on a GPU; name the device 'cuda' in it: here, torch.cuda.is_available() is False"
-        )
+        here = "" if torch.cuda.is_available() else ": here, torch.cuda.is_available() is False"
+        raise InputError(f"this code has put nothing on a GPU; name the device 'cuda' in it{here}")
     seconds = max(recorder.clock.host, recorder.clock.gpu)
     return Peak(memory.reserved_peak_bytes, memory.allocated_peak_bytes, memory.at_peak, seconds)
 
@@ -86,14 +86,20 @@ def record(
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
-        _named(recorder), autocast_simulated(), _python_seen_through(), _devices_by_number(),
-        _storages_resized(recorder),
+        _named(recorder), autocast_simulated(), nothing_saved(), _python_seen_through(), _devices_by_number(),
+        _default_device_kept(), _divided_in_inference_mode(), _storages_resized(recorder),
         modes_in_backward(cuda_is_meta, device_model.functions), cuda_is_meta(), recorder, device_model.functions(),
     ):  # fmt: skip
         try:
             function(recorder)
         except (RuntimeError, AssertionError, AttributeError) as error:
-            if not isinstance(error, _UNKNOWN) and not any(word in str(error) for word in _WITHOUT_GPU):
+            if _TWO_DEVICES in str(error):
+                raise InputError("an operation of this code has a tensor on the CPU and one on 'cuda'") from error
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException) or "TORCHDYNAMO" in str(error):
+                raise InputError(
+                    "this code uses torch.compile, which the simulation cannot run; leave it out"
+                ) from error
+            if not isinstance(error, NotImplementedError) and not any(word in str(error) for word in _WITHOUT_GPU):
                 raise
             raise InputError(f"this code cannot be simulated without a GPU: {first_line(error)}") from error
     return recorder
@@ -110,6 +116,7 @@ class _CudaIsMeta(TorchFunctionMode):
     _replacements = {  # keys are compared by equality: Python wraps a property's getter again at each access
         Tensor.device.__get__: lambda tensor: CUDA if tensor.is_meta else tensor.device,
         Tensor.is_cuda.__get__: lambda tensor: tensor.is_meta or tensor.is_cuda,
+        Tensor.get_device: lambda tensor: CUDA.index if tensor.is_meta else tensor.get_device(),
         Tensor.cuda: lambda tensor, device=None, *_, **__: tensor.to(_on_meta(_by_number(device or 0))),
         Tensor.pin_memory: lambda tensor, *_, **__: tensor,
     }
@@ -165,10 +172,36 @@ def _devices_by_number() -> AbstractContextManager:
 def _python_seen_through() -> Iterator[None]:
     """Makes functions of PyTorch that are written in Python run under the modes, like the user's own code."""
     # Else a mode gets nn.MultiheadAttention as one function, and is off while that runs.
-    nothing = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"))
-    nothing = dict.fromkeys(nothing, lambda *_: False)
-    with patch.multiple(nn.functional, **nothing), patch.multiple(torch.functional, **nothing):
+    names = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+    with ExitStack() as stack:
+        for module in (nn.functional, torch.functional):
+            stack.enter_context(patch.multiple(module, **dict.fromkeys(names, _is_overridden)))
         yield
+
+
+def _is_overridden(*_) -> bool:
+    return False
+
+
+torch.jit._builtins._register_builtin(_is_overridden, "aten::has_torch_function")  # TorchScript takes no new function
+
+
+def _divided_in_inference_mode() -> AbstractContextManager:
+    # In inference mode a dispatch mode gets F.linear, not the products that it calls.
+    return patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode))
+
+
+@contextmanager
+def _default_device_kept() -> Iterator[None]:
+    """Lets torch.set_default_device inside `with` name CUDA, and ends its effect."""
+    place, choose = torch._GLOBAL_DEVICE_CONTEXT, torch.set_default_device
+    before = getattr(place, "device_context", None)
+    try:
+        with patch.object(torch, "set_default_device", lambda device: choose(_on_meta(_by_number(device)))):
+            yield
+    finally:
+        if getattr(place, "device_context", None) is not before:
+            choose(before and before.device)
 
 
 def _storages_resized(recorder: Recorder) -> AbstractContextManager:

@@ -3,14 +3,15 @@
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, MixtralConfig
+from torch.utils.checkpoint import checkpoint, get_device_states
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MixtralConfig
 
 import lowmem
 from lowmem.cudasim.allocator import SimulatedOutOfMemory
@@ -133,6 +134,94 @@ def test_tied_weights_stay_tied_and_code_sees_a_cuda_device():
     assert lowmem.cuda_peak(run).by_name["weights"] == 1000 * 64 * 4
 
 
+def test_the_generators_state_that_checkpoints_keep_is_that_of_a_gpu():
+    """Seen to fail once CUDA was initialized: "Device index must not be negative"."""
+
+    def run():
+        x = torch.ones(4, 4, device="cuda", requires_grad=True)
+        assert x.get_device() == 0 and torch.ones(1).get_device() == -1
+        with patch.multiple(torch.cuda, device=Mock(return_value=nullcontext()), get_rng_state=Mock()):
+            devices.extend(get_device_states(x)[0])
+
+    devices: list[int] = []
+    lowmem.cuda_peak(run)
+    assert devices == [0]
+
+
+def test_nothing_is_saved_over_the_users_files(tmp_path):
+    path, config = tmp_path / "checkpoint.pt", GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    path.write_bytes(b"kept")
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()}
+
+    def saving(save):
+        model = GPT2LMHeadModel(config).to("cuda")
+        save(model, torch.optim.AdamW(model.parameters()))
+
+    for save in (
+        lambda model, _: torch.save(model.state_dict(), path),
+        lambda model, _: torch.save(model, path),
+        lambda model, optimizer: torch.serialization.save({"settings": [1], "optimizer": optimizer}, path),
+        lambda model, _: torch.save(model.lm_head.weight.untyped_storage(), path),
+        lambda model, _: model.save_pretrained(tmp_path / "model"),
+        lambda model, _: save_file({"head": model.lm_head.weight.detach()}, path),
+    ):
+        with pytest.raises(lowmem.InputError, match="saves tensors|cannot be simulated without a GPU: .*no data"):
+            lowmem.cuda_peak(lambda save=save: saving(save))
+    assert before == {
+        file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()
+    }
+    lowmem.cuda_peak(lambda: saving(lambda *_: torch.save({"losses": torch.ones(3)}, path)))
+    assert torch.load(path)["losses"].tolist() == [1, 1, 1]
+    with pytest.raises(lowmem.InputError):
+        lowmem.cuda_peak(lambda: open(path).close())  # reading is not saving
+
+
+@pytest.mark.parametrize("product", [lambda x, w: F.linear(x, w), lambda x, w: x @ w, torch.bmm], ids=range(3))
+def test_inference_mode_costs_what_no_grad_costs(product):
+    """Seen to fail: a time 18 times too short, and no workspace."""
+
+    def run(mode, enabled=True):
+        factors = torch.ones(2, 256, 256, device="cuda"), torch.ones(256, 256, device="cuda")
+        with mode(enabled):
+            product(factors[0], factors[0] if product is torch.bmm else factors[1])
+
+    without = lowmem.cuda_peak(lambda: run(lambda _: torch.no_grad()))
+    assert lowmem.cuda_peak(lambda: run(torch.inference_mode)) == without and without.by_name["workspaces"]
+    assert not torch.is_inference_mode_enabled()
+    with torch.inference_mode():
+        assert torch.is_inference_mode_enabled()
+
+
+def test_the_default_device_of_the_code_ends_with_it():
+    def run():
+        torch.set_default_device("cuda")
+        assert torch.ones(256, 1024).is_cuda
+        raise ValueError
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=""):
+            lowmem.cuda_peak(run)
+        assert torch.get_default_device() == torch.device("cpu") == torch.ones(1).device
+    torch.set_default_device("meta")
+    try:
+        lowmem.cuda_peak(lambda: torch.set_default_device(torch.device("cuda", 0)) or torch.ones(1))
+        assert torch.get_default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+    with pytest.raises(lowmem.InputError, match="uses cuda:1"):
+        lowmem.cuda_peak(lambda: torch.set_default_device("cuda:1"))
+
+
+def test_a_sentence_says_that_devices_are_mixed_or_a_script_cannot_be_run():
+    with pytest.raises(lowmem.InputError, match="a tensor on the CPU and one on 'cuda'"):
+        lowmem.cuda_peak(lambda: torch.ones(3) + torch.ones(3, device="cuda"))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    with pytest.raises(lowmem.InputError, match="without a GPU: .*RecursiveScriptModule"):
+        lowmem.cuda_peak(lambda: torch.jit.script(layers).to("cuda"))
+    lowmem.cuda_peak(lambda: torch.jit.script(layers.to("cuda"))(torch.ones(2, 4, device="cuda")))
+
+
 def test_a_limit_caps_the_allocator():
     free = lowmem.cuda_peak(training(made_there))
     assert lowmem.cuda_peak(training(made_there), limit=free.reserved_bytes) == free
@@ -156,7 +245,7 @@ REFUSED = {
     "nonzero": lambda x: x.nonzero(), "unique": lambda x: x.unique(), "copy out of meta": lambda x: x.cpu(),
     "dummy base class": lambda _: torch.cuda.Event(enable_timing=True),
     "_cuda_setDevice": lambda _: torch.cuda.set_device(0),
-    "fake tensor": lambda x: torch.compile(Net())(x),
+    "torch.compile": lambda x: torch.compile(Net())(x),
     "sparse tensors": lambda x: F.embedding(x.long(), nn.Parameter(x[:, None]), sparse=True).sum().backward(),
 }  # fmt: skip
 SECOND_GPU = (
@@ -209,8 +298,11 @@ def test_code_that_uses_no_gpu_is_refused():
         module(torch.ones(2, 64, device=device)).sum().backward()
 
     for code in (usual, lambda: None):
-        with pytest.raises(lowmem.InputError, match="put nothing on a GPU; name the device 'cuda'"):
+        with pytest.raises(lowmem.InputError, match="put nothing on a GPU; name the device 'cuda' in it: here"):
             lowmem.cuda_peak(code)
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        with pytest.raises(lowmem.InputError, match="put nothing on a GPU; name the device 'cuda' in it$"):
+            lowmem.cuda_peak(lambda: None)
 
 
 def test_tensors_made_of_numbers_count_and_so_does_what_is_resized():
