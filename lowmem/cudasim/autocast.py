@@ -19,7 +19,8 @@ _aten = torch.ops.aten
 IN_16_BIT = (
     "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
     "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm "
-    "bmm chain_matmul linalg_multi_dot _scaled_dot_product_flash_attention scaled_dot_product_attention"
+    "bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell "
+    "_thnn_fused_gru_cell _scaled_dot_product_flash_attention scaled_dot_product_attention"
 ).split()
 IN_FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
@@ -39,10 +40,10 @@ RESULT_IN_FP32 = (
 NORMS = {"norm.Scalar": _aten.norm.ScalarOpt_dtype, "norm.ScalarOpt_dim": _aten.norm.ScalarOpt_dim_dtype}
 # Their arguments get the widest dtype among them.
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
-# Recurrent networks run in cuDNN or in fused kernels; CUDA itself refuses binary_cross_entropy.
+# Recurrent networks run in cuDNN; CUDA itself refuses binary_cross_entropy.
 REFUSED = (
-    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell binary_cross_entropy "
-    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
+    "binary_cross_entropy lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
+    "rnn_relu.data"
 ).split()
 _KEY = "AutocastIPU"  # a dispatch key of devices that PyTorch no longer has
 _NARROW = torch.float16, torch.bfloat16

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lowmem.cudasim import fused
 from lowmem.cudasim.autocast import narrowed
 from lowmem.cudasim.gpus import Capability
 from lowmem.units import KIB, MIB
@@ -27,7 +28,12 @@ MATRIX_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _
 # All operators that use a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
 CUBLAS_OPERATORS = {
     getattr(packet, overload)
-    for packet in (*MATRIX_PRODUCTS, _aten.mv, _aten.addmv, _aten.addmv_, _aten.dot)
+    for packet in (
+        *MATRIX_PRODUCTS,
+        *(_aten.mv, _aten.addmv, _aten.addmv_, _aten.dot, _aten.linalg_solve_triangular),
+        *(_aten.linalg_inv_ex, _aten._linalg_solve_ex, _aten.linalg_lu_factor_ex, _aten.linalg_lu_solve),
+        *(_aten._linalg_det, _aten._linalg_slogdet),
+    )  # fmt: skip
     for overload in {"default", "out"} & set(packet.overloads())
 }
 
@@ -47,6 +53,8 @@ class CudaFunctions(TorchFunctionMode):
             F.softmax: lambda input, dim=None, _stacklevel=3, dtype=None: _softmax(input, dim, dtype),
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
+            torch.gru_cell: fused.gru_cell,
+            torch.lstm_cell: fused.lstm_cell,
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -196,11 +204,32 @@ def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) 
     # the mask first (cuda/Dropout.cu)
     if func is _aten.native_dropout.default:
         return results[::-1]
+    # its buffer is for the CPU
+    if func is _aten.log_sigmoid_forward.default:
+        return results[:1]
     # With dropout, two results are random numbers in RAM.
     if func is _aten._scaled_dot_product_efficient_attention.default:
         dropout_p = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
         return results[:2] if dropout_p > 0 else results
     return results
+
+
+def _of_losses(func: Callable, args: tuple, kwargs: dict) -> int | None:
+    reduction = args[_REDUCTION[func]] if len(args) > _REDUCTION[func] else kwargs.get("reduction", 1)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in args[:2]))
+    itemsize = torch.promote_types(args[0].dtype, args[1].dtype).itemsize
+    return math.prod(shape) * itemsize if reduction else None  # 0 reduces nothing
+
+
+_REDUCTION = {  # losses whose result has the storage of the losses of all entries, with the place of `reduction`
+    _aten.mse_loss.default: 2, _aten.smooth_l1_loss.default: 2, _aten.soft_margin_loss.default: 2,
+    _aten.binary_cross_entropy.default: 3,
+}  # fmt: skip
+# Operators whose result is a larger storage, made for something else (Loss.cpp, cuda/Loss.cu, cuda/Col2Im.cu).
+STORAGE_BYTES: dict[Callable, Callable] = {
+    **dict.fromkeys(_REDUCTION, _of_losses),
+    _aten.col2im.default: lambda func, args, kwargs: args[0].numel() * args[0].itemsize,
+}
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ class DeviceModel:
     # Bytes. The forward thread allocates all of these at its first matrix product, the backward thread only the first.
     workspace_bytes: tuple[int, ...] = ()
     allocated: Callable = lambda func, args, kwargs, results: results  # returns those on the device, in order
+    storage_bytes: dict[Callable, Callable] = field(default_factory=dict)  # see cuda_ops.STORAGE_BYTES
     seconds: Callable = lambda *_: 0.0  # returns how long the device works on an operation
     host_seconds: tuple[float, float] = (0.0, 0.0)  # to launch an operation, in forward and in backward
     more_host_seconds: dict = field(default_factory=dict)  # {operator: seconds in addition to `host_seconds`}
@@ -52,6 +53,7 @@ def gpu_model(card: Card, *, plain: bool = False, torch_version: tuple[int, int]
         hidden_bytes=partial(temporaries.hidden_bytes, gpu=gpu),
         workspace_bytes=cuda_ops.workspace_bytes(card.capability, workspaces, torch_version),
         allocated=cuda_ops.allocated,
+        storage_bytes=cuda_ops.STORAGE_BYTES,
         seconds=partial(roofline.operation_seconds, card),
         host_seconds=(roofline.HOST_SECONDS_PER_OPERATION, roofline.HOST_SECONDS_PER_BACKWARD_OPERATION),
         more_host_seconds=dict(_more_host_seconds),

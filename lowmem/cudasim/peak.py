@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.cudasim.device_model import DeviceModel, gpu_model
+from lowmem.cudasim.fused import fused_on_meta
 from lowmem.cudasim.gpus import card_named
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.saving import nothing_saved
@@ -86,8 +87,8 @@ def record(
     recorder.number_read = _refuse_number
     cuda_is_meta = partial(_CudaIsMeta, recorder.note)
     with (
-        _named(recorder), autocast_simulated(), nothing_saved(), _python_seen_through(), _devices_by_number(),
-        _default_device_kept(), _divided_in_inference_mode(), _storages_resized(recorder),
+        _named(recorder), autocast_simulated(), fused_on_meta(), nothing_saved(), _python_seen_through(),
+        _devices_by_number(), _default_device_kept(), _divided_in_inference_mode(), _storages_resized(recorder),
         modes_in_backward(cuda_is_meta, device_model.functions), cuda_is_meta(), recorder, device_model.functions(),
     ):  # fmt: skip
         try:

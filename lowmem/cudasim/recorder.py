@@ -33,6 +33,10 @@ from lowmem.cudasim.tape import FREED, Chunk, Operation, Tape
 
 FORWARD, BACKWARD = 0, 1  # CUDA runs them on two host threads, each with its own cuBLAS handle
 _aten = torch.ops.aten
+# Operators that autograd's own code calls only under a dispatch mode; else it changes the first argument (_settle).
+_IN_PLACE_OF_THE_FIRST = {
+    _aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.default, _aten.index_add.default, _aten.index_put.default
+}  # fmt: skip
 
 
 @dataclass
@@ -112,6 +116,9 @@ class Recorder(TorchDispatchMode):
             result = func(*factors, *args[2:], **kwargs).to(args[0].dtype)
         else:
             result = func(*args, **kwargs)
+        if (larger := self.device_model.storage_bytes.get(func)) and is_simulated(result):
+            if (size := larger(func, args, kwargs)) is not None:
+                result.untyped_storage().resize_(max(size, result.untyped_storage().nbytes()))
         if not self._paused:
             outcome = None if key is None else self._outcomes.get(key)
             if outcome is None:
@@ -142,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self._settle()
         copied_first = func in sizes_of.COPIED_FIRST
         temporaries = self._temporaries(outcome) if copied_first else []
-        if func is _aten.add.Tensor and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
+        if func in _IN_PLACE_OF_THE_FIRST and thread == BACKWARD and not args[0]._is_view() and _called_by_the_engine():
             self._sum = result.untyped_storage(), self.number_of(args[0]), args[0].untyped_storage().nbytes()
         else:
             results = tensors_in(result)
@@ -302,9 +309,9 @@ class Recorder(TorchDispatchMode):
         if not held:
             self._freed(number)
 
-    # Without a dispatch mode, autograd adds a second gradient to the first in place, if nothing else holds the first.
-    # So `_record` leaves the sum's storage open. If the first is freed next, `_died` gives its storage to the sum. Any
-    # other event calls `_settle` first, which records a new storage.
+    # Without a dispatch mode, autograd adds a second gradient to the first in place, if nothing else holds the first,
+    # and scatters a gradient into zeros in place. So `_record` leaves the sum's storage open. If the first is freed
+    # next, `_died` gives its storage to the sum. Any other event calls `_settle` first, which records a new storage.
     def _settle(self) -> None:
         if self._sum is not None:
             (storage, *_), self._sum = self._sum, None

@@ -217,6 +217,15 @@ def _scatter_add(gpu: Gpu, result, tensor, dim, index, *_, **__):
     return (table,) * 5 + (1,) if index.numel() <= 2048 else (table,) * 7
 
 
+# Source: cuda/Indexing.cu, index_put_with_sort_kernel.
+def _index_put(gpu: Gpu, result, tensor, indices, values, accumulate=False, *_, **__):
+    indices = [index for index in indices if index is not None]
+    if not (accumulate or gpu.deterministic) or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return ()
+    numbers = math.prod(torch.broadcast_shapes(*(index.shape for index in indices)))
+    return (numbers * 8,) * 4 + (1,) if numbers <= 2048 else (numbers * 8,) * 6
+
+
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
     """Returns the bytes of the copies that a matmul makes of matrices with gaps in both rows and columns. Source:
     cuda/Blas.cpp, prepare_matrix_for_cublas."""
@@ -259,7 +268,35 @@ def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
 
 
-COPIED_FIRST = frozenset({_aten.index.Tensor})  # their temporaries are copies of operands, made before the result
+# Sources: Loss.cpp, cuda/Loss.cu.
+def _losses(reduced_in_place: bool) -> Callable:
+    """Returns a function for TEMPORARIES, for a loss that is reduced. Its entries' losses are a temporary, or they are
+    in the result's storage if `reduced_in_place`."""
+
+    def temporaries(gpu: Gpu, result, input, target, *_, **__):
+        if result.dim():
+            return ()
+        losses = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=result.dtype, device="meta")
+        sums = staging_bytes(gpu, losses, None, result.itemsize, vector=_WIDE)
+        return (result.itemsize if reduced_in_place else losses.numel() * losses.itemsize), *sums
+
+    return temporaries
+
+
+# Source: Loss.cpp.
+def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
+    return _bytes(input, input)  # products that become the exponential
+
+
+# Source: cuda/Im2Col.cu.
+def _unfold(gpu: Gpu, result, input, *_, **__):
+    return _bytes(input)  # an output that is too small
+
+
+# Their temporaries are made before the result.
+COPIED_FIRST = frozenset((
+    _aten.index.Tensor, _aten.huber_loss.default, _aten.soft_margin_loss_backward.default, _aten.im2col.default,
+))  # fmt: skip
 TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._scaled_dot_product_flash_attention.default: _flash_forward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -273,6 +310,7 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten.index.Tensor: _index,
     _aten.scatter_add.default: _scatter_add,
     _aten.scatter_add_.default: _scatter_add,
+    _aten.index_put.default: _index_put,
     _aten.sum.default: _sum,
     _aten.sum.dim_IntList: _sum,
     _aten.mean.default: _sum,
@@ -281,6 +319,13 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten.amax.default: _extreme,
     _aten.amin.default: _extreme,
     _aten.logsumexp.default: _log_sum_exp,
+    _aten.mse_loss.default: _losses(reduced_in_place=False),
+    _aten.smooth_l1_loss.default: _losses(reduced_in_place=False),
+    _aten.huber_loss.default: _losses(reduced_in_place=False),
+    _aten.binary_cross_entropy.default: _losses(reduced_in_place=True),
+    _aten.soft_margin_loss.default: _losses(reduced_in_place=True),
+    _aten.soft_margin_loss_backward.default: _soft_margin_backward,
+    _aten.im2col.default: _unfold,
     **{
         getattr(packet, overload): matrix_product
         for packet in MATRIX_PRODUCTS

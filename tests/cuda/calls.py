@@ -48,6 +48,7 @@ def operators(gpu: Gpu) -> Iterator[Call]:
         yield from norms(gpu, dtype)
         yield from of_logits(gpu, dtype)
         yield from products(gpu, dtype)
+        yield from losses(gpu, dtype)
 
 
 def whose_sums_have_an_order(gpu: Gpu) -> Iterator[Call]:
@@ -116,6 +117,23 @@ def of_logits(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.gather.default, x, 1, targets[:, None])
         yield call(aten.native_dropout.default, x, 0.1, True)
         yield call(aten.gelu.default, x)
+
+
+def losses(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
+    """Yields losses of all entries, unfolding, and gradients of indexed tensors."""
+    call = caller(gpu)
+    for rows, columns in ((128, 64), (1000, 768), (4096, 6400)):
+        x, target = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
+        for reduction in range(3):
+            for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
+                yield call(loss.default, x, target, reduction)
+            yield call(aten.binary_cross_entropy.default, x, target, None, reduction)
+            gradient = torch.empty_like(x) if reduction == 0 else torch.empty((), dtype=dtype, device=META)
+            yield call(aten.soft_margin_loss_backward.default, gradient, x, target, reduction)
+    yield call(aten.im2col.default, meta(2, 3, 64, 64, dtype=dtype), [3, 3], [1, 1], [0, 0], [1, 1])
+    for numbers in (16, 100, 2000):
+        table, values = meta(64, 1024, dtype=dtype), meta(numbers, 1024, dtype=dtype)
+        yield call(aten.index_put.default, table, [meta(numbers, dtype=torch.int64)], values, True)
 
 
 def efficient_attention(

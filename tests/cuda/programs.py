@@ -14,6 +14,7 @@ from tests.cudasim.programs import PROGRAMS
 def peak_bytes(program) -> int:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     program()

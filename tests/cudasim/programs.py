@@ -63,6 +63,45 @@ for _name, _of in (
     ("bernoulli", lambda x: x * torch.bernoulli(torch.sigmoid(x.detach()))),
 ):
     PROGRAMS[f"{_name}, autocast True"] = partial(_function, _of, True)
+for _name in ("mse", "smooth_l1", "huber", "l1", "soft_margin", "poisson_nll", "binary_cross_entropy"):
+    _loss = getattr(F, _name if "cross" in _name else f"{_name}_loss")
+    for _reduction in ("mean", "sum", "none"):
+        _of = partial(lambda loss, how, x: loss(x.sigmoid(), torch.zeros_like(x), reduction=how), _loss, _reduction)
+        PROGRAMS[f"{_name} {_reduction}"] = partial(_function, _of)
+    if "cross" not in _name:
+        PROGRAMS[f"{_name}, autocast True"] = partial(
+            _function, partial(lambda loss, x: loss(x, x.detach()), _loss), True
+        )
+for _name, _of in (
+    ("max", lambda x: x.max(-1)[0]),
+    ("median", lambda x: x.median(-1)[0]),
+    ("kthvalue", lambda x: x.kthvalue(3, -1)[0]),
+    ("topk", lambda x: x.topk(10, -1)[0]),
+    ("sort", lambda x: x.sort(-1)[0]),
+    ("cummax", lambda x: x.cummax(-1)[0]),
+    ("gather", lambda x: x.gather(1, _zeros(16, 100, 256))),
+    ("index_select", lambda x: x.index_select(0, _zeros(100))),
+    ("indexing", lambda x: x[_zeros(100)]),
+    ("indexing with many", lambda x: x.view(4096, 256)[_zeros(5000)]),
+    ("indexing with two", lambda x: x[_zeros(100), _zeros(100)]),
+    ("indexing of columns", lambda x: x[:, _zeros(100)]),
+    ("permutation", lambda x: x[torch.randperm(16, device=CUDA)]),
+    ("mish", F.mish),
+    ("logsigmoid", F.logsigmoid),
+    ("unfold", lambda x: F.unfold(x[:8][None], 3)),
+    ("solve_triangular", lambda x: torch.linalg.solve_triangular(x, x, upper=True)),
+    ("inv", torch.linalg.inv),
+    ("rms_norm", lambda x: F.rms_norm(x, (256,))),
+    ("rms_norm with a weight", lambda x: F.rms_norm(x, (256,), torch.ones(256, device=CUDA, requires_grad=True))),
+):
+    PROGRAMS[_name] = partial(_function, _of)
+for _name, _make, _shape, _call in (
+    ("GRUCell", partial(nn.GRUCell, 256, 256), (512, 256), lambda m, x: m(x)),
+    ("LSTMCell", partial(nn.LSTMCell, 256, 256), (512, 256), lambda m, x: m(x)[0]),
+    ("RNNCell", partial(nn.RNNCell, 256, 256), (512, 256), lambda m, x: m(x)),
+):
+    PROGRAMS[_name] = partial(_step, _make, _shape, False, _call)
+    PROGRAMS[f"{_name}, autocast True"] = partial(_step, _make, _shape, True, _call)
 
 
 def _enabled_by_a_flag() -> None:
