@@ -284,6 +284,15 @@ def _losses(reduced_in_place: bool) -> Callable:
 
 
 # Source: Loss.cpp.
+def _losses_of_logits(gpu: Gpu, result, input, target, weight=None, positive=None, *_, **__):
+    weights = () if positive is None else _bytes(positive)  # the classes' weights less one
+    if result.dim():
+        return *_bytes(input), *weights
+    sums = staging_bytes(gpu, input, None, result.itemsize, vector=_WIDE)  # after the weights
+    return *_bytes(input, input), *max(weights, sums, key=sum)  # logarithms of sigmoids, and losses
+
+
+# Source: Loss.cpp.
 def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
     return _bytes(input, input)  # products that become the exponential
 
@@ -295,7 +304,8 @@ def _unfold(gpu: Gpu, result, input, *_, **__):
 
 # Their temporaries are made before the result.
 COPIED_FIRST = frozenset((
-    _aten.index.Tensor, _aten.huber_loss.default, _aten.soft_margin_loss_backward.default, _aten.im2col.default,
+    _aten.index.Tensor, _aten.huber_loss.default, _aten.binary_cross_entropy_with_logits.default,
+    _aten.soft_margin_loss_backward.default, _aten.im2col.default,
 ))  # fmt: skip
 TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten._scaled_dot_product_flash_attention.default: _flash_forward,
@@ -323,6 +333,7 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten.smooth_l1_loss.default: _losses(reduced_in_place=False),
     _aten.huber_loss.default: _losses(reduced_in_place=False),
     _aten.binary_cross_entropy.default: _losses(reduced_in_place=True),
+    _aten.binary_cross_entropy_with_logits.default: _losses_of_logits,
     _aten.soft_margin_loss.default: _losses(reduced_in_place=True),
     _aten.soft_margin_loss_backward.default: _soft_margin_backward,
     _aten.im2col.default: _unfold,

@@ -128,6 +128,9 @@ def losses(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
             for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.soft_margin_loss):
                 yield call(loss.default, x, target, reduction)
             yield call(aten.binary_cross_entropy.default, x, target, None, reduction)
+            for weights in (None, meta(columns, dtype=dtype)):
+                logits = aten.binary_cross_entropy_with_logits.default
+                yield call(logits, x, target, None, weights, reduction)
             gradient = torch.empty_like(x) if reduction == 0 else torch.empty((), dtype=dtype, device=META)
             yield call(aten.soft_margin_loss_backward.default, gradient, x, target, reduction)
     yield call(aten.im2col.default, meta(2, 3, 64, 64, dtype=dtype), [3, 3], [1, 1], [0, 0], [1, 1])

@@ -57,6 +57,7 @@ for _name, _of in (
     ("cross_entropy of probabilities", lambda x: F.cross_entropy(x, torch.softmax(x.detach(), 1))),
     ("interpolate", lambda x: F.interpolate(x[None], scale_factor=1.5, mode="bilinear")),
     ("vector_norm", lambda x: torch.linalg.vector_norm(x, 3, dim=1)),
+    ("binary_cross_entropy of logits", lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x))),
     ("norm", lambda x: torch.norm(x, dim=-1)),
     ("cumsum", lambda x: x.cumsum(-1)),
     ("sum", lambda x: x.sum(-1)),
@@ -73,6 +74,7 @@ for _name in ("mse", "smooth_l1", "huber", "l1", "soft_margin", "poisson_nll", "
             _function, partial(lambda loss, x: loss(x, x.detach()), _loss), True
         )
 for _name, _of in (
+    ("binary_cross_entropy of logits", lambda x: F.binary_cross_entropy_with_logits(x, x.detach())),
     ("max", lambda x: x.max(-1)[0]),
     ("median", lambda x: x.median(-1)[0]),
     ("kthvalue", lambda x: x.kthvalue(3, -1)[0]),
