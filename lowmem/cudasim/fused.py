@@ -46,8 +46,8 @@ def fused_on_meta() -> Iterator[None]:
 
 
 def gru_cell(input, hidden, *weights: Tensor):
-    """Runs a GRU cell as native/RNN.cpp does on CUDA."""
-    if not input.is_meta:
+    """Runs a GRU cell as native/RNN.cpp does on CUDA, inside `fused_on_meta`."""
+    if not input.is_meta or not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
         return NotImplemented
     input, hidden, of_input, of_hidden, *biases = map(narrowed, (input, hidden, *weights))
     gates = torch.matmul(input, of_input.t()), torch.matmul(hidden, of_hidden.t())

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem.cudasim.cuda_ops import CUBLAS_OPERATORS, CudaFunctions, allocated, attention_kernel, workspace_bytes
+from lowmem.cudasim.fused import fused_on_meta
 from lowmem.cudasim.temporaries import hidden_bytes
 from lowmem.units import MIB
 
@@ -186,6 +187,15 @@ def test_dropout_modules_too_and_only_where_cuda_does():
         attended = F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3)
     torch.manual_seed(0)
     assert torch.equal(ours, F.dropout(real, 0.5)) and torch.equal(attended, torch.ones(1, 1, 2, 4))
+
+
+def test_recurrent_cells_are_fused_where_meta_tensors_have_the_kernel():
+    with CudaFunctions(H100), Seen() as seen:
+        assert nn.GRUCell(8, 8, device="meta")(meta(2, 8, dtype=FP32)).shape == (2, 8)  # as in a plan
+        nn.LSTMCell(8, 8, device="meta")(meta(2, 8, dtype=FP32))
+        with fused_on_meta():
+            assert nn.GRUCell(8, 8, device="meta")(meta(2, 8, dtype=FP32)).shape == (2, 8)
+    assert seen.names.count("_thnn_fused_gru_cell") == seen.names.count("_thnn_fused_lstm_cell") == 1
 
 
 @pytest.mark.parametrize("call", [
