@@ -32,7 +32,7 @@ CUBLAS_OPERATORS = {
         *MATRIX_PRODUCTS,
         *(_aten.mv, _aten.addmv, _aten.addmv_, _aten.dot, _aten.linalg_solve_triangular),
         *(_aten.linalg_inv_ex, _aten._linalg_solve_ex, _aten.linalg_lu_factor_ex, _aten.linalg_lu_solve),
-        *(_aten._linalg_det, _aten._linalg_slogdet),
+        *(_aten._linalg_det, _aten._linalg_slogdet, _aten._trilinear),
     )  # fmt: skip
     for overload in {"default", "out"} & set(packet.overloads())
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowmem.cudasim.gpus import Capability, Multiprocessor, multiprocessor
 
+WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 _WARP = 32
 _MOST_THREADS = 512  # of a block, divided by the outputs of a thread
 _FEWEST_VALUES, _MOST_VALUES = 16, 256  # per thread

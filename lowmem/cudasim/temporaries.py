@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
-from lowmem.cudasim.reductions import Gpu, staging_bytes
+from lowmem.cudasim.losses import LOSSES
+from lowmem.cudasim.reductions import WIDE, Gpu, staging_bytes
 from lowmem.units import round_up
 
 _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
-_WIDE = 8  # 16-bit entries that a thread of a sum reads at once
 
 
 def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def _norm_backward(weights: int) -> Callable:
         blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
         sums = gradient.new_empty(blocks, columns, device="meta")
         sum_of_sums = columns * gradient.itemsize  # takes the place of a result
-        return *_bytes(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=_WIDE)
+        return *_bytes(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=WIDE)
 
     return temporaries
 
@@ -246,9 +246,9 @@ def _fits_cublas(matrix: Tensor) -> bool:
 def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
     # no copy in the dtype of the result
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
-        return staging_bytes(gpu, tensor, dims, result.itemsize, vector=_WIDE)
+        return staging_bytes(gpu, tensor, dims, result.itemsize, vector=WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
-    return *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
+    return *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
 
 
 # Source: cuda/ReduceNormKernel.cu.
@@ -265,36 +265,22 @@ def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     # largest entries, exponentials, and partial results
     copy = torch.empty_like(tensor, device="meta")
-    return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=_WIDE)
+    return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
 
 
-# Sources: Loss.cpp, cuda/Loss.cu.
-def _losses(reduced_in_place: bool) -> Callable:
-    """Returns a function for TEMPORARIES, for a loss that is reduced. Its entries' losses are a temporary, or they are
-    in the result's storage if `reduced_in_place`."""
-
-    def temporaries(gpu: Gpu, result, input, target, *_, **__):
-        if result.dim():
-            return ()
-        losses = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=result.dtype, device="meta")
-        sums = staging_bytes(gpu, losses, None, result.itemsize, vector=_WIDE)
-        return (result.itemsize if reduced_in_place else losses.numel() * losses.itemsize), *sums
-
-    return temporaries
-
-
-# Source: Loss.cpp.
-def _losses_of_logits(gpu: Gpu, result, input, target, weight=None, positive=None, *_, **__):
-    weights = () if positive is None else _bytes(positive)  # the classes' weights less one
-    if result.dim():
-        return *_bytes(input), *weights
-    sums = staging_bytes(gpu, input, None, result.itemsize, vector=_WIDE)  # after the weights
-    return *_bytes(input, input), *max(weights, sums, key=sum)  # logarithms of sigmoids, and losses
-
-
-# Source: Loss.cpp.
-def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
-    return _bytes(input, input)  # products that become the exponential
+# Source: Linear.cpp, whose loop over one dimension multiplies slices.
+def _trilinear(gpu: Gpu, result, first, second, third, expand1, expand2, expand3, summed, unrolled=1):
+    slices = []
+    for tensor, places in ((first, expand1), (second, expand2), (third, expand3)):
+        shape = list(tensor.shape)
+        for place in sorted(places):
+            shape.insert(place, 1)
+        shape[unrolled] = 1
+        slices.append(shape)
+    product = [max(sizes) for sizes in zip(*slices[:2], strict=True)]
+    product = [1 if dim in summed and dim in expand3 else size for dim, size in enumerate(product)]
+    both = [1 if dim in summed else max(sizes) for dim, sizes in enumerate(zip(product, slices[2], strict=True))]
+    return math.prod(product) * first.itemsize, math.prod(both) * first.itemsize
 
 
 # Source: cuda/Im2Col.cu.
@@ -329,14 +315,9 @@ TEMPORARIES: dict[torch._ops.OpOverload, Callable] = {
     _aten.amax.default: _extreme,
     _aten.amin.default: _extreme,
     _aten.logsumexp.default: _log_sum_exp,
-    _aten.mse_loss.default: _losses(reduced_in_place=False),
-    _aten.smooth_l1_loss.default: _losses(reduced_in_place=False),
-    _aten.huber_loss.default: _losses(reduced_in_place=False),
-    _aten.binary_cross_entropy.default: _losses(reduced_in_place=True),
-    _aten.binary_cross_entropy_with_logits.default: _losses_of_logits,
-    _aten.soft_margin_loss.default: _losses(reduced_in_place=True),
-    _aten.soft_margin_loss_backward.default: _soft_margin_backward,
+    **LOSSES,
     _aten.im2col.default: _unfold,
+    _aten._trilinear.default: _trilinear,
     **{
         getattr(packet, overload): matrix_product
         for packet in MATRIX_PRODUCTS

@@ -133,6 +133,12 @@ def losses(gpu: Gpu, dtype: torch.dtype) -> Iterator[Call]:
                 yield call(logits, x, target, None, weights, reduction)
             gradient = torch.empty_like(x) if reduction == 0 else torch.empty((), dtype=dtype, device=META)
             yield call(aten.soft_margin_loss_backward.default, gradient, x, target, reduction)
+    rows, weight = meta(512, 64, dtype=dtype), meta(16, 64, 64, dtype=dtype)
+    gradient = meta(512, 16, dtype=dtype)
+    yield call(aten._trilinear.default, rows, weight, rows, [1, 3], [0], [1, 2], [2, 3])
+    yield call(aten._trilinear.default, gradient, weight, rows, [2, 3], [0], [1, 2], [1, 3])
+    yield call(aten._trilinear.default, rows, gradient, rows, [1, 3], [2, 3], [1, 2], [0])
+    yield call(aten._trilinear.default, rows, weight, gradient, [1, 3], [0], [2, 3], [1, 2])
     yield call(aten.im2col.default, meta(2, 3, 64, 64, dtype=dtype), [3, 3], [1, 1], [0, 0], [1, 1])
     for numbers in (16, 100, 2000):
         table, values = meta(64, 1024, dtype=dtype), meta(numbers, 1024, dtype=dtype)

@@ -90,6 +90,7 @@ for _name, _of in (
     ("permutation", lambda x: x[torch.randperm(16, device=CUDA)]),
     ("mish", F.mish),
     ("logsigmoid", F.logsigmoid),
+    ("bilinear", lambda x: F.bilinear(x[0], x[1], x[:8])),
     ("unfold", lambda x: F.unfold(x[:8][None], 3)),
     ("solve_triangular", lambda x: torch.linalg.solve_triangular(x, x, upper=True)),
     ("inv", torch.linalg.inv),
@@ -100,6 +101,7 @@ for _name, _of in (
 for _name, _make, _shape, _call in (
     ("GRUCell", partial(nn.GRUCell, 256, 256), (512, 256), lambda m, x: m(x)),
     ("LSTMCell", partial(nn.LSTMCell, 256, 256), (512, 256), lambda m, x: m(x)[0]),
+    ("Bilinear", partial(nn.Bilinear, 64, 64, 16), (512, 64), lambda m, x: m(x, x)),
     ("RNNCell", partial(nn.RNNCell, 256, 256), (512, 256), lambda m, x: m(x)),
 ):
     PROGRAMS[_name] = partial(_step, _make, _shape, False, _call)

@@ -1,0 +1,54 @@
+"""Computes the temporaries of losses on CUDA (temporaries.py). Sources are below aten/src/ATen/native."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowmem.cudasim.reductions import WIDE, Gpu, staging_bytes
+
+_aten = torch.ops.aten
+
+
+def _bytes(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+# Sources: Loss.cpp, cuda/Loss.cu.
+def _losses(reduced_in_place: bool) -> Callable:
+    """Returns a function for TEMPORARIES, for a loss that is reduced. Its entries' losses are a temporary, or they are
+    in the result's storage if `reduced_in_place`."""
+
+    def temporaries(gpu: Gpu, result, input, target, *_, **__):
+        if result.dim():
+            return ()
+        losses = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=result.dtype, device="meta")
+        sums = staging_bytes(gpu, losses, None, result.itemsize, vector=WIDE)
+        return (result.itemsize if reduced_in_place else losses.numel() * losses.itemsize), *sums
+
+    return temporaries
+
+
+# Source: Loss.cpp.
+def _losses_of_logits(gpu: Gpu, result, input, target, weight=None, positive=None, *_, **__):
+    weights = () if positive is None else _bytes(positive)  # the classes' weights less one
+    if result.dim():
+        return *_bytes(input), *weights
+    sums = staging_bytes(gpu, input, None, result.itemsize, vector=WIDE)  # after the weights
+    return *_bytes(input, input), *max(weights, sums, key=sum)  # logarithms of sigmoids, and losses
+
+
+# Source: Loss.cpp.
+def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
+    return _bytes(input, input)  # products that become the exponential
+
+
+LOSSES: dict[torch._ops.OpOverload, Callable] = {
+    _aten.mse_loss.default: _losses(reduced_in_place=False),
+    _aten.smooth_l1_loss.default: _losses(reduced_in_place=False),
+    _aten.huber_loss.default: _losses(reduced_in_place=False),
+    _aten.binary_cross_entropy.default: _losses(reduced_in_place=True),
+    _aten.binary_cross_entropy_with_logits.default: _losses_of_logits,
+    _aten.soft_margin_loss.default: _losses(reduced_in_place=True),
+    _aten.soft_margin_loss_backward.default: _soft_margin_backward,
+}
