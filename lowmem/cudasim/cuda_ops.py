@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lowmem.cudasim import fused
+from lowmem.cudasim import meta_kernels
 from lowmem.cudasim.autocast import narrowed
 from lowmem.cudasim.gpus import Capability
 from lowmem.units import KIB, MIB
@@ -53,8 +53,8 @@ class CudaFunctions(TorchFunctionMode):
             F.softmax: lambda input, dim=None, _stacklevel=3, dtype=None: _softmax(input, dim, dtype),
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
-            torch.gru_cell: fused.gru_cell,
-            torch.lstm_cell: fused.lstm_cell,
+            torch.gru_cell: meta_kernels.gru_cell,
+            torch.lstm_cell: meta_kernels.lstm_cell,
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from lowmem.cudasim.autocast import autocast_simulated
 from lowmem.cudasim.device_model import DeviceModel, gpu_model
-from lowmem.cudasim.fused import fused_on_meta
 from lowmem.cudasim.gpus import card_named
+from lowmem.cudasim.meta_kernels import fused_on_meta
 from lowmem.cudasim.recorder import Recorder
 from lowmem.cudasim.saving import nothing_saved
 from lowmem.cudasim.tape import under_cap

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem.cudasim.cuda_ops import CUBLAS_OPERATORS, CudaFunctions, allocated, attention_kernel, workspace_bytes
-from lowmem.cudasim.fused import fused_on_meta
+from lowmem.cudasim.meta_kernels import fused_on_meta
 from lowmem.cudasim.temporaries import hidden_bytes
 from lowmem.units import MIB
 
