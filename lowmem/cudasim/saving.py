@@ -1,15 +1,14 @@
 """Keeps code that runs without data from writing files of weights: it would replace the user's own files."""
 
-import builtins
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lowmem.errors import InputError
 
@@ -18,20 +17,22 @@ from lowmem.errors import InputError
 def nothing_saved() -> Iterator[None]:
     """Makes torch.save and save_pretrained inside `with` raise InputError, before they write, if tensors have no
     data."""
-    save, open_file = torch.save, builtins.open
+    save, save_pretrained = torch.save, PreTrainedModel.save_pretrained
 
     def saved(obj, *args, **kwargs):
         _Searched(_Nowhere()).dump(obj)
         return save(obj, *args, **kwargs)
 
-    def opened(file, mode="r", *args, **kwargs):
-        if set(mode) & set("wxa+"):
-            _refuse_models()
-        return open_file(file, mode, *args, **kwargs)
+    def saved_pretrained(model, *args, **kwargs):  # would write config.json before it fails for the weights
+        if any(parameter.is_meta for parameter in model.parameters()):
+            _refuse()
+        return save_pretrained(model, *args, **kwargs)
 
-    with patch.object(torch, "save", saved), patch.object(torch.serialization, "save", saved):
-        with patch.object(builtins, "open", opened):
-            yield
+    with (
+        patch.object(torch, "save", saved), patch.object(torch.serialization, "save", saved),
+        patch.object(PreTrainedModel, "save_pretrained", saved_pretrained),
+    ):  # fmt: skip
+        yield
 
 
 class _Nowhere:
@@ -48,17 +49,6 @@ class _Searched(pickle.Pickler):
         if obj.is_meta if isinstance(obj, Tensor) else obj.device.type == "meta":
             _refuse()
         return int, ()
-
-
-def _refuse_models() -> None:
-    # save_pretrained writes the model's settings first, then its weights.
-    frame = sys._getframe(2)
-    while frame is not None:
-        model = frame.f_locals.get("self")
-        if frame.f_code.co_name == "save_pretrained" and isinstance(model, nn.Module):
-            if any(parameter.is_meta for parameter in model.parameters()):
-                _refuse()
-        frame = frame.f_back
 
 
 def _refuse() -> NoReturn:

@@ -155,13 +155,11 @@ class SimulatedStep:
 
 
 def record_step(
-    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *,
-    whole_first_step: bool = False,
+    decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
-    """Simulates an evaluation and a few training steps of `case`. `known`: dict that caches executed operations, for
-    one decoder, sequence length, dtype and target; None: no cache. With `whole_first_step`, reserved bytes are exact.
-    The decoder's parameters become meta tensors. Raises ValueError if the decoder was made for other kernels than the
-    target's."""
+    """Simulates an evaluation and a few training steps of `case`. `known`: a cache of operations for one decoder,
+    sequence length, dtype and target. With `whole_first_step`, reserved bytes are exact. Makes the decoder's parameters
+    meta tensors. Raises ValueError if the decoder was made for other kernels than the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})
@@ -170,7 +168,7 @@ def record_step(
     if case.mesh.count > 1:
         rates = None if target.copies is None else case.mesh.rates(target.copies, target.link)
         ranks = SimulatedRanks(case.mesh, recorder, rates)
-    # The thousands of operations that make a store are not recorded. The tensors that they leave are noted below.
+    # Making a store is thousands of operations. They are not recorded; the tensors that they leave are noted below.
     store = Store(
         decoder, META, case.dtype, case.optimizer, case.layout, _never_touched, _never_touched, ranks or Ranks()
     )
@@ -203,8 +201,7 @@ def record_step(
         batch = batch_of_zeros(case, case.batch)
         if case.lengths is not None:
             batch = replace(batch_of_zeros(case, len(case.lengths)), lengths=torch.tensor(case.lengths))
-        # A disk is still busy with late writes of earlier steps. Only a step after two with copies of all states is
-        # like later ones.
+        # A disk is still busy with late writes of earlier steps, except after two steps with copies of all states.
         for _ in range(2 if layout.states_on_disk and copies is not None else 0):
             step(batch, 1, 1e-4)
         waits = [each for each in (copies, ranks) if each is not None]
