@@ -578,7 +578,7 @@ def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
     load_checkpoint(checkpoint, store, identity)
     changed = identity | {"batch": 32, "schedule": "linear", "clip_norm": None, "data": "bb"}
     sentence = refused(checkpoint, store, changed)
-    assert "--batch 64 -> 32; --schedule cosine -> linear; --clip-norm 1.0 -> null" in sentence
+    assert "--batch 64 -> 32; --schedule cosine -> linear; --clip-norm 1.0 -> 0" in sentence
     assert "the data, their weights or the tokenizer have changed" in sentence
     assert "--lr" not in sentence and "--seed" not in sentence and "--steps" not in sentence
     assert "--optimizer is missing" in refused(checkpoint, store, identity | {"optimizer": "sgd"})
