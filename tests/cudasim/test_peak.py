@@ -197,10 +197,10 @@ def test_the_default_device_of_the_code_ends_with_it():
     def run():
         torch.set_default_device("cuda")
         assert torch.ones(256, 1024).is_cuda
-        raise ValueError
+        raise ValueError("of the code")
 
     for _ in range(2):
-        with pytest.raises(ValueError, match=""):
+        with pytest.raises(ValueError, match="of the code"):
             lowmem.cuda_peak(run)
         assert torch.get_default_device() == torch.device("cpu") == torch.ones(1).device
     torch.set_default_device("meta")

@@ -122,6 +122,23 @@ def test_with_cuda_initialised_there_is_no_fork(monkeypatch):
         assert aside(os.getpid) == os.getpid()
 
 
+def test_threads_that_end_meanwhile_are_no_error(monkeypatch):
+    """While their names are read, to find those of autograd, with which no fork is safe."""
+    read = Path.read_text
+    ended = []
+
+    def gone(path, *arguments, **keywords):
+        if path.name == "comm" and not ended:
+            ended.append(path)
+            raise ProcessLookupError(3, "No such process")
+        return read(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    with process_aside() as aside:
+        assert aside(os.getpid) != os.getpid()
+    assert ended
+
+
 def test_it_is_gone_when_nothing_was_asked_of_it_and_when_the_process_that_made_it_is(tmp_path):
     """In a script without a guard, whose process is killed while the other one works."""
     script = tmp_path / "script.py"
