@@ -103,6 +103,8 @@ def autocast_simulated() -> Iterator[None]:
             yield
         finally:
             enabled("cuda", before)
+            if not before:  # code that uses no `with` may have left copies
+                clear()
 
 
 def narrowed(value):

@@ -112,5 +112,12 @@ def test_recurrent_networks_are_refused_by_name_under_autocast(module):
 
 
 def test_autocast_switched_on_for_good_ends_with_the_simulation():
-    lowmem.cuda_peak(lambda: torch.set_autocast_enabled("cuda", enabled=True) or torch.ones(1, device="cuda"))
+    weight = meta(64, 64, grad=True)
+
+    def run():
+        torch.set_autocast_enabled("cuda", enabled=True)
+        return F.linear(torch.ones(64, 64, device="cuda"), weight)
+
+    lowmem.cuda_peak(run)
+    assert not autocast._copies, "the weight's bf16 copy"
     assert not torch.is_autocast_enabled("cuda") and F.linear(meta(2, 2), meta(2, 2)).dtype is torch.float32
