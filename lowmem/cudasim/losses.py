@@ -3,15 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from lowmem.cudasim.reductions import WIDE, Gpu, staging_bytes
+from lowmem.cudasim.reductions import WIDE, Gpu, bytes_each, staging_bytes
 
 _aten = torch.ops.aten
-
-
-def _bytes(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 # Sources: Loss.cpp, cuda/Loss.cu.
@@ -31,16 +26,16 @@ def _losses(reduced_in_place: bool) -> Callable:
 
 # Source: Loss.cpp.
 def _losses_of_logits(gpu: Gpu, result, input, target, weight=None, positive=None, *_, **__):
-    weights = () if positive is None else _bytes(positive)  # the classes' weights less one
+    weights = () if positive is None else bytes_each(positive)  # the classes' weights less one
     if result.dim():
-        return *_bytes(input), *weights
+        return *bytes_each(input), *weights
     sums = staging_bytes(gpu, input, None, result.itemsize, vector=WIDE)  # after the weights
-    return *_bytes(input, input), *max(weights, sums, key=sum)  # logarithms of sigmoids, and losses
+    return *bytes_each(input, input), *max(weights, sums, key=sum)  # logarithms of sigmoids, and losses
 
 
 # Source: Loss.cpp.
 def _soft_margin_backward(gpu: Gpu, result, gradient, input, *_, **__):
-    return _bytes(input, input)  # products that become the exponential
+    return bytes_each(input, input)  # products that become the exponential
 
 
 LOSSES: dict[torch._ops.OpOverload, Callable] = {

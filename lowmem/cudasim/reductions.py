@@ -21,6 +21,11 @@ _FEWEST_VALUES, _MOST_VALUES = 16, 256  # per thread
 _MOST_VECTOR = 4  # outputs per thread
 
 
+def bytes_each(*tensors: Tensor) -> tuple[int, ...]:
+    """Returns the bytes of each tensor's elements."""
+    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
 class _Loop(NamedTuple):
     size: int
     stride: int  # of the input, in entries

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 from lowmem.cudasim.cuda_ops import MATRIX_PRODUCTS
 from lowmem.cudasim.losses import LOSSES
-from lowmem.cudasim.reductions import WIDE, Gpu, staging_bytes
+from lowmem.cudasim.reductions import WIDE, Gpu, bytes_each, staging_bytes
 from lowmem.units import round_up
 
 _aten = torch.ops.aten
@@ -30,16 +30,12 @@ def hidden_bytes(func, args: tuple, kwargs: dict, result, gpu: Gpu) -> tuple[int
     return tuple(size for size in TEMPORARIES[func](gpu, result, *args, **kwargs) if size)
 
 
-def _bytes(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
 # --- attention: query [B, H, T, D], key and value [B, H or fewer, T, D]
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
     # Attention's backward copies a tensor unless it is stored in memory as [B, T, H, D].
-    return _bytes(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
+    return bytes_each(*(tensor for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()))
 
 
 def _ungrouped(query, key, value) -> tuple[int, ...]:
@@ -168,7 +164,7 @@ def _softmax_backward(gpu: Gpu, result, gradient, output, *_, **__):
 # Sources: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
 def _embedding_backward(gpu: Gpu, result, gradient, indices, words, *_, **__):
     lookups = indices.numel()
-    copy = () if gradient.is_contiguous() else _bytes(gradient)
+    copy = () if gradient.is_contiguous() else bytes_each(gradient)
     if lookups <= 3072:
         return copy
     runs = min(lookups, words)
@@ -191,7 +187,7 @@ def _norm_backward(weights: int) -> Callable:
         blocks = min(64 * 1024 // 2 // -(-columns // 32), -(-rows // 32))
         sums = gradient.new_empty(blocks, columns, device="meta")
         sum_of_sums = columns * gradient.itemsize  # takes the place of a result
-        return *_bytes(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=WIDE)
+        return *bytes_each(sums) * weights, sum_of_sums, *staging_bytes(gpu, sums, (0,), gradient.itemsize, vector=WIDE)
 
     return temporaries
 
@@ -229,7 +225,7 @@ def _index_put(gpu: Gpu, result, tensor, indices, values, accumulate=False, *_, 
 def matrix_product(gpu: Gpu, result, *matrices: Tensor, **_):
     """Returns the bytes of the copies that a matmul makes of matrices with gaps in both rows and columns. Source:
     cuda/Blas.cpp, prepare_matrix_for_cublas."""
-    return _bytes(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
+    return bytes_each(*(matrix for matrix in matrices if matrix.dim() > 1 and not _fits_cublas(matrix)))
 
 
 def _fits_cublas(matrix: Tensor) -> bool:
@@ -248,7 +244,7 @@ def _sum(gpu: Gpu, result, tensor, dims=None, *_, **__):
     if tensor.dtype is result.dtype or (tensor.dtype in _16_BIT and result.dtype is torch.float32):
         return staging_bytes(gpu, tensor, dims, result.itemsize, vector=WIDE)
     copy = torch.empty_like(tensor, dtype=result.dtype, device="meta")
-    return *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
+    return *bytes_each(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
 
 
 # Source: cuda/ReduceNormKernel.cu.
@@ -265,7 +261,7 @@ def _extreme(gpu: Gpu, result, tensor, dims=None, *_, **__):
 def _log_sum_exp(gpu: Gpu, result, tensor, dims, *_, **__):
     # largest entries, exponentials, and partial results
     copy = torch.empty_like(tensor, device="meta")
-    return *_bytes(result), *_bytes(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
+    return *bytes_each(result), *bytes_each(copy), *staging_bytes(gpu, copy, dims, result.itemsize, vector=WIDE)
 
 
 # Source: Linear.cpp, whose loop over one dimension multiplies slices.
@@ -285,7 +281,7 @@ def _trilinear(gpu: Gpu, result, first, second, third, expand1, expand2, expand3
 
 # Source: cuda/Im2Col.cu.
 def _unfold(gpu: Gpu, result, input, *_, **__):
-    return _bytes(input)  # an output that is too small
+    return bytes_each(input)  # an output that is too small
 
 
 # Their temporaries are made before the result.
