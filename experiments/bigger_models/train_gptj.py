@@ -2,8 +2,8 @@
 
 In GiB (2**30 bytes), for N parameters and a batch of 64 x 1,024 tokens:
 
-    working weights, bf16      2 N    11.27   most in RAM, brought over two blocks at a time
-    gradients, fp32            4 N    22.54   in RAM until their updates, for they are clipped
+    working weights, bf16      2 N    11.27   most in RAM, copied to the GPU two blocks at a time
+    gradients, fp32            4 N    22.54   in RAM until their updates, because they are clipped
     Adam's m and v, fp32       8 N    45.08   in RAM, or with --states-folder DIR on a disk
     low half of the weights    2 N    11.27   there, too
 
@@ -23,11 +23,11 @@ from lowmem.settings import Settings
 from lowmem.units import GIB
 
 # On the GPU, in GiB, for 28 blocks of width 4,096:
-# two segments of two blocks     2 x 2 x 2 x 201,355,264     1.50   one computes, one comes
-# their gradients, fp32          4 x 2 x 201,355,264         1.50   beside those of the segment above
-# boundaries, fp32               64 x 1,024 x 4,096 x 4      1.00   a segment's input; of each that is still to go back
-# boundary gradients, fp32       the same                    1.00   of one segment at a time
-# a vocabulary's matrix          2 x 50,400 x 4,096          0.38   two of them: GPT-J's head is not its embedding
+# two segments of two blocks     2 x 2 x 2 x 201,355,264     1.50   one computes while the other arrives
+# a segment's gradients, fp32    4 x 2 x 201,355,264         1.50   next to those of the segment above
+# a segment's input, fp32        64 x 1,024 x 4,096 x 4      1.00   stays until that segment's backward
+# gradients of an input, fp32    the same                    1.00   exist for one segment at a time
+# a vocabulary's matrix          2 x 50,400 x 4,096          0.38   exists twice: GPT-J's head is not its embedding
 SETTINGS = Settings(model="EleutherAI/gpt-j-6b", out="runs/gpt-j-6b", gpu_limit_bytes=24 * GIB)
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ from lowmem.planning.simulations import Simulations
 from lowmem.units import GIB, MIB
 
 MOST_ALLOCATED_ERROR, MOST_MEDIAN_ERROR, MOST_RESERVED_ERROR, MOST_BELOW = 0.01, 0.005, 0.03, 0.005
-MOST_SLOWER = 1.05  # the choice's seconds / the fastest layout's
-CHOICE_LIMIT_BYTES = 4 * GIB  # too little for the fastest layout without a cap
-RESOLUTION_BYTES = 8 * MIB  # of the measured smallest cap
-SEARCH_SECONDS = 100.0  # planned for the bisection; all other work takes less than the floor of the limit
-DIAGNOSES = 4  # layouts that run again, to list memory at the peak
-STEPS, TIMED_STEPS = 3, 12  # the first two of each are not timed
+MOST_SLOWER = 1.05  # the planner's choice may take this many times the seconds of the fastest layout
+# The cap excludes the layout that is fastest without a cap.
+CHOICE_LIMIT_BYTES = 4 * GIB
+RESOLUTION_BYTES = 8 * MIB  # the search for the smallest cap stops at this distance
+SEARCH_SECONDS = 100.0  # the time planned for that search; other work fits into the least time of a job
+DIAGNOSES = 4  # so many layouts run again, and list the memory at their peak
+STEPS, TIMED_STEPS = 3, 12  # the first two steps of each layout are not timed
 
 
 @dataclass(frozen=True)

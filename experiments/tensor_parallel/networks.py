@@ -1,8 +1,8 @@
-"""The networks on images, in ordinary PyTorch.
+"""Defines the networks for images of digits, in plain PyTorch.
 
-mlp        pairs of dense layers on images of digits
-mlp-norm   the same, with layer norms and batch norms
-resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385) on the digits, enlarged to 64 x 64 pixels
+mlp        pairs of dense layers
+mlp-norm   the same with layer norms and batch norms
+resnet     ResNet-50 (He et al. 2015, arXiv 1512.03385); it gets the images enlarged to 64 x 64 pixels
 """
 
 from collections.abc import Callable

@@ -16,9 +16,11 @@ from lowmem.core.decoder import Decoder
 from lowmem.core.dry_run import agrees, is_ours, look_at_blocks
 from lowmem.core.kernels import operators  # noqa: F401  defines torch.ops.lowmem
 
-LAYERS = ("gate_proj", "up_proj", "down_proj")  # names of the linear layers of a gated MLP
-MOST_PROGRAMS, LEAST_ROWS = 256, 32  # most Triton programs that share a column's sum; fewest rows of each
-_NAMES = ("gelu", "silu", "swish")  # an activation's class has one of these in its name
+# A gated MLP has linear layers of these names. An activation's class has one of _NAMES in its own.
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+_NAMES = ("gelu", "silu", "swish")
+# At most this many Triton programs add up a column. Each of them adds up at least this many rows.
+MOST_PROGRAMS, LEAST_ROWS = 256, 32
 
 
 @dataclass(frozen=True)
