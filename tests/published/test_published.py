@@ -27,7 +27,7 @@ ROWS = Path(__file__).resolve().parents[2] / "experiments/gpu_acceptance/results
 WORST_MEDIANS = {
     "A100 fp32, forward": 0.05, "A100 fp32, forward and backward": 0.05, "A100 fp32, whole step": 0.06,
     "A100 bf16 autocast, whole step": 0.07, "H200 Llama-3.2-1B bf16, whole step": 0.03,
-    "A100 nanoGPT bf16 autocast, whole step": 0.11, "A100-80GB build-nanogpt fp32, whole step": 0.06,
+    "A100 nanoGPT bf16 autocast, whole step": 0.12, "A100-80GB build-nanogpt fp32, whole step": 0.06,
     "A100-80GB build-nanogpt bf16 autocast, whole step": 0.2, "RTX 3090 Ti gpt2-medium bf16 autocast, whole step": 0.09,
     "RTX 5090 fp32, whole step": 0.2, "RTX 5090 fp32, forward": 0.05,
     "A100-80GB bf16 autocast, forward and backward": 0.07, "RTX 3090 book's GPT fp32, whole step": 0.07,
