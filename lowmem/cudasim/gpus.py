@@ -23,6 +23,9 @@ MEMORY_SHARE = 0.8  # of the bandwidth; assumed. Copies reach 0.89 (mli/transfor
 EMULATED_SHARE = 0.5  # bf16 without bf16 units, of the fp32 rate: P40 0.5, 1080 Ti 0.5, P100 0.7 (measured)
 # Share of one direction's speed while both copy: nvbandwidth saw 0.90 (gen3), 0.49 to 0.71 (gen4), 0.9 (gen5).
 DUPLEX_SHARE = 0.85
+# Bytes per second of a PC's RAM, for both directions together: 0.78 of two channels of DDR5-5600 (89.6e9); assumed. A
+# server has more channels: there an RTX 5090 copies 51e9 in and out at once (tinygrad/open-gpu-kernel-modules#29).
+PC_RAM_BYTES_PER_SECOND = 70e9
 # Share of one direction's speed by NVLink's data sheet: eight H100s gather at 360 of 450 GB/s (NVIDIA/nccl-tests#326).
 NVLINK_SHARE = 0.8
 # Bytes per second of a page-locked copy over 16 lanes, without other traffic: 12.4, 25 to 26, 55 to 57 GB/s were seen.
@@ -113,7 +116,8 @@ class Card:
     @property
     def copy_bytes_per_second(self) -> float:
         """Returns the bytes per second of page-locked copies in each direction of the PCIe bus, if both are busy."""
-        return self.bus_bytes_per_second * DUPLEX_SHARE
+        both = self.bus_bytes_per_second * DUPLEX_SHARE
+        return min(both, PC_RAM_BYTES_PER_SECOND / 2) if self.reported_names[0].startswith("GeForce") else both
 
     def sustained_flops(self, dtype: "torch.dtype") -> float:
         """Returns the FLOP/s that large matmuls of `dtype` reach. Any dtype but fp16 and bf16 counts as fp32."""

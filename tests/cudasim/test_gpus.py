@@ -10,8 +10,10 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from lowmem.cudasim.gpus import (
     CARDS,
+    DUPLEX_SHARE,
     EMULATED_SHARE,
     MULTIPROCESSORS,
+    PC_RAM_BYTES_PER_SECOND,
     Card,
     Rate,
     card_named,
@@ -83,6 +85,13 @@ def test_a_card_is_plausible(card):
     assert 0.9e9 < card.rates["fp32"].peak / (2 * units * card.multiprocessors) < 2.7e9
     assert card.copy_bytes_per_second < card.bus_bytes_per_second < card.memory_bytes_per_second
     assert card.source and isinstance(hash(card), int)
+
+
+def test_copies_in_both_directions_are_no_faster_than_the_ram_of_a_pc():
+    """PCIe 5 with 16 lanes would be faster than two channels of DDR5. Servers have more channels."""
+    shares = {name: CARDS[name].copy_bytes_per_second / CARDS[name].bus_bytes_per_second for name in CARDS}
+    assert 2 * CARDS["rtx5090"].copy_bytes_per_second == PC_RAM_BYTES_PER_SECOND < 89.6e9  # of DDR5-5600
+    assert shares["rtx3090"] == shares["rtx4090"] == shares["rtx5060"] == shares["h100"] == DUPLEX_SHARE
 
 
 def test_the_peaks_are_those_of_nvidias_whitepapers():
