@@ -34,7 +34,7 @@ def option_name(name: str) -> str:
 
 
 def each(specs: Specs | None) -> tuple[str, ...]:
-    """Returns the texts of an option that may be given several times; () for None."""
+    """Returns the values of an option that may be given several times, as a tuple; () for None."""
     return (specs,) if isinstance(specs, str) else specs or ()
 
 

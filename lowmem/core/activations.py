@@ -154,8 +154,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replaces the forward of activations and gated MLPs in the blocks of `decoder`, if only linear layers read their
-    output. These layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
+    """Makes the blocks of `decoder` save the inputs of activations for backward, not their outputs. Skips an activation
+    if anything but a linear layer reads its output. Linear layers must be FusedProducts already (layers.py). `dtype`:
+    the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

@@ -14,8 +14,9 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Handles the gradients of one backward pass as they become final (fully summed), from the head to the embeddings.
-    `norms_of`: returns the gradient norms [pieces] of a part (a unit's matrices or vectors)."""
+    """Stores, frees or applies the gradients of a backward pass once they are final (fully summed): first those of
+    the head, last those of the embeddings. `norms_of`: returns the gradient norms [pieces] of a part (a unit's matrices
+    or vectors)."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -37,8 +38,9 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Handles the gradients of unit `lowest` (0: the embeddings, i: block i - 1) and all later units, which must be
-        final. Raises UpdateInterrupted if a gradient to be applied is not finite."""
+        """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of later units, whose
+        gradients must be final. Stores, frees or applies these gradients, as `fate` says. Raises UpdateInterrupted if
+        one to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]
@@ -60,7 +62,7 @@ class FinalGradients:
             self._updates.run_until(self._updates.units - lowest)
 
     def end(self) -> float:
-        """Handles the remaining gradients. Returns the norm of all gradients over all ranks."""
+        """Does `finish` for the units that are left. Returns the norm of all gradients over all ranks."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

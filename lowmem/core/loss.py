@@ -83,7 +83,8 @@ def linear_cross_entropy(
 def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the losses [C] of one chunk, and `scale` times the gradient for its logits, [C, V] fp32."""
+    """Computes the loss with PyTorch's separate operators. Returns the losses [C] of one chunk, and `scale` times the
+    gradient for its logits, [C, V] fp32, or None if `scale` is None."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on

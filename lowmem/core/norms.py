@@ -142,7 +142,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
-    """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0."""
+    """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0. The mask's seed is `seeds[number]`."""
     x = x.contiguous()
     y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: `drop` may be left out (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)

@@ -42,7 +42,8 @@ _active: "OperationRecorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`, also in each repeat of a recording, which does not repeat the operations inside."""
+    """Calls `function(*arguments)`. If operations are being recorded, records this call instead of the operations
+    inside. So each repeat calls `function` again."""
     if _active is None:
         function(*arguments)
     else:

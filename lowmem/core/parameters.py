@@ -170,8 +170,8 @@ class Part:
 
 
 class Store:
-    """Holds all weights, gradients and optimizer states of a decoder, whose parameters become views of the weights, or
-    NaN while these are elsewhere."""
+    """Holds all weights, gradients and optimizer states of a decoder. Its parameters become views of the weights, or
+    NaN while the weights are in RAM or on other ranks."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Makes meta tensors use the operators that PyTorch uses on CUDA, and computes the workspaces of matmuls.
 
 On CUDA some functions are fused operators, which save other tensors for backward. Each function names its source below
-aten/src/ATen, and the version read: 2.13, "recent" (close to it) or "main" (newer). A test compares all replaced
-functions with PyTorch 2.14.1's CUDA build.
+aten/src/ATen, and the version read: a number, "near 2.13" or "main branch". A test compares all replaced functions
+with PyTorch 2.14.1's CUDA build.
 """
 
 import functools
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 _16_BIT = (torch.float16, torch.bfloat16)
 # Matrix products, each with the index of its first factor among the arguments.
 MATRIX_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1, _aten.baddbmm_: 1}
-# All operators that use a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (recent).
+# All operators that use a cuBLAS or cuBLASLt handle: cuda/Blas.cpp (near 2.13).
 CUBLAS_OPERATORS = {
     getattr(packet, overload)
     for packet in (
@@ -77,7 +77,7 @@ def attention_kernel(
     torch_version: tuple[int, int] = (2, 13),
 ) -> str:  # fmt: skip
     """Returns the kernel that scaled_dot_product_attention chooses on CUDA: "flash" if it supports these arguments,
-    else "efficient" if that does, else "math". Sources: native/transformers/cuda/sdp_utils.cpp (main) and
+    else "efficient" if that does, else "math". Sources: native/transformers/cuda/sdp_utils.cpp (main branch) and
     sdp_utils_cpp.h (2.13 and 2.14)."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.shape[0] != query.shape[0] or t.numel() == 0 for t in tensors):
@@ -116,7 +116,8 @@ def attention_kernel(
 
 
 def _attention(chosen, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Runs the kernel that `chosen` (attention_kernel) returns. Source: native/transformers/attention.cpp (recent)."""
+    """Runs the kernel that `chosen` (attention_kernel) returns. Source: attention.cpp in native/transformers (near
+    2.13)."""
     if not _without_data(query):
         return NotImplemented
     query, key, value, attn_mask = map(narrowed, (query, key, value, attn_mask))
@@ -148,8 +149,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa):
-    """Computes attention from single operators, as attention.cpp (recent) does on CUDA. Frees tensors in the order of
-    the C++ code."""
+    """Computes attention from single operators, as attention.cpp (near 2.13) does on CUDA. Frees tensors in the order
+    of the C++ code."""
     dtype = query.dtype
     if dtype in _16_BIT:
         query, key, value = query.float(), key.float(), value.float()
@@ -183,7 +184,7 @@ def _linear(input, weight, bias=None):
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):
-    """Runs dropout as on CUDA: as one operator that saves a mask of bools. Source: native/Dropout.cpp (recent)."""
+    """Runs dropout as on CUDA: as one operator that saves a mask of bools. Source: native/Dropout.cpp (near 2.13)."""
     # With `inplace`, the mask has the input's dtype.
     if not (_without_data(input) and training and not inplace and 0 < p < 1 and input.numel()):
         return NotImplemented
@@ -192,7 +193,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 def _softmax(input, dim, dtype=None):
     """Runs softmax with dtype=fp32 on fp16 inputs, which CUDA converts inside the kernel. Source: native/SoftMax.cpp
-    (main)."""
+    (main branch)."""
     if not (_without_data(input) and input.dtype is torch.float16 and dtype is torch.float32 and dim is not None):
         return NotImplemented
     return _aten._softmax(input, dim, True)

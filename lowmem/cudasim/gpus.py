@@ -93,12 +93,12 @@ class Card:
     capability: Capability
     multiprocessors: int
     rates: dict[str, Rate] = field(hash=False)  # by precision; a card without bf16 units has no "bf16"
-    memory_bytes_per_second: float  # by the data sheet; kernels reach `memory_share` of it
+    memory_bytes_per_second: float  # by the data sheet; kernels reach a share of it, `memory_share`
     bus_bytes_per_second: float  # of a page-locked copy if the other direction is idle
     reported_names: tuple[str, ...]  # by torch.cuda.get_device_name, without "NVIDIA"
     source: str
     memory_share: float = MEMORY_SHARE
-    measured: bool = True  # whether its shares were measured on such a card
+    measured: bool = True  # whether the shares in `rates` were measured on such a card, not assumed
     nvlink_bytes_per_second: float | None = None  # of one direction, by the data sheet; None if there is none
     cache_bytes: int = 0  # of the last-level cache; 0 if measurements show it no faster than memory
 

@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
 
     def note(self, tensor: Tensor, name: str | None = None) -> None:
         """Records the storage of `tensor` as allocated now, unless it is on the tape already. If `name` is None, it
-        gets the name that an allocation here would get."""
+        gets the name of a storage that the calling code allocates."""
         self._settle()
         storage = tensor.untyped_storage()
         if is_simulated(tensor) and storage._cdata not in self._numbers:

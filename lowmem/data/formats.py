@@ -177,9 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record that decides the data format (None if there are no records), and an iterator over all. This is
-    the first record with a value in a column that some format uses, or without such columns; after _MOST_BLANK records,
-    the last one."""
+    """Returns the record that decides the data format, and an iterator over all records. The record is the
+    first with a value in a column that some format uses, or without any such column. If the first _MOST_BLANK records
+    have none, it is the last of these. It is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)
@@ -282,7 +282,7 @@ def _filled(record: Record, column: str) -> str:
 
 
 def _history(record: Record) -> list[list[str]]:
-    """Returns a row's earlier turns as pairs [instruction, response]; CSV has JSON text."""
+    """Returns a row's earlier turns as pairs [instruction, response]. A CSV file has them as JSON text."""
     turns = record.columns.get("history")
     if isinstance(turns, str):
         turns = parse_within(turns, record.where, "history is") if turns.strip() else []

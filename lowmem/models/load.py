@@ -86,7 +86,7 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
 
 
 Owner = tuple[nn.Module, str]  # a module, and its name for a parameter
-Turn = tuple[PreTrainedModel, nn.Module]  # the innermost model around a module, which initializes it, and the module
+Turn = tuple[PreTrainedModel, nn.Module]  # to initialize a module: the model that does it (the innermost), the module
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
@@ -104,7 +104,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Owner]:
 
 
 def _turns(module: nn.Module, model: PreTrainedModel) -> Iterator[Turn]:
-    """Yields the Turn of `module` and of each submodule, children first."""
+    """Yields the Turn (initialization) of `module` and of each submodule, children first."""
     for child in module.children():
         yield from _turns(child, child if isinstance(child, PreTrainedModel) else model)
     yield model, module
@@ -119,8 +119,8 @@ def _initialize(model: PreTrainedModel, module: nn.Module) -> None:
 def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Initializes modules in the order of `turns`, and yields each parameter after the last turn that writes it. A
-    parameter has storage only from the first such turn. `written`: {parameter: range of indices in `turns`}."""
+    """Initializes one module in each of `turns`, and yields each parameter after the last turn that writes it. A
+    parameter has storage only from its first such turn on. `written`: {parameter: range from first to last turn}."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

@@ -38,8 +38,8 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` (how much blocks save for backward) with which layouts like `found` run out of memory. `found`
-    itself must run out in the model of the caching allocator."""
+    """Returns a `kept` (how much blocks save for backward), at most that of `found`. With it, the layout runs out of
+    memory in the model of the caching allocator, as `found` itself must."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)

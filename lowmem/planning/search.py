@@ -155,8 +155,8 @@ class Search:
         return fastest
 
     def fitting(self, column: Column) -> list[int]:
-        """Returns the numbers of units (mostly blocks) on the GPU with which some layout of `column` fits, in ascending
-        order."""
+        """Returns, in ascending order, how many units (mostly blocks) may be on the GPU. With each of these numbers,
+        some layout of `column` (a set of similar layouts) fits."""
         if column not in self._fitting:
             numbers = self._fitting_ram(column)
             self._fitting[column] = [units for units in numbers if self._fits(column, column.least_kept, units)]

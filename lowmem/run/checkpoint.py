@@ -40,8 +40,8 @@ _ADVICE |= {errno.EFBIG: "Raise the limit of the size of files (ulimit -f)"}
 
 
 class NotSaved(LowmemError):
-    """Says that a checkpoint could not be written. `args`: a sentence with the reason, and the beginning of a sentence
-    of advice."""
+    """Says that a checkpoint could not be written. `args`: the reason, and advice such as "Make the folder writable";
+    both without a full stop."""
 
     def __str__(self) -> str:
         reason, advice = self.args

@@ -110,8 +110,8 @@ def sample(
 ) -> str:  # fmt: skip
     """Returns "sample: " and a text, or "no sample: " and the reason. The text continues `prompt` by at most
     SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask `prompt` as a question.
-    `temperature`: 0 for the likeliest tokens. torch's random generators keep their states. `alone`: False to raise a
-    RuntimeError, because other ranks wait."""
+    `temperature`: 0 for the likeliest tokens. torch's random generators keep their states. `alone`: True if
+    no other rank waits for this one. If False, a RuntimeError is raised, not returned as the reason."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:

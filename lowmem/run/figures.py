@@ -66,7 +66,8 @@ def build_report(
     eval_first: float | None, exported_step: int | None = None,
 ) -> dict:  # fmt: skip
     """Returns the content of report.json, without the summary. `peaks`: {name: peak of memory in bytes, or None}.
-    `sequences_per_step`: --batch. `eval_first`, `exported_step`: as in `losses`."""
+    `sequences_per_step`: --batch. `eval_first`: the held-out loss before training, or None. `exported_step`: the step
+    of the exported weights, None for the last."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None  # the first step warms up
     # An earlier process of this run may have had the higher peak.

@@ -42,8 +42,8 @@ class Recovery:
         ram_refuses: Callable[[int, int], str | None] = lambda moving, moved: None,
     ):  # fmt: skip
         """Registers this object as the out-of-memory handler of `step`, unless several ranks train. `smaller_layouts`:
-        layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: why `moving` bytes of
-        optimizer states cannot move to RAM, or None. `moved`: bytes that would then have moved in all."""
+        layouts that take less memory, in the order to try. `ram_refuses(moving, moved)`: returns why `moving`
+        bytes of optimizer states cannot move to RAM, or None. `moved`: all bytes moved since the plan, with these."""
         self.number, self.measures = 0, []
         self._step, self._say, self._ram_refuses = step, say, ram_refuses
         self._planned = step.layout
@@ -211,7 +211,7 @@ def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
 
 
 def with_pageable_copies(plan: Plan) -> Plan:
-    """Returns `plan` with the step time for copies from pageable memory, without overlap."""
+    """Returns `plan` with the longer step time if copies use pageable memory: computing waits for every copy."""
     layout, held = plan.layout, plan.ram["train"]
     groups = math.ceil(plan.settings.batch / plan.ranks / (layout.micro_batch * layout.group))
     copied = 2 * (held.get("streamed_states", 0) + held.get("streamed_gradients", 0))

@@ -263,8 +263,9 @@ def largest_ulps(
     rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """Returns {weight or moment: largest error} of one update by `rule`, against optimizers.py on the CPU, in fp32
-    units in the last place of the old or new value. `dtype`: of the working weights."""
+    """Compares an optimizer update by `rule` on `device` with one by optimizers.py on the CPU. Returns {weight or
+    moment: largest error}, in fp32 units in the last place (ulps) of the larger of the old and new value. `dtype`: of
+    the working weights."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

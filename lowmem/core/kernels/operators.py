@@ -48,8 +48,8 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] or [N] to the rows `ids` [N] of `accumulator` [V, D] or [V], all in fp32. At most one row of
-    an id may be not zero."""
+    """Adds `rows` [N, D] or [N] to the rows `ids` [N] of `accumulator` [V, D] or [V], all in fp32. Of the rows
+    with the same id, at most one may have numbers other than 0."""
     # With one such row per id, no order of additions changes a bit. So PyTorch need not sort the ids.
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
