@@ -60,8 +60,9 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets `pad_token_id` to None if that id is outside the vocabulary: training masks padding by position. Stores the
-    old id in OWN or LEFT_OUT. Raises InputError, beginning with `where`, if the config does not accept None."""
+    """Sets `pad_token_id` to None if that id is outside the vocabulary: training masks padding by position. Stores an
+    old id of -1 in OWN, to export it again, and any other in LEFT_OUT. Raises InputError, beginning with `where`, if
+    the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -79,8 +80,8 @@ def set_padding(config: PretrainedConfig, where: str) -> None:
 
 
 def as_given(fields: dict) -> dict:
-    """Returns the `fields` of a config for the export: with the user's values, and without fields that prevented
-    loading."""
+    """Returns the `fields` of a config for the export. Restores values that training has overridden (OWN). Leaves out
+    fields with which transformers cannot load a model (LEFT_OUT)."""
     given = {name: value for name, value in fields.items() if name not in (OWN, LEFT_OUT)}
     for name, value in given.items():
         if isinstance(value, dict) and name.endswith("_config"):

@@ -26,7 +26,7 @@ class LogitFunction:
 
 
 class Followed(TorchDispatchMode):
-    """Notes inside `with` how tensors are computed from `head_output`."""
+    """Notes for each tensor computed inside `with` which function of `head_output` it is: factor, soft cap or other."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()

@@ -119,8 +119,8 @@ def _in_one_kernel(
     function: LogitFunction,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the same as `_line_by_line`, with the gradient in `buffer`. If `scale` is None, the second result must
-    not be used."""
+    """Computes the loss with one kernel after the head's matmul. Returns the losses [C] of one chunk, and `scale` times
+    the gradient for its logits, [C, V], a view of `buffer`. If `scale` is None, the view must not be used."""
     logits = buffer[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])

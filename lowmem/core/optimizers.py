@@ -60,8 +60,8 @@ class Optimizer:
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (entries, dtype)} of the state tensors for `elements` parameters. `dtype`: of the working
-    weights."""
+    """Returns {name: (number of entries, dtype)} of the state tensors for `elements` parameters. `dtype`: that of the
+    weights that compute. Unless it is fp32, the low halves of master weights (precision.py) are a state, too."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 

@@ -39,8 +39,9 @@ class Piece:
     part: "Part"
     start: int
     stop: int
-    state: State  # of the optimizer, with the weights (WORKING) if they are in RAM: copied to the device and back
-    fetched_only: State  # {GRADIENT: RAM in which the gradient may wait}, or {}: copied to the device only
+    # Both are {name: tensor}. An update copies tensors that are in RAM or on a disk to the device.
+    state: State  # of the optimizer, and the weights (WORKING) if they are in RAM; copied back after the update
+    fetched_only: State  # the RAM in which the gradient (GRADIENT) may wait, or {}; not copied back
 
     def __post_init__(self):
         # `streamed`: the optimizer's state is not on the device. `decay`: weight decay applies. `on_disk`: names of
@@ -104,7 +105,7 @@ class Part:
             vars(piece).update(vars(moved))
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Returns the view of parameter `name` in `flat`, which has all elements of the part."""
+        """Returns parameter `name` as a view of `flat`, a tensor with all elements of the part."""
         start, shape = self._places[name]
         return flat[start : start + shape.numel()].view(shape)
 

@@ -1,5 +1,5 @@
-"""Splits fp32 master weights into a 16-bit half that computes and an int16 half, and joins them again, mostly to the
-last bit (docs/precision.md)."""
+"""Splits fp32 master weights into 16-bit working weights, which compute, and int16 low halves. Joins both again,
+mostly to the last bit (docs/precision.md)."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Returns two tensors of one shape: the half in `dtype` that computes, and the low half in int16. Returns (master,
-    None) if `dtype` is fp32."""
+    """Splits fp32 weights into (working weights in `dtype`, low halves in int16), for `join`. Returns (master, None) if
+    `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)

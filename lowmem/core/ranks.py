@@ -71,7 +71,7 @@ class Ranks:
         return self.most(number) == -self.most(-number)
 
     def discard(self) -> None:
-        """Drops gradients whose sums are not ready, after a failed step."""
+        """Drops gradients that `summed` has taken and not returned. Called after a failed step."""
 
     def most(self, number: int) -> int:
         """Returns the largest `number` of all processes."""

@@ -77,8 +77,9 @@ class _StreamMode(TorchFunctionMode):
 # Per element of an fp32 stream and a 16-bit branch, one kernel moves 12 bytes forward, and 16 backward. PyTorch's
 # dropout and addition with the norm's own kernel move 21 and 33.
 class ResidualSums(_StreamMode):
-    """Replaces calls of `block` inside `with` by fused kernels, until one differs from `calls` (of Watch.calls). Raises
-    RuntimeError on exit if no addition has read a replaced dropout's output."""
+    """Replaces dropouts, norms and residual additions of `block` inside `with` by fused kernels. `calls`: what `Watch`
+    noted about them. Once a call differs from this list, replaces no more. Raises RuntimeError on exit if a dropout was
+    left to an addition that did not follow."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
@@ -165,7 +166,8 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Replaces the forward of `block`, to run inside ResidualSums unless `own_sums` is True."""
+    """Replaces the forward of `block`: runs the old one inside ResidualSums, which fuses its residual additions. If
+    `own_sums` is True, runs the old one alone."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls

@@ -155,8 +155,9 @@ class BoundaryWindow:
         self._window.send_away(tensor, saved.boundary)
 
     def bring(self, saved: Sequence[list[SavedSegment]], index: int) -> None:
-        """Makes the input of `saved[index][-1]` available to kernels launched from now on, and queues a copy of the
-        next one. `saved[i]`: segments that micro-batch i still has to run backward."""
+        """Makes the input of the segment that runs backward next, `saved[index][-1]`, available to kernels launched
+        from now on. Queues a copy of the input that is needed after it. `saved[i]`: segments that micro-batch i still
+        has to run backward, in forward order."""
         here = saved[index][-1]
         if here.in_ram:
             self._fetch(here)

@@ -1,8 +1,8 @@
 """Applies CUDA's autocast rules to tensors without data.
 
 `torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. The
-rules here are those of torch's ATen/autocast_mode.h; a test compares the names with that file. As on CUDA they belong
-to operators, so they act inside functions of several operators, too.
+rules here are those of torch's ATen/autocast_mode.h; a test compares the names with that file. As on CUDA, a
+rule applies to every call of its operator, also inside PyTorch's own functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -108,8 +108,8 @@ def autocast_simulated() -> Iterator[None]:
 
 
 def narrowed(value):
-    """Returns a tensor that autocast computes with in 16 bit as it would: a weight's copy is made once. Returns
-    `value` where autocast is off."""
+    """Casts `value` to autocast's 16-bit dtype, as for a matmul. Casts a weight once, and caches the copy. Returns
+    `value` itself if autocast is off, or if it is not a meta tensor in fp32, fp16 or bf16."""
     if not torch.is_autocast_enabled("cuda") or not _eligible(value):
         return value
     dtype = torch.get_autocast_dtype("cuda")

@@ -43,7 +43,7 @@ SYNCHRONIZE = Span(0.0, 0.0, -math.inf, wait=0.0)  # the host waits for the GPU,
 
 
 class Clock:
-    """Keeps two simulated times in seconds."""
+    """Keeps the simulated times of the host and of the GPU, in seconds."""
 
     def __init__(self):
         self.host = 0.0  # the present time of the host

@@ -1,4 +1,5 @@
-"""Computes the temporaries of losses on CUDA (temporaries.py). Sources are below aten/src/ATen/native."""
+"""Computes the bytes of temporary tensors that losses allocate on CUDA, for temporaries.py. Sources are below
+aten/src/ATen/native."""
 
 from collections.abc import Callable
 
@@ -11,8 +12,8 @@ _aten = torch.ops.aten
 
 # Sources: Loss.cpp, cuda/Loss.cu.
 def _losses(reduced_in_place: bool) -> Callable:
-    """Returns a function for TEMPORARIES, for a loss that is reduced. Its entries' losses are a temporary, or they are
-    in the result's storage if `reduced_in_place`."""
+    """Returns a function for TEMPORARIES that handles one loss. If it is reduced, a temporary tensor holds the losses
+    of all elements. If `reduced_in_place`, the result's storage holds them instead."""
 
     def temporaries(gpu: Gpu, result, input, target, *_, **__):
         if result.dim():

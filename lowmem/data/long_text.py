@@ -84,8 +84,9 @@ class LongText:
         return [self._text[begin:cut], self._text[begin : cut - 1], self._text[begin:end]]
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
-        """Tries earlier begins of the next window until its tokens agree with the last window's. Returns (begin,
-        tokens, indices as from `_joint`); None for the last two if no begin helps."""
+        """Begins the next window earlier, until its tokens agree with those of the last window where both overlap.
+        `cut` and `end`: where the last and the next window end. Returns (begin, tokens of the next window, the two
+        indices of `_joint`), or (0, None, None) if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])
         agreeing = [

@@ -208,7 +208,7 @@ def settings_for(settings: Settings, config: PretrainedConfig) -> Settings:
 def make_decoder(
     config: PretrainedConfig, precision: str, residual: str, fused_kernels: Kernels = Kernels.NONE
 ) -> Decoder:
-    """Makes the Decoder of `config`, without weights. `precision`: dtype of the working weights, such as "bf16".
+    """Makes the Decoder of `config`, without weights. `precision`: dtype of the weights that compute, such as "bf16".
     `residual`: dtype of the residual stream, "fp32" or "16bit". `fused_kernels`: those that layers may use. Raises
     InputError if the model cannot be trained."""
     model = build_model(config)

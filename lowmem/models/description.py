@@ -206,7 +206,7 @@ def _in_version_4(fields: dict) -> bool:
 
 def _write_tokenizer(folder: Path, tokenizer, made: Path | None) -> None:
     """Writes the published tokenizer's files, edited so that transformers 4 and 5 read the same, with the training's
-    chat template. Copies a rehearsal's files from `made` instead, if that folder exists."""
+    chat template. If the folder `made` of a Rehearsal exists, copies its files instead."""
     if tokenizer is None:
         return
     if made is not None and made.is_dir():

@@ -33,8 +33,8 @@ class Choices:
     disk: int = 0  # least number of units with states on a disk; 0: none; 1: as few as RAM demands, perhaps none
 
     def groups_of(self, batch: int, micro_batch: int) -> list[int]:
-        """Returns the numbers of micro-batches to try that pass each block together, in ascending order. Returns [] if
-        none is possible. `batch` and `micro_batch` are in sequences."""
+        """Returns the sizes of a group to try: how many micro-batches pass each block together. They are in ascending
+        order; [] if no size is possible. `batch` and `micro_batch` are in sequences."""
         count = batch // micro_batch
         if self.groups is not None:
             return [size for size in self.groups if size == count or not self.whole_batch and count % size == 0]
@@ -71,8 +71,8 @@ def step_case(settings: Settings, precision: str, mesh: Mesh = ALONE) -> StepCas
 
 def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
     """Returns all Choices (sets of layouts) that the settings allow, in the order to try them. There is one list for
-    each way to place weights, block inputs and optimizer states. Its entries differ in the Fate of gradients and, with
-    several ranks, in how many blocks keep gathered weights."""
+    each way to place weights, block inputs and optimizer states. Its entries differ in the Fate of gradients (what
+    happens to them once summed). With several ranks, they also differ in how many blocks keep gathered weights."""
     in_ram = {"auto": (False, True), "resident": (False,), "streamed": (True,)}
     keeps_everything = settings.recompute == "off"
     weights = (False,) if settings.states == "resident" or keeps_everything else in_ram[settings.weights]
@@ -93,7 +93,8 @@ def choices_by_home(settings: Settings, simulations: Simulations) -> ByHome:
 
 
 def with_fates(by_home: ByHome, fates: Set[Fate]) -> ByHome:
-    """Returns the Choices (sets of layouts) with one of these Fates of gradients, without lists that would be empty."""
+    """Returns `by_home` with only those Choices (sets of layouts) whose Fate is one of `fates`. A Fate is what happens
+    to gradients once they are summed. Leaves out lists that would be empty."""
     chosen = ([choices for choices in of_home if choices.base.fate in fates] for of_home in by_home)
     return [of_home for of_home in chosen if of_home]
 
@@ -133,8 +134,8 @@ def open_choices(settings: Settings, simulations: Simulations) -> Choices:
 
 
 def _fates(settings: Settings, choices: Choices, case: StepCase) -> Iterator[Choices]:
-    """Yields a copy of `choices` for each allowed Fate (how gradients wait for the optimizer's update). HELD comes
-    twice: with any allowed group of micro-batches, and with all micro-batches in one group."""
+    """Yields a copy of `choices` for each allowed Fate (what happens to gradients once they are summed). Yields up to
+    two for HELD (they stay on the GPU): with groups of any allowed size, and with the whole batch as one group."""
     inputs_in_ram, needs_all = choices.base.boundaries_in_ram, case.needs_all_gradients
     held = not inputs_in_ram and not (needs_all and settings.gradients == "streamed")
     # HELD: gradients stay on the GPU until the update. Several ranks always make one group of the whole batch.

@@ -61,8 +61,8 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the smallest `kept` above which each block that saves more for backward adds equally many bytes to
-        the peak."""
+        """Returns the smallest `kept` (how much blocks save for backward) above which each increase raises the peak of
+        GPU memory."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept
@@ -112,7 +112,7 @@ class Columns:
 
     def allocated_bytes(self, column: Column, kept: int, units_on_gpu: int) -> int:
         """Returns the peak of allocated GPU memory of one layout, in bytes. `kept`: how much blocks save for
-        backward."""
+        backward. `units_on_gpu`: number of units (mostly blocks) with states, or weights, on the GPU."""
         first = column.fewest_on_gpu if kept == column.least_kept else units_on_gpu
         # One layout is simulated for each `kept`. Units on the GPU add their own bytes to its peak.
         recorded = self._recorded.setdefault(column, {}).setdefault(kept, first)
@@ -181,8 +181,8 @@ class Columns:
         return passes * self.expected_seconds(column, choices.kept[-1])
 
     def _estimate(self, column: Column, kept: int) -> tuple[float, float]:
-        """Estimates (allocated bytes, seconds without waits) of a step with the smallest micro-batch and all states in
-        RAM."""
+        """Estimates (peak of allocated GPU bytes, seconds without waits for copies) of a step. Assumes the smallest
+        micro-batch, and all optimizer states in RAM. `kept`: how much blocks save for backward."""
         blocks = self.simulations.blocks
         key = column.choices.micro_batches[0], kept
         if key in self._estimates:

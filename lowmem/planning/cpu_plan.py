@@ -93,7 +93,7 @@ def cpu_plan(question: Question, ways_out: bool = True) -> Plan:
         smallest = {"options": " ".join(cap_options(None, least)), "ram_bytes": least, "disk_bytes": 0}
         said = [smallest, *(way.to_dict() for way in found)]
         raise PlanError(refusal(question, None, None, least) + in_a_sentence(found), said)
-    if not case.fits_here(plan):  # the Fate of gradients changes no bit, so free RAM may choose it
+    if not case.fits_here(plan):  # the Fate of summed gradients changes no bit, so free RAM may choose it
         plan = next((case.plan(layout) for layout in case.without_gradients(plan.layout)), plan)
     streamed = plan.layout.weights_on_gpu is not None or plan.layout.boundaries_in_ram or plan.layout.states_on_disk
     free_bytes = question.ram_free_bytes

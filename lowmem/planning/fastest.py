@@ -143,8 +143,8 @@ class Candidate:
 
 
 def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Candidate]:
-    """Returns layouts that may need the least memory. They have the smallest micro-batch and group, and save the least
-    for backward."""
+    """Returns layouts that may need the least memory. They have the smallest micro-batch, and the smallest group of
+    micro-batches that pass each block together. Their blocks save the least for backward."""
     found, columns = [], Columns(simulations)
     every = [choices for of_home in by_home for choices in of_home]
     dropped = any(choices.base.fate is Fate.DROPPED for choices in every)

@@ -158,8 +158,8 @@ def _with_more_ram_hint(plan: Plan, other: Plan) -> Plan:
 
 
 def _more_ram_hint(case: _Case, room: Room, found: Found, reserved_bytes: int) -> tuple[int, float] | None:
-    """Returns (RAM limit in bytes, seconds of a step under it) with 1 GiB more RAM. Returns None if that saves less
-    than 0.5% of a step. `reserved_bytes`: GPU memory that `found` reserves."""
+    """Returns (the user's RAM limit plus 1 GiB, in bytes; seconds of a step under it). Returns None if a step would be
+    less than 0.5% faster, or if states are on a disk. `reserved_bytes`: GPU memory that `found` reserves."""
     simulations = case.simulations
     simulated, units = found.simulated, found.layout.states_on_gpu
     # no limit, all states in RAM already, or some on a disk

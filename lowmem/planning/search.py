@@ -209,8 +209,9 @@ class Search:
         return fits
 
     def _between(self, column: Column, units_on_gpu: int, fits: int, beyond: int) -> int:
-        """Returns the next `kept` to try (how much blocks save for backward). `fits` is one that fits, `beyond` one
-        that does not or is not allowed. Returns `fits` if no larger one is expected to fit."""
+        """Returns the next `kept` to try (how much blocks save for backward). `fits`: the largest value known to
+        fit. `beyond`: a larger one that does not fit, or that the column does not allow. Returns `fits` if no larger
+        value is expected to fit."""
         columns, limit = self.columns, self.room.gpu
         if beyond not in columns.known_kept(column):
             return min(columns.expected_kept(column, units_on_gpu, fits, limit), beyond - 1)

@@ -113,7 +113,7 @@ class StepCase:
     seq: int  # tokens of a sequence
     batch: int  # sequences of one rank
     layout: Layout  # how the step is cut, what is recomputed, and where tensors are stored
-    dtype: torch.dtype  # of the working matrices
+    dtype: torch.dtype  # of the matrices that compute
     optimizer: Optimizer
     clip_norm: float | None = 1.0
     document_mask: bool = False
@@ -138,7 +138,7 @@ class SimulatedStep:
     in_ram: dict[str, int]  # {name: bytes} of all that is in RAM and copied to the GPU when needed
     state_bytes: tuple[int, ...]  # of the optimizer, by unit, wherever stored
     disk_bytes: tuple[int, ...]  # of states on a disk, by unit
-    weight_bytes: int  # of all working weights
+    weight_bytes: int  # of all weights that compute, without the low halves of master weights
     sent_bytes: int = 0  # to other ranks, in a step
 
     @property
@@ -158,8 +158,9 @@ def record_step(
     decoder: Decoder, case: StepCase, target: Target, known: dict | None = None, *, whole_first_step: bool = False,
 ) -> SimulatedStep:  # fmt: skip
     """Simulates an evaluation and a few training steps of `case`. `known`: a cache of operations for one decoder,
-    sequence length, dtype and target. With `whole_first_step`, reserved bytes are exact. Makes the decoder's parameters
-    meta tensors. Raises ValueError if the decoder was made for other kernels than the target's."""
+    sequence length, dtype and target. `whole_first_step`: True to simulate all micro-batches of the first step, too, so
+    that reserved bytes are exact. Makes the decoder's parameters meta tensors. Raises ValueError if the decoder was
+    made for other kernels than the target's."""
     if decoder.fused_kernels != target.fused_kernels:
         raise ValueError("the decoder is not made for the target's kernels (make_decoder)")
     outcomes = None if known is None else known.setdefault("outcomes", {})

@@ -126,7 +126,8 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes under this memory cap (None: no cap), or under one of a few smaller ones."""
+        """Returns True if a step completes under this memory cap (None: no cap), or under a smaller one that is tried.
+        A smaller cap may suffice alone, because the allocator then frees its cache at another time."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:

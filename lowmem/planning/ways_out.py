@@ -35,7 +35,7 @@ class WayOut:
         return f"{self.changes} {ram}".strip()
 
     def to_dict(self) -> dict:
-        """Returns an entry of the list `ways_out` in plan.json."""
+        """Returns these options and their bytes as an entry of the list `ways_out` in plan.json."""
         return {"options": self.options, "ram_bytes": self.ram_bytes, "disk_bytes": self.disk_bytes}
 
     def __str__(self) -> str:

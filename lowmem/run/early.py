@@ -24,8 +24,8 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns the settings of a run, with its output folder in `out` and the model that will be read in `model`. `say`
-    gets a sentence about each change. Raises InputError if training with these settings cannot work."""
+    """Returns the settings of a run. `out` then names its output folder, and `model` the files to read. `say` gets a
+    sentence about each change. Raises InputError if training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -55,8 +55,8 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns the settings, with the model that will be read in `model` (`with_recognized_model`). Raises InputError if
-    the machine, the card or the model cannot be used."""
+    """Returns the settings, whose `model` then names the files to read (`with_recognized_model`). Raises InputError if
+    the machine, the GPU named by `gpu` or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:

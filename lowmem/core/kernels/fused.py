@@ -264,8 +264,8 @@ def largest_ulps(
     size: int = 4097,
 ) -> dict[str, float]:
     """Compares an optimizer update by `rule` on `device` with one by optimizers.py on the CPU. Returns {weight or
-    moment: largest error}, in fp32 units in the last place (ulps) of the larger of the old and new value. `dtype`: of
-    the working weights."""
+    moment: largest error}, in fp32 units in the last place (ulps) of the larger of the old and new value. `dtype`: that
+    of the weights that compute."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -198,9 +198,9 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `gated`. Overwrites `gradient`, for the output, with the gradient for `gate`, `of_up`
-    with that for `up`, and `y` with the output. `partial_sums` [P, I] fp32 gets P sums over rows of the gradient for
-    `gate`."""
+    """Computes the gradients of `gated`. Overwrites `gradient`, which is that for the output, with the gradient for
+    `gate`. Writes the gradient for `up` into `of_up`, and the output of `gated` into `y`. `partial_sums` [P, I] fp32
+    gets P sums over rows of the gradient for `gate`. Other arguments are as in `gated`."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:
