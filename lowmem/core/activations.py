@@ -1,6 +1,7 @@
-"""Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the kernels.
+"""Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the fused kernels.
 
-The linear layer that follows (layers.py) gets `Inputs`, and computes the output. No GPU has run this code yet.
+The activation returns its inputs (`Inputs`). The linear layer that follows (layers.py) computes the activation's output
+from them. No GPU has run this code yet.
 """
 
 import copy

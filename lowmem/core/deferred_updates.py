@@ -37,9 +37,9 @@ class Updates:
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins a pass, whose updates `run_until` makes. `downwards`: False to update the first unit first; all
-        gradients must be final. True to update the last unit first, each when its gradients are final. Updates multiply
-        gradients by `gradient_scale`."""
+        """Begins the updates of one optimizer step, a pass over all units; `run_until` then makes them. `downwards`:
+        False to update the first unit first; all gradients must be final. True to update the last unit first, each when
+        its gradients are final. Updates multiply gradients by `gradient_scale`."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )

@@ -15,8 +15,8 @@ from lowmem.core.segment_windows import GradientWindow
 
 class FinalGradients:
     """Stores, frees or applies the gradients of a backward pass once they are final (fully summed): first those of
-    the head, last those of the embeddings. `norms_of`: returns the gradient norms [pieces] of a part (a unit's matrices
-    or vectors)."""
+    the head, last those of the embeddings. `norms_of`: returns the gradient norms of a part (a unit's matrices or
+    vectors), one for each range that is updated at once."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -25,7 +25,7 @@ class FinalGradients:
         self.fate, self._scale, self._rate = fate, gradient_scale, learning_rate  # scale and rate of updates if APPLIED
         self._store, self._norms_of, self._window, self._updates = store, norms_of, window, updates
         self._lowest = updates.units  # gradients of this unit and of later ones are final; no unit yet
-        self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms [pieces]}
+        self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms_of(part)}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
         """Must be called before backward. If gradients are to be applied in backward, begins the updates. If the sum of

@@ -48,7 +48,8 @@ class Ranks:
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients over all processes, in fp64. `norms`: (part, norms of its pieces) pairs."""
+        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (part, gradient norms of the
+        ranges of the part that are updated at once)."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:

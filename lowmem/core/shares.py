@@ -201,7 +201,8 @@ class Shares(Ranks):
             total[start : start + SLICE] = self._sum_of_machines(of_machine)
 
     def _reduced(self, sent: Tensor, among: Among) -> Tensor:
-        """Reduce-scatters the rows of `sent` [ranks x n]."""
+        """Reduce-scatters `sent` [ranks, n] over the ranks `among`: row r goes to rank r. Returns the sum [n] of
+        the rows that come to this rank."""
         came = torch.empty_like(sent)
         self.exchange(came, sent, among)
         return in_order(came)

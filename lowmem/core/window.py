@@ -65,7 +65,8 @@ class Window:
         self.transfers.wait(self.user, *(slot.arrived for slot in slots))
 
     def send(self, slot: Slot, pairs: Pairs) -> None:
-        """Queues copies out of `slot` after the kernels launched so far on the lane `user`."""
+        """Queues copies out of `slot`: pairs (destination, source). They begin after the kernels launched so far on the
+        lane `user`, which may write into the slot."""
         slot.left = self.transfers.copy(self.out, pairs, self.transfers.mark(self.user))
 
     def send_away(self, tensor: Tensor, home: Tensor) -> None:
@@ -83,8 +84,8 @@ class Window:
 
 
 class StateWindow:
-    """Copies optimizer states from RAM or a disk to the device for updates, and back, with weights and gradients in
-    RAM."""
+    """Copies optimizer states to the device for updates, and back to RAM or a disk. Weights that are in RAM are copied
+    likewise. Gradients that wait in RAM are copied to the device only."""
 
     def __init__(self, transfers: Transfers, device: torch.device, pieces: Sequence[Piece]):
         self._transfers, self._device = transfers, device

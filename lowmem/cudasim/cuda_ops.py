@@ -234,9 +234,9 @@ STORAGE_BYTES: dict[Callable, Callable] = {
 
 
 def workspace_bytes(capability: Capability, config: str | None, torch_version: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the bytes of the workspaces that a thread allocates at its first matmul, and keeps. The second is
-    cuBLASLt's, which PyTorch 2.12 and older have, and only forward needs. `config`: CUBLAS_WORKSPACE_CONFIG, pairs of
-    ":KiB:count", or None. Source: cuda/CublasHandlePool.cpp (2.13)."""
+    """Returns the bytes of the workspaces that a thread allocates at its first matmul, and keeps: one for cuBLAS. In
+    PyTorch 2.12 and older, a second one for cuBLASLt follows, which only the thread of forward allocates. `config`:
+    CUBLAS_WORKSPACE_CONFIG, pairs of ":KiB:count", or None. Source: cuda/CublasHandlePool.cpp (2.13)."""
     # cuBLASLt computes addmm with a bias vector. An H200 with PyTorch 2.11 allocated these bytes. Not modelled: the
     # main branch, whose threads free the workspace after each matmul.
     shared_with_blaslt = torch_version >= (2, 13)

@@ -50,7 +50,8 @@ class Region:
     span: Span = NOTHING  # the effect on the clock
 
     def relative(self, storage: int, earlier: "Region | None") -> int:
-        """Returns the number in `operations` of the tape's `storage`, which may be one of the region `earlier`."""
+        """Converts a storage's number on the tape, `storage`, to its number in `operations`. Raises AssertionError if
+        the storage is older than this region and not of the region `earlier`."""
         if storage >= self.base:
             return storage - self.base
         if earlier is None or not earlier.base <= storage < earlier.base + earlier.count:
@@ -219,8 +220,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def off_the_tape(self) -> Iterator[None]:
-        """Records the code inside `with` on another tape and clock, for regions that are replayed later. The code must
-        free all that it allocates."""
+        """Records the code inside `with` on a tape and clock that are dropped at its end. Regions recorded there can be
+        replayed on the real tape later. The code must free all that it allocates."""
         self._settle()
         kept = self.tape, self.clock, self._threads, self._open, self._operations
         self.tape, self.clock, self._threads, self._open = Tape(), Clock(), {FORWARD, BACKWARD}, []

@@ -30,8 +30,8 @@ class Encoder:
         return [tokens[:, 0] for tokens in self._all(texts, self._encode)]
 
     def long_text(self, encode: Callable[[list[str]], list[Tokens]] | None = None) -> LongText:
-        """Returns a LongText, for one text that arrives in pieces. `encode`: tokenizes short texts; None: returns only
-        ids."""
+        """Returns a LongText, which tokenizes one text that arrives in pieces. `encode`: tokenizes short texts;
+        None for a function that gives only the tokens' ids, not their places in the text."""
         return LongText(lambda texts: _in_batches(texts, encode or self._encode), self._word_starts)
 
     def with_places(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray | None]]:

@@ -70,7 +70,7 @@ class Format:
         return self.write(record)
 
     def write(self, row: Record) -> Segments:
-        """Returns the segments of `row`; defined by subclasses."""
+        """Returns the segments of `row`, (text, True if trained on). Subclasses define this."""
         raise NotImplementedError
 
     def _trained(self, on: str) -> str:

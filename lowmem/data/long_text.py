@@ -113,8 +113,8 @@ class LongText:
         return window, (place, middle) if agree else None
 
     def _placed(self, begun: int, stop: int) -> Tokens:
-        """Returns the last window's new tokens before index `stop`, with characters counted from the start of the whole
-        text. `begun`: the window's first character in self._text."""
+        """Returns the last window's tokens before index `stop`, without those returned earlier. Counts their begins and
+        ends, if known, from the start of the whole text. `begun`: index in self._text at which the window begins."""
         tokens = self._window[self._given : stop].copy()
         tokens[:, 1:] += self._before + begun
         return tokens

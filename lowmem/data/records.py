@@ -22,7 +22,7 @@ class Reading:
 
     @classmethod
     def of(cls, settings: Settings, held_out: bool = False) -> "Reading":
-        """Makes the Reading of --data from `settings`, or that of --eval-data if `held_out`."""
+        """Returns how `settings` say that --data is read, or --eval-data if `held_out`."""
         names = settings.text_field, settings.prompt_field, settings.completion_field, settings.messages_field
         split, most_rows = (None, None) if held_out else (settings.split, settings.max_samples)
         return cls(*names, split, settings.steps is not None or most_rows is not None)

@@ -20,8 +20,8 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest layout that fits into `room` (limits of GPU memory and RAM), or None. A layout fits if its
-    step completes in the model of PyTorch's caching allocator."""
+    """Returns the fastest of the layouts `by_home` (`choices_by_home`) that fits into `room` (limits of GPU memory and
+    RAM), or None. A layout fits if its step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):

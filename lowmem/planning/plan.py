@@ -46,12 +46,14 @@ class Plan:
     # (second of a step, bytes allocated, bytes reserved)
     timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     fused_kernels: Kernels = Kernels.NONE  # those that are expected to run
-    not_compared: str | None = None  # why the model was not compared with its pieces (compatibility.py); None: it was
+    # A plan compares the logits of a small copy of the model with those of its embeddings, blocks and head, run in turn
+    # (compatibility.py). This is the reason why it could not; None: it did.
+    not_compared: str | None = None
     faster_with_ram: tuple[int, float] | None = None  # with more RAM: (bytes of RAM, seconds of a step)
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit
     checkpoint_bytes: int = 0
     disk_state_bytes: int = 0  # of the states in --states-folder
-    typical_tokens: int | None = None  # of the step that is timed, with rows like the data's; None: full rows
+    typical_tokens: int | None = None  # of the timed step, if its rows are as long as the data's; None: rows are full
     steps: int | None = None  # of the whole training run; None if that depends on the data
     ranks: int = 1  # processes that train together
     sharing: int = 1  # how many ranks store one copy of the model together; the others store further copies

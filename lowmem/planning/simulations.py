@@ -46,7 +46,8 @@ class Simulations:
         return replace(self.base, layout=layout)
 
     def largest_drawn_bytes(self, init: str) -> int:
-        """Returns the bytes of the largest tensor that is whole in RAM while weights are made."""
+        """Returns the bytes of the largest fp32 tensor that RAM holds whole while the initial weights are made. `init`:
+        "random" or "pretrained"."""
         # Random weights are drawn in fp32. Pretrained ones are read in small pieces.
         return 4 * self.largest_parameter if init == "random" else 0
 
@@ -126,8 +127,8 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes under this memory cap (None: no cap), or under a smaller one that is tried.
-        A smaller cap may suffice alone, because the allocator then frees its cache at another time."""
+        """Returns True if a step completes under this memory cap (None: no cap) or under a smaller one. Some steps
+        complete only under a smaller cap, because the allocator then frees its cache at another time."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:

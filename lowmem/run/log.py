@@ -216,7 +216,8 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Returns the error's text if this is the first failure since a success, else None."""
+        """Appends `lines` to the file. Returns the error's text if this is the first failure since a success, else
+        None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:

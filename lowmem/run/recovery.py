@@ -91,8 +91,8 @@ class Recovery:
         )
 
     def resume(self, measures: list[dict]) -> None:
-        """Restores the layout of the last of `measures`, the run's earlier changes. If the plan has changed since,
-        takes over only a smaller micro-batch."""
+        """Continues a run that changed its layout when memory ran out. `measures`: these changes, as saved in the
+        checkpoint. Restores the last layout. If the plan has changed since, restores only a smaller micro-batch."""
         self.measures += measures
         if not measures:
             return

@@ -46,9 +46,9 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 class StopRequest:
     """Counts SIGTERM, SIGINT and SIGHUP inside a `with` block, and prints a sentence for each. The third signal ends
-    the process; before the first call of `now`, the second one does. Works only in the main thread. `ends_process`:
-    True if the process ends after the block; later signals then do not change the exit code. `name`: the first signal's
-    name, or None."""
+    the process; the second one does until `now` is called, because nothing needs saving before. Works only in the main
+    thread. `ends_process`: True if the process ends after the block; later signals then do not change the exit code.
+    `name`: the first signal's name, or None."""
 
     def __init__(self, ends_process: bool = False):
         self.requests = 0

@@ -41,9 +41,11 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `normalize`. Writes `other_gradient` plus the gradient for `x`, which was normalized,
-    into `x_gradient` and `branch_gradient`. With `seeds`, drops numbers of the latter as `drop` does. `partial_sums` [1
-    or 2, P, D] fp32 gets P sums over rows of the gradients of weight and bias."""
+    """Computes the gradients of `normalize` from `gradient`, that for its output. `x`: the tensor that was normalized.
+    Writes the gradient for `x`, plus `other_gradient`, into `x_gradient` and `branch_gradient`. With `seeds`, drops
+    numbers of `branch_gradient` as `drop` does. `partial_sums` [1 or 2, P, D] fp32 gets the gradients for the weight
+    and, if there is one, the bias: for each, P sums over rows whose total the caller computes. Other arguments are as
+    in `normalize`."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -200,7 +202,8 @@ def gated_backward(
 ) -> None:  # fmt: skip
     """Computes the gradients of `gated`. Overwrites `gradient`, which is that for the output, with the gradient for
     `gate`. Writes the gradient for `up` into `of_up`, and the output of `gated` into `y`. `partial_sums` [P, I] fp32
-    gets P sums over rows of the gradient for `gate`. Other arguments are as in `gated`."""
+    gets the sum over rows of the gradient for `gate`, as P sums whose total the caller computes. Other arguments are as
+    in `gated`."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:
