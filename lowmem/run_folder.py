@@ -1,4 +1,4 @@
-"""Lists the files in a training run's folder, checks whether they can be written, and tells them from data to train on.
+"""Lists the files in a run's folder, checks whether they can be written, and tells them from training data.
 
 Run folders, exported models, and the file that stdout or stderr goes to are left out of the data. If a run folder is
 itself given as data, only the files that training wrote are left out. A folder in it, or an exported model, is refused

@@ -1,7 +1,7 @@
 """Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the fused kernels.
 
-The activation returns its inputs (`Inputs`). The linear layer that follows (layers.py) computes the activation's output
-from them. No GPU has run this code yet.
+The linear layer that follows (layers.py) gets `Inputs`, and computes the activation's output from them. No GPU has run
+this code yet.
 """
 
 import copy
@@ -155,9 +155,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Makes the blocks of `decoder` save the inputs of activations for backward, not their outputs. Skips an activation
-    if anything but a linear layer reads its output. Linear layers must be FusedProducts already (layers.py). `dtype`:
-    the matrices' dtype."""
+    """Replaces the forward of activations and gated MLPs in the blocks of `decoder`. These then save the inputs of
+    activations for backward, not the outputs. Skips an activation if anything but a linear layer reads its output.
+    Linear layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

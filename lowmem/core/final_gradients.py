@@ -14,9 +14,9 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Stores, frees or applies the gradients of a backward pass once they are final (fully summed): first those of
-    the head, last those of the embeddings. `norms_of`: returns the gradient norms of a part (a unit's matrices or
-    vectors), one for each range that is updated at once."""
+    """Computes the norms of gradients once they are final (fully summed), and treats gradients as `fate` says: first
+    those of the head, last those of the embeddings. `norms_of`: returns the gradient norms of a part (a unit's matrices
+    or vectors), one for each range updated at once."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -39,8 +39,8 @@ class FinalGradients:
 
     def finish(self, lowest: int) -> None:
         """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of later units, whose
-        gradients must be final. Stores, frees or applies these gradients, as `fate` says. Raises UpdateInterrupted if
-        one to be applied is not finite."""
+        gradients must be final. Then treats these gradients as `fate` says. Several ranks may do both in a later call,
+        when their sums are ready. Raises UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]

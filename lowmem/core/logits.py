@@ -26,7 +26,7 @@ class LogitFunction:
 
 
 class Followed(TorchDispatchMode):
-    """Notes for each tensor computed inside `with` which function of `head_output` it is: factor, soft cap or other."""
+    """Notes how tensors inside `with` are computed from `head_output`: by a factor, by a soft cap or otherwise."""
 
     def __init__(self, head_output: Tensor):
         super().__init__()

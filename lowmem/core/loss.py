@@ -84,7 +84,7 @@ def _line_by_line(
     chunk: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float | None, function: LogitFunction
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the loss with PyTorch's separate operators. Returns the losses [C] of one chunk, and `scale` times the
-    gradient for its logits, [C, V] fp32, or None if `scale` is None."""
+    gradient for its logits, [C, V] fp32. The gradient is None if `scale` is None."""
     counted = targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     logits = torch.nn.functional.linear(chunk, weight).float()  # [C, V] fp32; in place from here on
@@ -120,7 +120,7 @@ def _in_one_kernel(
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the loss with one kernel after the head's matmul. Returns the losses [C] of one chunk, and `scale` times
-    the gradient for its logits, [C, V], a view of `buffer`. If `scale` is None, the view must not be used."""
+    the gradient for its logits, [C, V]. The gradient is a view of `buffer`; if `scale` is None, it must not be used."""
     logits = buffer[: chunk.shape[0], : weight.shape[0]]
     for words in _aligned(weight.shape[0]):
         torch.mm(chunk, weight[words].T, out=logits[:, words])

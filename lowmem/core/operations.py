@@ -41,8 +41,8 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Begins a step. If the user has changed the model's modules, attributes or hooks, drops recorded operations,
-        which would repeat the old code. Raises InputError if a parameter was added, was moved to other memory, or has
+        """Begins a step. If the user has changed the model's modules, attributes or hooks, drops recorded operations:
+        they would repeat old code. Raises InputError if a parameter was added, was moved to other memory, or has
         another requires_grad than when it was loaded."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):

@@ -171,8 +171,8 @@ class Part:
 
 
 class Store:
-    """Holds all weights, gradients and optimizer states of a decoder. Its parameters become views of the weights, or
-    NaN while the weights are in RAM or on other ranks."""
+    """Holds all weights, gradients and optimizer states of a decoder. The decoder's parameters become views of the
+    weights, or NaN while these are in RAM or on other ranks."""
 
     def __init__(
         self,

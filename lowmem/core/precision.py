@@ -21,8 +21,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Splits fp32 weights into (working weights in `dtype`, low halves in int16), for `join`. Returns (master, None) if
-    `dtype` is fp32."""
+    """Splits fp32 weights into (working weights in `dtype`, low halves in int16) of the same shape, for `join`. Returns
+    (master, None) if `dtype` is fp32."""
     if dtype is torch.float32:
         return master, None
     working, low = torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)

@@ -31,9 +31,9 @@ class Recordings:
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
         """Returns the result of `run()`, or repeats its recorded operations with the new `arguments` and `extras`.
-        `name`: equal in all calls whose `run` has the same code. `arguments`: the values that `run` uses; the first
-        must be a tensor. `extras`: (args, kwargs) of each block, without its input. `modules`: their parameters and
-        buffers are used by `run`."""
+        `name`: key of the code in `run`; calls with equal names must run the same code. `arguments`: the values that
+        `run` uses; the first must be a tensor. `extras`: (args, kwargs) of each block, without its input. `modules`:
+        their parameters and buffers are used by `run`."""
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
         if shape is None or torch.is_autocast_enabled(arguments[0].device.type):

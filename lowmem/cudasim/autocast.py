@@ -1,8 +1,8 @@
 """Applies CUDA's autocast rules to tensors without data.
 
 `torch.autocast` has no rules for meta tensors, and its CPU rules differ: softmax and layer_norm stay in 16 bit. The
-rules here are those of torch's ATen/autocast_mode.h; a test compares the names with that file. As on CUDA, a
-rule applies to every call of its operator, also inside PyTorch's own functions.
+rules here are those of torch's ATen/autocast_mode.h; a test compares the names with that file. As on CUDA, they also
+apply to operators that PyTorch's own functions call.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def autocast_simulated() -> Iterator[None]:
 
 def narrowed(value):
     """Casts `value` to autocast's 16-bit dtype, as for a matmul. Casts a weight once, and caches the copy. Returns
-    `value` itself if autocast is off, or if it is not a meta tensor in fp32, fp16 or bf16."""
+    `value` itself if autocast is off, or if it is no meta tensor in fp32, fp16 or bf16."""
     if not torch.is_autocast_enabled("cuda") or not _eligible(value):
         return value
     dtype = torch.get_autocast_dtype("cuda")

@@ -200,8 +200,8 @@ def _softmax(input, dim, dtype=None):
 
 
 def allocated(func: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> list[Tensor]:
-    """Returns the results of an aten operator that are allocated on the device, in order of allocation (seen with
-    PyTorch 2.14.1)."""
+    """Returns the results of an aten operator that are allocated on the device, in order of allocation. Seen with
+    PyTorch 2.14.1."""
     # the mask first (cuda/Dropout.cu)
     if func is _aten.native_dropout.default:
         return results[::-1]

@@ -153,7 +153,7 @@ class Batches:
         return sorted(_first_fit(lengths, self.parts[0].seq)[1], reverse=True) if self.pack == PACKED else lengths
 
     def where(self, step: int) -> list[str]:
-        """Names the places in the user's files from which the rows of the batch of `step` come, each once."""
+        """Names the places in the user's files that the rows of a batch come from, each once, in order."""
         return list(dict.fromkeys(name for part, row in self._rows_of(step) for name in part.where(row)))
 
     def _rows_of(self, step: int) -> list[tuple[Rows, int]]:

@@ -177,9 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record that decides the data format, and an iterator over all records. The record is the
-    first with a value in a column that some format uses, or without any such column. If the first _MOST_BLANK records
-    have none, it is the last of these. It is None if there are no records."""
+    """Returns the record that decides the data format, and an iterator over all records. It is the first
+    record with a value in a column that some format uses, or without such columns. If none of the first _MOST_BLANK
+    records is like this, it is the last of them. It is None if there are no records."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

@@ -85,7 +85,7 @@ class LongText:
 
     def _begun_earlier(self, cut: int, end: int) -> tuple[int, Tokens | None, tuple[int, int] | None]:
         """Begins the next window earlier, until its tokens agree with those of the last window where both overlap.
-        `cut` and `end`: where the last and the next window end. Returns (begin, tokens of the next window, the two
+        `cut` and `end`: where the last and the next window end. Returns (begin, tokens of the next window,
         indices of `_joint`), or (0, None, None) if no begin helps."""
         begins = self._begins(cut, most=_SHIFTS)[1:]
         overlaps = self._encode([self._text[begin:cut] for begin in begins])

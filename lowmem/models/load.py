@@ -86,7 +86,7 @@ def random_weights(config: PretrainedConfig, seed: int) -> Iterator[tuple[str, T
 
 
 Owner = tuple[nn.Module, str]  # a module, and its name for a parameter
-Turn = tuple[PreTrainedModel, nn.Module]  # to initialize a module: the model that does it (the innermost), the module
+Turn = tuple[PreTrainedModel, nn.Module]  # (the innermost model around a module, which initializes it; the module)
 
 
 def _untie(model: PreTrainedModel) -> dict[str, Owner]:
@@ -120,7 +120,8 @@ def _by_turns(
     turns: list[Turn], owners: dict[str, Owner], written: dict[str, range], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Initializes one module in each of `turns`, and yields each parameter after the last turn that writes it. A
-    parameter has storage only from its first such turn on. `written`: {parameter: range from first to last turn}."""
+    parameter has storage only from its first such turn on. `written`: {parameter: range of indices in `turns`, from the
+    first to the last that writes it}."""
     generator = torch.Generator().manual_seed(seed).get_state()
     for number, turn in enumerate(turns):
         for name in [name for name, range_ in written.items() if range_.start == number]:

@@ -25,8 +25,8 @@ class Choices:
     micro_batches: Sequence[int]  # sequences in a micro-batch; in ascending order, like all values below
     groups: Sequence[int] | None  # micro-batches that pass each block together; None: any number
     segments: Sequence[int]  # consecutive blocks that are recomputed together
-    # values of Layout.kept, in steps of 1: from 0 (only the inputs of segments are saved for backward) to twice the
-    # number of blocks (the whole graph is)
+    # values of Layout.kept (how much blocks save for backward), in steps of 1; 0 for only the inputs of segments, twice
+    # the number of blocks for the whole graph
     kept: range
     # numbers of units (such as blocks) on the GPU, in steps of 1: of units with weights there if `base` has weights in
     # RAM, else of units with optimizer states there

@@ -61,8 +61,8 @@ class Columns:
         return kept if column.segment == 1 else max(min(kept, self.simulations.blocks - 1), column.least_kept)
 
     def first_kept(self, column: Column) -> int:
-        """Returns the smallest `kept` (how much blocks save for backward) above which each increase raises the peak of
-        GPU memory."""
+        """Returns a `kept` (how much blocks save for backward). Above it, each block that saves more adds equally many
+        bytes to the peak of GPU memory."""
         rows = column.group * column.micro_batch
         if rows < self.simulations.base.batch or column.choices.base.fate is not Fate.HELD:
             return column.least_kept

@@ -20,8 +20,8 @@ _MUCH_SLOWER = 1.03  # A layout is much slower than a failed one (Search.failed)
 
 
 def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Found | None:
-    """Returns the fastest of the layouts `by_home` (`choices_by_home`) that fits into `room` (limits of GPU memory and
-    RAM), or None. A layout fits if its step completes in the model of PyTorch's caching allocator."""
+    """Returns the fastest layout of `by_home` (`choices_by_home`) that fits into `room` (limits of GPU memory and RAM),
+    or None. A layout fits if its step completes in the model of PyTorch's caching allocator."""
     search = Search(Columns(simulations), room)
     while (found := _fastest(by_home, search)) is not None:
         if simulations.completes(found.layout, room.gpu):
@@ -38,8 +38,8 @@ def fastest_layout(by_home: ByHome, simulations: Simulations, room: Room) -> Fou
 
 
 def _too_much(simulations: Simulations, found: Found, room: Room) -> int:
-    """Returns a `kept` (how much blocks save for backward), at most that of `found`. With it, the layout runs out of
-    memory in the model of the caching allocator, as `found` itself must."""
+    """Returns a `kept` (how much blocks save for backward), at most that of `found`. With it, layouts like `found` run
+    out of memory in the caching allocator's model, as `found` itself must."""
 
     def fails(kept: int) -> bool:
         return not simulations.completes(found.column.layout(kept, found.units_on_gpu), room.gpu)

@@ -65,7 +65,7 @@ class _Case:
         return self.simulations.largest_drawn_bytes(self.question.settings.init)
 
     def fastest(self, by_home: ByHome, ram_limit: int | None) -> tuple[Found | None, Room]:
-        """Returns the fastest layout of a step (None if none fits), and the memory limits that it was searched under.
+        """Returns the fastest layout of a step (None if none fits), and the memory limits it was searched under.
         `ram_limit`: cap of the process's RAM in bytes, or None."""
         room = self.room(ram_limit, self.margins)
         found = fastest_layout(by_home, self.simulations, room)

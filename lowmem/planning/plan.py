@@ -46,8 +46,8 @@ class Plan:
     # (second of a step, bytes allocated, bytes reserved)
     timeline: list[tuple[float, int, int]] = field(default_factory=list, repr=False)
     fused_kernels: Kernels = Kernels.NONE  # those that are expected to run
-    # A plan compares the logits of a small copy of the model with those of its embeddings, blocks and head, run in turn
-    # (compatibility.py). This is the reason why it could not; None: it did.
+    # A plan compares a small copy of the model with its embeddings, blocks and head, run in turn (compatibility.py).
+    # This is the reason why it could not; None: it did.
     not_compared: str | None = None
     faster_with_ram: tuple[int, float] | None = None  # with more RAM: (bytes of RAM, seconds of a step)
     allocator_bytes: int | None = None  # the allocator's cap, if it must be smaller than the limit

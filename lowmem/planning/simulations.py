@@ -127,8 +127,8 @@ class Simulations:
         return self.run(layout, limit_bytes) is not None
 
     def fits(self, layout: Layout, limit_bytes: int | None) -> bool:
-        """Returns True if a step completes under this memory cap (None: no cap) or under a smaller one. Some steps
-        complete only under a smaller cap, because the allocator then frees its cache at another time."""
+        """Returns True if a step completes under this memory cap (None: no cap), or under one of a few smaller ones.
+        Some steps complete only under a smaller cap, because the allocator then frees its cache at another time."""
         if self.completes(layout, limit_bytes):
             return True
         if self.allocated_bytes(layout) > limit_bytes:

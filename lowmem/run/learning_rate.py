@@ -50,9 +50,9 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns the saved steps, schedule and lr if a run with the settings `saved` may be extended to the settings
-    `wanted`. If `wanted` lacks "steps", assumes that it has more. Returns {} if it has no more steps. Raises InputError
-    if `wanted` has more steps and neither schedule is constant."""
+    """Returns the steps, schedule and lr of `saved` settings if their run may be extended to the settings `wanted`. If
+    `wanted` lacks "steps", assumes that it has more. Returns {} if it has no more steps. Raises InputError if `wanted`
+    has more steps and neither schedule is constant."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}

@@ -110,8 +110,8 @@ def eval_charts(row: dict) -> dict[str, float]:
 
 def lines_together(rows: list[dict], constants: dict[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Returns the charts that have several lines each: {title: {name of a line: [(step, value)]}}. Leaves out values
-    that are not finite, and most steps of a long run. `constants`: {name: value} of lines
-    that have this value at each step."""
+    that are not finite, and most steps of a long run. `constants`: {name: value} of lines that have this value at each
+    step."""
     every = math.ceil(len(rows) / _POINTS_TOGETHER) or 1
     lines: dict[str, list[tuple[int, float]]] = {}
     if rows and rows[0].get("eval_first") is not None:
@@ -181,8 +181,8 @@ class _TensorBoard:
         self._writer.flush()  # so that a killed run's charts end where its rows do
 
     def together(self, rows: list[dict], constants: dict[str, float]) -> None:
-        """Does nothing: TensorBoard draws the charts with several lines itself, from the layout that `start` writes and
-        the values that `row` writes."""
+        """Does nothing: TensorBoard draws the charts with several lines itself, from the layout of `start` and the
+        values of `row`."""
 
     def sample(self, samples: list[dict]) -> None:  # rows of samples.jsonl, the new one last
         text = textwrap.indent(samples[-1]["text"], "    ", lambda line: True)  # a code block in Markdown

@@ -44,8 +44,8 @@ def normalize_backward(
     """Computes the gradients of `normalize` from `gradient`, that for its output. `x`: the tensor that was normalized.
     Writes the gradient for `x`, plus `other_gradient`, into `x_gradient` and `branch_gradient`. With `seeds`, drops
     numbers of `branch_gradient` as `drop` does. `partial_sums` [1 or 2, P, D] fp32 gets the gradients for the weight
-    and, if there is one, the bias: for each, P sums over rows whose total the caller computes. Other arguments are as
-    in `normalize`."""
+    and the bias, if any: for each, P sums over rows whose total the caller computes. Other arguments are as in
+    `normalize`."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -202,8 +202,8 @@ def gated_backward(
 ) -> None:  # fmt: skip
     """Computes the gradients of `gated`. Overwrites `gradient`, which is that for the output, with the gradient for
     `gate`. Writes the gradient for `up` into `of_up`, and the output of `gated` into `y`. `partial_sums` [P, I] fp32
-    gets the sum over rows of the gradient for `gate`, as P sums whose total the caller computes. Other arguments are as
-    in `gated`."""
+    gets P sums over rows of the gradient for `gate`, whose total the caller computes. Other arguments are as in
+    `gated`."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:
