@@ -25,7 +25,7 @@ class LowmemError(Exception):
 
 
 class InputError(LowmemError):
-    """Is raised for a wrong option, file or batch; by training commands mostly before the first step."""
+    """Is raised for a wrong option, file or batch. Training commands raise it mostly before the first step."""
 
     exit_code = 2
 

@@ -1,8 +1,8 @@
-"""Lists the files in a run's folder, checks whether they can be written, and tells them from training data.
+"""Lists the files of a run folder, checks whether they can be written, and separates files of runs from training data.
 
-Run folders, exported models, and the file that stdout or stderr goes to are left out of the data. If a run folder is
-itself given as data, only the files that training wrote are left out. A folder in it, or an exported model, is refused
-(data/sources.py).
+If a folder is given as data, run folders and exported models in it are not read, nor is the file that stdout or stderr
+goes to. If it is a run folder itself, only the files that training wrote are not read. If it is an exported model, or a
+folder that training wrote, it is refused (data/sources.py).
 """
 
 import json

@@ -36,14 +36,14 @@ class Accumulation:
             self._shared.append((use.name, store.part_of(use.name), gradient))
 
     def join(self) -> None:
-        """Adds the blocks' gradients for shared parameters to the accumulators, in the order of the blocks. Then sets
-        these gradients to zero."""
+        """Adds each block's separate gradient for a shared parameter to the parameter's accumulator, in the order of
+        the blocks. Then sets these separate gradients to zero."""
         for name, part, gradient in self._shared:
             _add(part, name, gradient)
         self.clear()
 
     def clear(self) -> None:
-        """Sets the blocks' gradients for shared parameters to zero."""
+        """Sets the separate gradient to zero that each block has for a parameter shared by several blocks."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

@@ -69,7 +69,8 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], a view of `gradient`."""
+    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], a view of `gradient`. Does not add them up again
+    if the kernel that wrote `gradient` has done so."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
     # `differentiate` has noted the sum. It is stale if `gradient` has been written since.
     return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)

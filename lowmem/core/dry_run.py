@@ -1,4 +1,5 @@
-"""Finds out what a model's layers compute, on tensors without data or by comparison with a formula."""
+"""Finds out what a model's layers compute. Runs them on tensors without data, or compares their output with that of a
+formula."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

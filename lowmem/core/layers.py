@@ -74,8 +74,8 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of `module`, a linear layer, to add its weight's gradient to an fp32 accumulator. If the
-    layer follows an activation, its input may be that activation's inputs (activations.Inputs)."""
+    """Replaces the forward of `module`, a linear layer, to add its weight's gradient to an fp32 accumulator. The
+    forward also takes the inputs of an activation (activations.Inputs), and then computes the activation itself."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)

@@ -1,4 +1,4 @@
-"""Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where numbers are stored."""
+"""Defines the layout of a step: how the batch is cut, what blocks keep for backward, and where tensors are stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Fate(StrEnum):
 @dataclass(frozen=True)
 class Layout:
     """Holds the settings of how a step is computed; only `micro_batch` changes the bits of its result. A unit is the
-    embeddings, one block, or the final norm. "Streamed" numbers are in RAM or on a disk, and copied to the GPU for
+    embeddings, one block, or the final norm. "Streamed" tensors are in RAM or on a disk, and copied to the GPU for
     use."""
 
     micro_batch: int  # sequences in a micro-batch
@@ -62,9 +62,9 @@ class Layout:
         return 4 if self.fate is Fate.DROPPED else 2
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Returns slices of a list of micro-batches, one per group. A group has `group` full micro-batches of rows of
-        `seq` positions, or more short ones. `positions[i]`: of micro-batch i. Raises ValueError if there are several
-        groups although `whole_batch`."""
+        """Divides a list of micro-batches into groups, and returns the slice of the list for each. A group has at most
+        as many positions as `group` micro-batches with full rows of `seq` positions. `positions[i]`: the number of
+        positions in micro-batch i. Raises ValueError for several groups if `whole_batch` is True."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:
@@ -77,7 +77,8 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Returns the numbers of the units whose matrices have states on a disk, out of `units`."""
+        """Returns which units of a model have the optimizer states of their matrices on a disk, as unit numbers.
+        `units`: how many units the model has."""
         # Spread evenly over the units with streamed states: a slow disk is busy during all updates of a step.
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))

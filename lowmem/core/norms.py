@@ -1,6 +1,7 @@
 """Runs a model's normalization layers ("norms") on GPUs with one kernel for forward and one for backward.
 
-The kernel can also write 16 bit for matmuls, and compute the residual addition before the norm (residual_sums.py).
+The kernel can also write its output in a 16-bit dtype, for matmuls, and compute the residual addition before the norm
+(residual_sums.py).
 """
 
 import copy

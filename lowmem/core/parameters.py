@@ -23,7 +23,7 @@ WORKING, GRADIENT = "working", "gradient"
 
 @dataclass(frozen=True)
 class Placement:
-    """Says where a part (a unit's matrices or vectors) stores its numbers, by functions that allocate zeros."""
+    """Says where a part (a unit's matrices or vectors) stores its tensors, by functions that allocate zeros."""
 
     device: MakeTensor  # on the device
     weights: MakeTensor  # `device` itself, or in RAM

@@ -47,7 +47,8 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) ->
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """Returns fp32 weights as a new tensor. If `low` is None, returns `working` itself, which must be fp32."""
+    """Joins the working weights and low halves that `split` returns to a new fp32 tensor. If `low` is None, returns
+    `working` itself, which must be fp32."""
     if low is None:
         return working
     if working.dtype is torch.bfloat16:

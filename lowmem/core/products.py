@@ -35,9 +35,8 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation`: of a convolution, attention, or a matmul with
-    long inner sums."""
-    # A batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N.
+    """Returns True if ProductRecorder records the output of `operation`: of a convolution, attention, or a matmul. A
+    batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])

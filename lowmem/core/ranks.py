@@ -39,8 +39,9 @@ class Ranks:
         return [(each, True) for each in micro_batches]  # processes gather weights together in each round
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Starts to sum the final gradients of `parts` over all processes. Returns the parts whose sums are ready, each
-        once, also from earlier calls. `now`: True to wait for all sums. Leaves out parts without a gradient."""
+        """Starts to sum the final gradients of `parts` over all processes. Returns parts whose sums are ready: those of
+        this call or of earlier ones that no call has returned yet. `now`: True to wait for all sums. Leaves out parts
+        without a gradient."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:

@@ -62,8 +62,8 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class RotaryAttention:
-    """Runs a copy of `forward`, of the attention layer `module`, with the kernel in the place of its RoPE function
-    `plain`. `plain` still runs for arguments that the kernel does not take."""
+    """Replaces the forward of `module`, an attention layer, by a copy of `forward` that applies RoPE with a fused
+    kernel. `plain`, the RoPE function of `forward`, still runs for arguments that the kernel does not take."""
 
     def __init__(self, module: nn.Module, forward: FunctionType, plain: Callable):
         names = forward.__globals__ | {NAME: partial(_rotate_or, plain)}

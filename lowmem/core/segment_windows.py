@@ -197,7 +197,8 @@ class GradientWindow:
             part.gradient, part.gradient_in_ram = None, True
 
     def release(self) -> None:
-        """Frees gradients on the device that were copied to RAM, for kernels launched from now on."""
+        """Frees the device memory of all gradients that `leave` has sent to RAM. Kernels launched later, which may
+        reuse it, wait until the copies are done."""
         # Copies back to the device must wait until the gradients are in RAM.
         self._window.release(0, Lane.STATES_IN)
 

@@ -14,6 +14,8 @@ MakeTensor = Callable[[int, torch.dtype], Tensor]  # (entries, dtype) -> zeros [
 
 
 class Lane(StrEnum):
+    """Names a queue of work that runs in order: on a GPU, a CUDA stream."""
+
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward
     # The optimizer's rule. On COMPUTE, an update would wait for forward operations queued before it, and so would the
@@ -38,13 +40,13 @@ class Transfers:
             destination.copy_(source)
 
     def mark(self, lane: Lane):
-        """Returns an event that occurs when `lane` has done all its work so far; None on the CPU."""
+        """Returns an event that occurs when all work queued on `lane` so far is done; None on the CPU."""
 
     def wait(self, lane: Lane, *events) -> None:
         """Makes later work of `lane` wait for `events`. For HOST, returns when these have occurred."""
 
     def updating(self) -> AbstractContextManager:
-        """Returns a context in which kernels run on the lane UPDATES."""
+        """Returns a context in which kernels run on UPDATES, the lane (CUDA stream) of optimizer updates."""
         return nullcontext()
 
     def synchronize(self) -> None:

@@ -57,7 +57,8 @@ class Window:
         return Slot(tensors, left=self.transfers.mark(Lane.COMPUTE))
 
     def fetch(self, slot: Slot, pairs: Pairs, *after) -> None:
-        """Queues copies into `slot` after its old content has left and the events `after` have occurred."""
+        """Queues copies into `slot`: pairs (destination, source). They begin when the copies out of the slot are done,
+        and the events `after` have occurred."""
         slot.arrived = self.transfers.copy(self.into, pairs, slot.left, *after)
 
     def use(self, *slots: Slot) -> None:
@@ -111,8 +112,9 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces` (ranges of elements): the caller takes, updates and gives back each state, in
-        this order. While copies of the last pass may be under way, `pieces` must be that pass's, in its order."""
+        """Begins a pass over `pieces` (ranges of elements). In this order, the caller must take the state of each
+        piece, update it, and give it back. While copies of the last pass may be under way, `pieces` must be the same
+        as in that pass, in the same order."""
         # The stored state of a piece that is not given back stays unchanged. The order of pieces matters: a copy into a
         # slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done.
         self._streamed = [piece for piece in pieces if piece.streamed]

@@ -31,7 +31,8 @@ class SimulatedOutOfMemory(LowmemError):
 
 
 class _Arena:
-    """Models the addresses of one pool (small or large requests) on one CUDA stream, as ranges {address: bytes}."""
+    """Models the memory of one pool (for small or large requests) on one CUDA stream: which address ranges are used,
+    free or without pages. A dict {address: bytes} holds the ranges of each kind."""
 
     def __init__(self, small: bool, expandable: bool):
         self.page_bytes = SMALL_SEGMENT if small else LARGE_SEGMENT
@@ -121,7 +122,8 @@ class _Arena:
         return end - begin
 
     def place_to_grow(self, size: int) -> int:
-        """Returns the lowest address after which `size` bytes are free or unmapped."""
+        """Returns the lowest address at which an expandable segment can get `size` bytes by mapping pages: all of these
+        bytes are free or unmapped."""
         for address in sorted(self.unmapped):
             # An unmapped range begins here, or a free one directly before it.
             start = end = self._starts.get(address, address)

@@ -1,4 +1,5 @@
-"""Gives meta tensors kernels that PyTorch has for CUDA only, or else computes from several operators."""
+"""Registers kernels for meta tensors, for operators with one kernel on CUDA. Without these, PyTorch would run several
+operators for a meta tensor, or fail."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

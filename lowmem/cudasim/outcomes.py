@@ -26,7 +26,8 @@ def tensors_in(result) -> list[Tensor]:
 
 @cache
 def is_view(func) -> bool:
-    """Returns True if all results of the operator `func` are views of its arguments: then all calls cost the same."""
+    """Returns True if all results of the operator `func` are views of its arguments. Then every call takes the same
+    time, for all shapes, and no memory."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     only_views = bool(aliases) and not any(alias is None or alias.is_write for alias in aliases)
     return only_views and torch.Tag.inplace_view not in func.tags

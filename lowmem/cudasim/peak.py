@@ -107,8 +107,8 @@ def record(
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Creates tensors of code for CUDA on the meta device, and lets them say that they are on CUDA. `note`: called with
-    each tensor that is made from Python numbers, as by torch.tensor."""
+    """Makes code that is written for CUDA create its tensors on the meta device, though their `device` is CUDA. `note`:
+    called with each tensor that is made from Python numbers, as by torch.tensor."""
 
     def __init__(self, note: Callable[[Tensor], None]):
         super().__init__()

@@ -268,7 +268,8 @@ class Recorder(TorchDispatchMode):
         self._bind(tensor.untyped_storage(), None)
 
     def rename(self, tensor: Tensor, name: str) -> None:
-        """Renames the storage of `tensor` on the tape, unless it is freed or part of a replay."""
+        """Renames the storage of `tensor` on the tape (the list of allocations). Does nothing if the storage is freed,
+        or if a replay allocated it."""
         if place := self._births.get(self.number_of(tensor)):
             operations, index = place
             operations[index] = (*operations[index][:2], name)

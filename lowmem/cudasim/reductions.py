@@ -27,6 +27,9 @@ def bytes_each(*tensors: Tensor) -> tuple[int, ...]:
 
 
 class _Loop(NamedTuple):
+    """Describes a dimension of a reduction's input, or several that are merged because they follow one another in
+    memory."""
+
     size: int
     stride: int  # of the input, in entries
 
@@ -65,8 +68,10 @@ def staging_bytes(
 
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
-    """Splits a reduction into kernels, and yields (offset, reduced loops, kept loops) of each."""
-    # A kernel can reach less than 2 GiB. A reduction that spans more is halved at the loop that spans the most.
+    """Splits a reduction, as PyTorch does, so that each kernel's input spans less than 2 GiB. Yields for each kernel:
+    (offset of its first entry, dimensions that it reduces, dimensions that it keeps). `entry_bytes`: bytes of an entry
+    of the input."""
+    # A reduction that spans more is halved at the dimension that spans the most.
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]
     if 1 + sum(reach) * entry_bytes < 2**31:

@@ -91,7 +91,8 @@ class Memory:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Returns {name of storages, or "rounding": bytes} at the peak of allocated bytes. The values add up to it."""
+        """Returns {name of storages: bytes} at the peak of allocated bytes. The entry "rounding" is the peak minus the
+        bytes of all storages."""
         return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 
@@ -129,7 +130,7 @@ def under_cap(
 
 def named_at_peak(tape: Tape, peak_bytes: int | None = None) -> dict[str, int]:
     """Returns {name: bytes}, largest first, at the moment when storages take the most bytes. `peak_bytes`: the peak in
-    a model of the allocator, or None. The entry "rounding" is its difference from their sum."""
+    a model of the allocator, or None. The entry "rounding" is `peak_bytes` minus the bytes of all storages."""
     live: dict[int, tuple[int, str]] = {}
     by_name: dict[str, int] = {}
     at_peak: dict[str, int] = {}

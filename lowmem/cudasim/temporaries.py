@@ -1,8 +1,8 @@
 """Computes the temporaries of PyTorch's CUDA kernels: memory that a kernel takes from the allocator while it runs.
 
-TEMPORARIES maps each operator to the function that returns the bytes of each temporary. Any other operator takes less
-than 1 KiB. Sources are below aten/src/ATen/native. A test compares all functions with PyTorch's own allocator.
-"assumed" marks figures that no test can show.
+TEMPORARIES maps an operator to the function that returns the bytes of each of its temporaries. Operators that are not
+in it take less than 1 KiB. Sources are below aten/src/ATen/native. A test compares all functions with PyTorch's own
+allocator. "assumed" marks figures that no test can show.
 """
 
 import math

@@ -131,7 +131,8 @@ def _kind(file: Path) -> str:
 
 
 def _splits_by_name(folder: Path, files: list[Path]) -> Splits:
-    """Returns {split: files} by names of shards, else by words in names of folders, else of files."""
+    """Returns {split: files}. Reads splits from the names of shards, such as data/train-00000-of-00002.parquet. If
+    there are none, reads splits from words in the names of folders, or else in the names of files."""
     for split_in in (
         lambda name: (match := _SHARD.fullmatch(name.as_posix())) and match[1],
         lambda name: split_of(" ".join(name.parent.parts)),

@@ -1,5 +1,5 @@
-"""Turns a row's columns into segments, (text, True if trained on): of plain text, a conversation, or a prompt with its
-completion. The columns of a data set's first row decide which (docs/data.md)."""
+"""Turns a row's columns into segments, pairs (text, True if trained on). A row is plain text, a conversation, or a
+prompt with its completion; the columns of the data set's first row decide which of these (docs/data.md)."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -177,9 +177,9 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 
 
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
-    """Returns the record that decides the data format, and an iterator over all records. It is the first
-    record with a value in a column that some format uses, or without such columns. If none of the first _MOST_BLANK
-    records is like this, it is the last of them. It is None if there are no records."""
+    """Returns the record that decides the data format, and an iterator over all records. The first record with
+    a value in a column that some format uses decides, or the first without any such column. If the first _MOST_BLANK
+    records have such columns but no values, the last of these decides. The record is None if there are none."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

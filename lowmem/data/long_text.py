@@ -1,7 +1,7 @@
 """Tokenizes a text that is too long to tokenize at once, in bounded memory.
 
-Windows of the text overlap, and are joined in the middle of tokens that both have. docs/data.md says why the result is
-exact.
+Windows of the text overlap. Two windows are joined inside their overlap, in the middle of a sequence of tokens that
+both have. docs/data.md says why the result is exact.
 """
 
 import itertools

@@ -143,8 +143,8 @@ class SeveralRanks(Shares):
         return [tensor for part in parts for tensor in (part.working, *part.state.values())]
 
     def _ask(self, *request: int) -> list[int]:
-        """Broadcasts rank 0's `request`, and returns it: index in `_stored`, first element, last element + 1. On other
-        ranks, the argument only gives the length."""
+        """Sends rank 0's `request` to all ranks, and returns it there: [index in `_stored`, first element, last element
+        + 1]. Other ranks pass any three integers."""
         asked = torch.tensor(request)
         dist.broadcast(asked, 0)
         return asked.tolist()

@@ -19,7 +19,8 @@ def room_under(gpu_limit: int, margins: int = 1) -> int:
 
 
 def smallest_cap(room: int, margins: int = 1) -> int:
-    """Returns the smallest cap of GPU memory under which `room_under` returns at least `room` bytes."""
+    """Returns the smallest cap of GPU memory under which a training step may allocate `room` bytes. `margins`: as for
+    `room_under`."""
     by_share = (room - 1) * MARGINS_IN_A_CAP // (MARGINS_IN_A_CAP - margins) + 1
     return max(room + margins * MARGIN_BYTES, by_share)
 

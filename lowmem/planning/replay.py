@@ -44,9 +44,9 @@ class _Known:
 
 
 class ReplayedOperations:
-    """Replaces the Operations of a training step in a simulation: executes each once per shape, then replays its
-    recording. `known`: dict that caches recordings; None executes all operations. `functions`: returns a context in
-    which the device's functions (DeviceModel) replace PyTorch's."""
+    """Stands in for `operations` (parts of a training step, such as a segment's forward) in a simulation. Executes each
+    one once per shape, and later replays its recording. `known`: dict that caches recordings; None executes all
+    operations. `functions`: returns a context in which PyTorch's functions act as on the DeviceModel's device."""
 
     def __init__(
         self, operations: Operations, recorder: Recorder, *, known: dict[tuple, _Known] | None,

@@ -19,8 +19,8 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 
 class Simulations:
-    """Simulates one decoder's training step on one device, in different layouts, and caches the results. Methods
-    simulate the step `base` with the layout that they are given."""
+    """Simulates one decoder's training step on one device, in different layouts, and caches the results. `base`
+    describes the step; methods replace its layout by the one that they are given."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target

@@ -1,4 +1,4 @@
-"""Keeps environment variables that other packages read from ending training with a traceback."""
+"""Keeps training from ending with a traceback because of environment variables that other packages read."""
 
 import getpass
 import logging

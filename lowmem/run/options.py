@@ -67,7 +67,8 @@ def one_of(names: Sequence[str], synonyms: dict[str, str], typed: str) -> str:
 
 
 def flag_for(value: str, typed: str) -> object:
-    """Returns `value` if `typed` switches a flag such as ``--bf16`` on, else NOTHING, as if not given."""
+    """Returns `value`, the meaning of a flag such as ``--bf16``, if `typed` means on. If it means off, returns NOTHING:
+    the flag then counts as not given."""
     return value if switch(typed) else NOTHING
 
 

@@ -116,7 +116,8 @@ class Recovery:
             )
 
     def _less(self, where: str) -> Iterator[tuple[str, Layout]]:
-        """Yields (name of a change, layout that takes less memory), in the order to try."""
+        """Yields (name of a change, layout that takes less memory), in the order to try. `where`: the work that failed,
+        as in `__call__`."""
         while where == STEP and self._smaller:
             now, layout = self._step.layout, self._smaller.pop(0)
             units = self._fewest_states(layout)
@@ -137,8 +138,8 @@ class Recovery:
             yield EVALUATION_ROWS, replace(now, evaluation_rows=_smaller_divisor(rows))
 
     def _fewest_states(self, layout: Layout) -> int:
-        """Returns the number of units (mostly blocks) whose optimizer states stay on the GPU with `layout`: more than
-        in `layout` if RAM has no room for the others."""
+        """Returns how many units (mostly blocks) keep their optimizer states on the GPU if training changes to
+        `layout`. These are more than `layout.states_on_gpu` if RAM lacks room for states that would move there."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))
@@ -169,8 +170,9 @@ class Recovery:
 
 
 def with_micro_batch(layout: Layout, micro_batch: int) -> Layout:
-    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. A group of several
-    micro-batches, or of the whole batch, keeps its number of sequences."""
+    """Returns `layout` with micro-batches of `micro_batch` sequences, a divisor of the old size. Groups keep their
+    number of sequences if they have several micro-batches or must have the whole batch. Else they have one
+    micro-batch."""
     several = layout.group > 1 or layout.whole_batch
     group = layout.group * (layout.micro_batch // micro_batch) if several else 1
     return replace(layout, micro_batch=micro_batch, group=group)
@@ -195,8 +197,8 @@ def recovery_of(step: TrainingStep, plan: Plan, say: Callable[[str], None]) -> R
 
 
 def page_locked(model: LoadedModel, say: Callable[[str], None]) -> LoadedModel:
-    """Page-locks the numbers in RAM that are copied to and from the GPU, and returns the model. If the system refuses,
-    the model gets a plan with slower steps, and `say` a sentence."""
+    """Page-locks the tensors in RAM that are copied to and from the GPU, and returns the model. If the system refuses,
+    the returned model has a plan with slower steps, and `say` gets a sentence."""
     store = model.step.store
     if store.device.type == "cuda":
         devices.release_freed_memory()  # before states take up their room

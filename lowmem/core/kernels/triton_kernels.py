@@ -155,7 +155,8 @@ def _split_all(working_at, low_at, n, master_at, KIND: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _read(working_at, low_at, place, there, KIND: tl.constexpr):
-    """Loads fp32 weights. Joins 16-bit ones, which are given as int16 bits, with their low halves (precision.join)."""
+    """Loads weights in fp32, at the offsets `place` where the mask `there` is set. `KIND`: FP32, BF16 or FP16, their
+    stored dtype. Joins 16-bit weights, which are given as int16, with their low halves (precision.join)."""
     working = tl.load(working_at + place, there)
     if KIND == FP32:
         master = working
@@ -172,7 +173,7 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Stores fp32 weights: whole, or split as by precision.split, with both halves as integers."""
+    """Stores the fp32 weights `master` as `_read` loads them: in fp32, or split by the rule of precision.split."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
