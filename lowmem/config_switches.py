@@ -60,9 +60,9 @@ def _prevents_loading(name: str, value: object, fields: dict) -> bool:
 
 
 def set_padding(config: PretrainedConfig, where: str) -> None:
-    """Sets `pad_token_id` to None if that id is outside the vocabulary: training masks padding by position. The export
-    has an old id of -1 again (stored in the attribute OWN), but no other (LEFT_OUT). Raises InputError, beginning with
-    `where`, if the config does not accept None."""
+    """Sets `pad_token_id` to None if that id is outside the vocabulary: training masks padding by position. Stores an
+    old id of -1 in the attribute OWN: the export has it again. Stores any other in LEFT_OUT: it is not exported. Raises
+    InputError, beginning with `where`, if the config does not accept None."""
     text = config.get_text_config()
     for holder in {id(holder): holder for holder in (config, text)}.values():
         pad, size = getattr(holder, "pad_token_id", None), getattr(text, "vocab_size", None)

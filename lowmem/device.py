@@ -19,8 +19,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTor
 
 
 def set_environment() -> None:
-    """Configures PyTorch's CUDA allocator, cuBLAS, and glibc's allocator, except those that the user has configured by
-    environment variables. Must be called before CUDA starts."""
+    """Sets environment variables for PyTorch's CUDA allocator and cuBLAS, and options of glibc's allocator. Leaves out
+    each of these three if the user has set environment variables for it. Must be called before CUDA starts."""
     # Expandable segments keep reserved memory within 0.2% of allocated memory.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True"))

@@ -1,8 +1,8 @@
 """Lists the files of a run folder, checks whether they can be written, and separates files of runs from training data.
 
 If a folder is given as data, run folders and exported models in it are not read, nor is the file that stdout or stderr
-goes to. If it is a run folder itself, only the files that training wrote are not read. If it is an exported model, or a
-folder that training wrote, it is refused (data/sources.py).
+goes to. If it is a run folder itself, only the files that training wrote are not read. It is refused if it is a run
+folder without other data, a folder that training wrote into one, or an exported model (data/sources.py).
 """
 
 import json

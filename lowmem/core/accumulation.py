@@ -43,7 +43,7 @@ class Accumulation:
         self.clear()
 
     def clear(self) -> None:
-        """Sets the separate gradient to zero that each block has for a parameter shared by several blocks."""
+        """Sets to zero the separate gradients that blocks have for shared parameters."""
         for _, _, gradient in self._shared:
             gradient.zero_()
 

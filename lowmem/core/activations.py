@@ -89,9 +89,9 @@ class Inputs:
 
 
 class ActivationForward:
-    """Replaces the forward of `module`, an activation or a gated MLP, to pass Inputs to the linear layer that follows.
-    Runs the module's own forward if that layer cannot read Inputs, if a user has replaced the activation, or if one of
-    them or all modules have a user's hook."""
+    """Replaces the forward of `module`, an activation or a gated MLP. The linear layer that follows gets Inputs, not
+    the activation's output. Runs the module's own forward if that layer cannot read Inputs, or if a user has replaced
+    the activation. Also runs it if a user has set hooks on the layer, on the activation, or on all modules."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)

@@ -1,5 +1,5 @@
-"""Computes the norms of a backward pass's gradients once they are final (fully summed). Then stores or frees these
-gradients, or updates weights with them (layout.Fate)."""
+"""Computes the norms of gradients once they are final (fully summed). Then holds them on the GPU, copies them to RAM,
+frees them, or updates weights with them (layout.Fate)."""
 
 import math
 from collections.abc import Callable, Sequence

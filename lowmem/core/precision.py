@@ -47,7 +47,7 @@ def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) ->
 
 
 def join(working: Tensor, low: Tensor | None = None) -> Tensor:
-    """Joins the working weights and low halves that `split` returns to a new fp32 tensor. If `low` is None, returns
+    """Joins working weights and low halves, as `split` returns them, into a new fp32 tensor. If `low` is None, returns
     `working` itself, which must be fp32."""
     if low is None:
         return working

@@ -40,8 +40,8 @@ class Ranks:
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
         """Starts to sum the final gradients of `parts` over all processes. Returns parts whose sums are ready: those of
-        this call or of earlier ones that no call has returned yet. `now`: True to wait for all sums. Leaves out parts
-        without a gradient."""
+        this call or of earlier ones that no call has returned yet. `now`: True to wait for all sums. A process that
+        trains alone leaves out parts without a gradient."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:

@@ -14,7 +14,7 @@ MakeTensor = Callable[[int, torch.dtype], Tensor]  # (entries, dtype) -> zeros [
 
 
 class Lane(StrEnum):
-    """Names a queue of work that runs in order: on a GPU, a CUDA stream."""
+    """Names a queue of work that runs in order. On a GPU, each but HOST is a CUDA stream."""
 
     HOST = "host"  # the Python program
     COMPUTE = "compute"  # forward and backward

@@ -76,8 +76,8 @@ class Window:
         self.send(self.sent[-1], [(home, tensor)])
 
     def release(self, keep: int = 0, *lanes: Lane) -> None:
-        """Frees all tensors of `send_away` except the `keep` newest. Later work of the lane `user` and of `lanes` waits
-        for the copies."""
+        """Frees the tensors that `send_away` was given, except the `keep` newest. Later work of the lane `user` and of
+        `lanes` waits until the copies of the freed tensors are done."""
         while len(self.sent) > keep:
             for lane in (self.user, *lanes):
                 self.transfers.wait(lane, self.sent[0].left)

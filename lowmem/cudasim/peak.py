@@ -194,7 +194,7 @@ def _divided_in_inference_mode() -> AbstractContextManager:
 
 @contextmanager
 def _default_device_kept() -> Iterator[None]:
-    """Lets torch.set_default_device inside `with` name CUDA, and ends its effect."""
+    """Lets torch.set_default_device name CUDA inside `with`. Restores the old default device at the end."""
     place, choose = torch._GLOBAL_DEVICE_CONTEXT, torch.set_default_device
     before = getattr(place, "device_context", None)
     try:

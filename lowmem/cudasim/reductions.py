@@ -69,8 +69,8 @@ def staging_bytes(
 
 def _parts(offset: int, reduced: list[_Loop], kept: list[_Loop], entry_bytes: int) -> Iterator[tuple]:
     """Splits a reduction, as PyTorch does, so that each kernel's input spans less than 2 GiB. Yields for each kernel:
-    (offset of its first entry, dimensions that it reduces, dimensions that it keeps). `entry_bytes`: bytes of an entry
-    of the input."""
+    (offset of its input in entries, dimensions that it reduces, dimensions that it keeps). `entry_bytes`: bytes of an
+    entry of the input."""
     # A reduction that spans more is halved at the dimension that spans the most.
     loops = [*reduced, *kept]
     reach = [(loop.size - 1) * loop.stride for loop in loops]

@@ -92,7 +92,7 @@ class Memory:
     @cached_property
     def at_peak(self) -> dict[str, int]:
         """Returns {name of storages: bytes} at the peak of allocated bytes. The entry "rounding" is the peak minus the
-        bytes of all storages."""
+        bytes of all storages, so the values add up to the peak."""
         return named_at_peak(self.to_peak, self.allocated_peak_bytes)
 
 

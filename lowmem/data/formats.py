@@ -179,7 +179,7 @@ def _formats(reading: Reading) -> list[tuple[tuple[str, ...], type[Format], bool
 def with_first_filled(records: Iterator[Record], reading: Reading) -> tuple[Record | None, Iterable[Record]]:
     """Returns the record that decides the data format, and an iterator over all records. The first record with
     a value in a column that some format uses decides, or the first without any such column. If the first _MOST_BLANK
-    records have such columns but no values, the last of these decides. The record is None if there are none."""
+    records have such columns but no values, the last of these decides. Without any records, returns None for it."""
     seen: list[Record] = []
     for record in itertools.islice(records, _MOST_BLANK):
         seen.append(record)

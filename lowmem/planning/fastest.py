@@ -172,9 +172,9 @@ def candidates(by_home: ByHome, simulations: Simulations, room: Room) -> list[Ca
 
 
 def smaller_layouts(simulations: Simulations, found: Found, room: Room, shares: Sequence[float]) -> list[Layout]:
-    """Returns layouts that a run can change to if GPU memory runs out. Each is the fastest that allocates at most one
-    of `shares` of the GPU bytes of `found`, in this order. All keep its micro-batch and Layout.fixed_homes, and have no
-    more units with states on the GPU."""
+    """Returns layouts that a run can change to if GPU memory runs out, for each of `shares` in order. Each is the
+    fastest that allocates at most that share of the GPU bytes of `found`. Leaves out shares without a new one. All keep
+    the micro-batch and Layout.fixed_homes of `found`, and have no more units with states on the GPU."""
     choices, layout = found.column.choices, found.layout
     fewest = found.column.fewest_on_gpu if layout.weights_on_gpu is None else layout.weights_on_gpu
     fixed = replace(

@@ -20,7 +20,7 @@ _PRECISION = 1 / 256  # of a smallest cap
 
 class Simulations:
     """Simulates one decoder's training step on one device, in different layouts, and caches the results. `base`
-    describes the step; methods replace its layout by the one that they are given."""
+    describes the step. Methods that get a layout simulate the step with that layout."""
 
     def __init__(self, make_decoder: Callable[[], Decoder], base: StepCase, target: Target):
         self.base, self.target = base, target
@@ -112,8 +112,9 @@ class Simulations:
         return known[limit]
 
     def memory_under(self, layout: Layout, widest: int, *smaller: int) -> tuple[Memory, int]:
-        """Returns the memory figures of a step under a memory cap, and this cap. It is the largest that suffices of
-        `widest`, `smaller`, and steps of 8 MiB between them, or else `smallest_cap_bytes`."""
+        """Returns the memory figures of a step under a memory cap, and this cap. Tries `widest`, `smaller`, and caps
+        between these in steps of 8 MiB. Takes the largest under which the step completes, or else
+        `smallest_cap_bytes`."""
         # A step may complete only under a smaller cap, because the allocator then frees its cache at another time.
         caps = {widest, *smaller, *range(widest, min(smaller, default=widest), -8 * MIB)}
         suffice = (cap for cap in sorted(caps, reverse=True) if self.run(layout, cap) is not None)

@@ -51,9 +51,9 @@ def in_a_sentence(found: list[WayOut]) -> str:
 
 @dataclass(frozen=True)
 class WaysOut:
-    """Looks for options with which training fits on a GPU. `room`: limits under which nothing fits.
-    `ram_bytes(simulations, size)`: RAM that training takes on the machine, with `size` bytes in each process for copies
-    to the GPU."""
+    """Looks for options with which training fits on a GPU. `room`: the limits of GPU memory and RAM, under which
+    no layout fits. `ram_bytes(simulations, size)`: returns the RAM that training takes on the machine, if each process
+    has `size` bytes for copies to the GPU."""
 
     settings: Settings
     simulations: Simulations

@@ -139,7 +139,8 @@ class Recovery:
 
     def _fewest_states(self, layout: Layout) -> int:
         """Returns how many units (mostly blocks) keep their optimizer states on the GPU if training changes to
-        `layout`. These are more than `layout.states_on_gpu` if RAM lacks room for states that would move there."""
+        `layout`: at most as many as now. They are more than `layout.states_on_gpu` if RAM lacks room for
+        the other states."""
         now, store = self._step.layout.states_on_gpu, self._step.store
         for units in range(layout.states_on_gpu, now):
             moving = store.state_bytes(range(units, now))

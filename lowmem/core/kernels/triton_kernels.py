@@ -173,7 +173,8 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Stores the fp32 weights `master` as `_read` loads them: in fp32, or split by the rule of precision.split."""
+    """Stores the fp32 weights `master` where `_read` loads them: in fp32, or split as by precision.split, with both
+    halves as int16."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
