@@ -3,6 +3,7 @@
 The fixtures of whole runs (see runs.py) are here because tests/ and tests/faults/ share them: one finished run for all.
 """
 
+import functools
 import gc
 import os
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.harness import vocabulary
+from experiments.harness import rows, vocabulary
 from lowmem.device import freeze_objects
 from tests.exhaustive import QUICK_CASES
 
@@ -41,6 +42,14 @@ def frozen_objects():
     tests begin, such as imported modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def code_read_once():
+    """Each row of an experiment names the code that made it: to read all of lowmem for one takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "code_of", functools.cache(rows.code_of))
+        yield
 
 
 @pytest.fixture(scope="session")
