@@ -152,8 +152,9 @@ def test_pieces_updated_on_their_own_are_the_whole_bit_for_bit(interpreted, name
     ],
 )
 def test_with_kernels_too_placement_and_schedule_change_no_bit(interpreted, family, precision, optimizer, arrangement):
-    batches = make_batches(2, seq=12)
-    kind = {"family": family, "precision": precision, "optimizer": optimizer, "fused_kernels": Kernels.ALL}
+    batches = make_batches(2, batch=2, seq=6)
+    kind = {"family": family, "precision": precision, "optimizer": optimizer, "micro_batch": 1}
+    kind["fused_kernels"] = Kernels.ALL
     plain = train(batches, **kind, **PLAIN)
     assert train(batches, **kind, **arrangement).differences(plain) == []
 
@@ -164,8 +165,9 @@ LEFT_OUT = [kernels for kernels in fused.TRIALS if kernels != Kernels.ALL]
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpreted, family):
     """Two micro-batches, one of them at a time; four products a block for GPT-2, seven for Llama."""
+    batches, kind = make_batches(1, batch=2, seq=8), {"family": family, "precision": "bf16", "micro_batch": 1}
     with Counting() as counting:
-        outcome = train(make_batches(1), family=family, precision="bf16", fused_kernels=Kernels.ALL, **PLAIN)
+        outcome = train(batches, **kind, fused_kernels=Kernels.ALL, **PLAIN)
     blocks, ours = len(outcome.step.segments), torch.ops.lowmem
     products = {"gpt2": 4, "llama": 7}[family] * blocks
     assert counting.operations[ours.cross_entropy.default] == 2
@@ -177,7 +179,7 @@ def test_a_step_with_kernels_runs_them_for_every_matrix_loss_and_update(interpre
     assert rotations == expected, "forward, again, backward; once for norms; in one block for three others (build.py)"
     assert counting.operations[ours.adamw.default] >= 2 * blocks
     with Counting() as counting:
-        train(make_batches(1), family=family, precision="bf16", **PLAIN)
+        train(batches, **kind, **PLAIN)
     assert {function for function in counting.operations if function.namespace == "lowmem"} == {ours.add_rows.default}
 
 
@@ -406,9 +408,11 @@ def test_where_triton_does_not_compile_the_reason_is_a_sentence(compiled, monkey
 
 @pytest.fixture
 def one_size(monkeypatch):
-    """What is tried before a run is tried on a card, and in one size: the interpreter has no kernel for each."""
+    """What is tried before a run is tried on a card, and in one size: the interpreter has no kernel for each, and takes
+    milliseconds for each row of a norm."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(fused, "SIZES", (97,))
+    monkeypatch.setattr(fused, "norm_error", partial(fused.norm_error, rows=16))
 
 
 @pytest.mark.parametrize(("name", "wrong", "left_out", "said"), [
