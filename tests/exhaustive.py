@@ -110,6 +110,8 @@ QUICK_CASES = {
     # plans
     "planning/test_plan.py::test_with_weights_in_ram_and_states_on_a_disk_gradients_may_be_held": 0,
     "planning/test_plan.py::test_other_optimizers_are_planned_too": 1,
+    "planning/test_plan.py::test_what_is_not_clipped_may_wait_for_the_next_forward_too": 1,
+    "planning/test_plan.py::test_what_is_not_clipped_is_no_slower_for_the_second_margin_of_updates_in_backward": 1,
     "planning/test_plan.py::test_gradients_in_ram_leave_states_to_the_disk": 0,
     "planning/test_plan.py::test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk": 0,
     "planning/test_search.py::test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less": 1,
