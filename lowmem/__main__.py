@@ -9,11 +9,11 @@ report   a page about one run or several: report RUN [RUN ...] [--out FILE]
 import sys
 from importlib import import_module
 
-from lowmem.settings import Settings
+from lowmem.run.signals import interrupt_ends_at_once
 from lowmem.terminal import output, say
 
-_PROGRAMS = {  # {command: (module of lowmem/run, function, its first argument if it has one)}
-    "train": ("main", "main", Settings()),
+_PROGRAMS = {  # {command: (module of lowmem/run, function)}
+    "train": ("main", "main"),
     "plan": ("plan_command", "main"),
     "demo": ("demo", "demo"),
     "report": ("report_command", "main"),
@@ -26,9 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command, options = (words[0], words[1:]) if words else ("", [])
     if command in _PROGRAMS:
-        module, function, *first = _PROGRAMS[command]
+        module, function = _PROGRAMS[command]
+        with interrupt_ends_at_once():  # the program does the same, but only after its imports
+            program = getattr(import_module(f"lowmem.run.{module}"), function)
+            first = [import_module("lowmem.settings").Settings()] if command == "train" else []
         ends = {"ends_process": arguments is None} if command in ("train", "demo") else {}
-        return getattr(import_module(f"lowmem.run.{module}"), function)(*first, options, **ends)
+        return program(*first, options, **ends)
     if command in ("-h", "--help"):
         with output():
             print(__doc__, flush=True)

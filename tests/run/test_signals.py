@@ -126,6 +126,28 @@ def test_a_signal_that_is_ignored_stays_ignored(number):
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [("train", "lowmem.settings"), ("plan", "lowmem.run.plan_command"), ("report", "lowmem.run.report_command")],
+)
+def test_an_interrupt_while_a_command_is_imported_ends_it_without_a_traceback(command, imported):
+    work = f"""
+import os, runpy, signal, sys
+
+class Interrupted:
+    def find_spec(name, *_):
+        if name == {imported!r}:
+            sys.meta_path.remove(Interrupted)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted)
+sys.argv = ["lowmem", {command!r}, "--help"]
+runpy.run_module("lowmem", run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", work], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 def test_the_answer_does_not_wait_for_a_main_thread_that_is_busy():
     """It computes in C without a pause, as one that waits for a GPU does."""
     work = """
