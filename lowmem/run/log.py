@@ -104,7 +104,7 @@ class RunLog:
                 self._bar.set_description_str(self._short_summary(row), refresh=False)
                 self._bar.update()
             elif line is not None:
-                print(line, file=sys.stderr, flush=True)
+                print(for_terminal(line, sys.stderr), file=sys.stderr, flush=True)
         if "eval_loss" in row:
             self.say(f"step {row['step']}: {_held_out(row)}")
         self._trackers.show("row", charts(row, self._tokens) | self._planned, row["step"])

@@ -228,9 +228,12 @@ def test_the_bar_of_a_long_run_fits_into_80_columns(tmp_path, monkeypatch):
 def test_a_terminal_gets_lines_that_end_between_words_and_log_txt_the_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("lowmem.run.log.has_room_for_a_bar", lambda: False)  # as with docker run -t
     log, sentence = started(tmp_path), "a sentence of more than forty columns, which a terminal would cut"
     log.say(f"{sentence}\n  a table's row    1 MiB")
+    log.step(row(1))
     log.close()
+    assert max(map(len, sys.stderr.getvalue().splitlines())) <= 40
     shown = ["a sentence of more than forty columns,", "  which a terminal would cut", "  a table's row    1 MiB"]
     assert "\n".join(shown) in sys.stderr.getvalue()
     assert sentence in (tmp_path / "log.txt").read_text()
