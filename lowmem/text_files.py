@@ -104,7 +104,8 @@ def parse_json(text: str, source: str, first_line: int = 1, advice: str = "") ->
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         where = f"{source}:{first_line + error.lineno - 1}"
-        raise InputError(f"{where}: bad JSON: {error.msg} in column {error.colno}{advice}") from None
+        what = error.msg.removesuffix(" at").removesuffix(" starting")  # a position follows in Python's own text
+        raise InputError(f"{where}: bad JSON: {what} in column {error.colno}{advice}") from None
     except KeyError:
         key, line = _given_twice(text)
         raise InputError(f"{source}:{first_line + line}: bad JSON: the key {key!r} is given twice") from None

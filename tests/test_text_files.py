@@ -51,6 +51,8 @@ def test_what_is_no_text_is_named(tmp_path, content, said):
         ("[" * 100_000, "f:3: bad JSON: nested too deeply"),
         ("[\n" + "9" * 5_000, "f:4: bad JSON: a number has too many digits"),
         ('{\n"a": }', "f:4: bad JSON: Expecting value in column 6, mend it"),
+        ('{"a": "b', "f:3: bad JSON: Unterminated string in column 7, mend it"),
+        ('{"a": "\t"}', "f:3: bad JSON: Invalid control character in column 8, mend it"),
     ],
 )
 def test_json_that_python_cannot_hold_is_refused_with_its_line(text, said):
