@@ -177,15 +177,17 @@ CARDS = _MEASURED | {
 }
 _BY_SHORT_NAME = {name.replace("-", ""): card for name, card in CARDS.items()}
 _ROUNDING = (0.9, 1.01)  # least and most memory that CUDA reports, as shares of the memory in a card's name
+_WITHOUT_A_NAME = "leave --gpu out, and give its memory: --gpu-limit 10GiB"
 _SAYS_NOTHING = re.compile(  # parts of a name that tell no cards apart
     r"nvidia|geforce|tesla|quadro|gpu|with|design|generation|blackwell|workstation|server|edition|"
     r"[^a-z0-9]"
 )
 
 
-def card_named(name: str) -> Card:
+def card_named(name: str, option: str = "--gpu", otherwise: str = _WITHOUT_A_NAME) -> Card:
     """Returns the GPU with this name, as people and vendors write it: ``rtx3090``, ``3060 12GB``, ``Tesla
-    V100-SXM2-32GB``. Raises InputError for a name that is not in the table."""
+    V100-SXM2-32GB``. Raises InputError, about `option` and with the advice `otherwise`, for a name that is not in the
+    table."""
     plain = name.lower().replace("mobile", "laptop")
     short = _SAYS_NOTHING.sub("", plain)
     if (found := _exactly(short) or _of_size(plain)) is not None:
@@ -196,8 +198,8 @@ def card_named(name: str) -> Card:
     near = ", ".join(_BY_SHORT_NAME[known].name for known in like)
     meant = f"did you mean {'one of ' * (len(like) > 1)}{near}? " if near else ""
     raise InputError(
-        f"--gpu {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them. For "
-        "another card leave --gpu out, and give its memory: --gpu-limit 10GiB"
+        f"{option} {name}: there is no such card in the table; {meant}python -m lowmem.plan --help names all of them. "
+        f"For another card {otherwise}"
     )
 
 

@@ -66,7 +66,7 @@ def cuda_peak(
         limit_bytes = parse_size(f"{limit}") if limit is not None else None
     except ValueError as error:
         raise InputError(f"limit: {error}") from None
-    known = card_named(f"{card}")
+    known = card_named(f"{card}", "card", "name one with its speed, and give the memory: limit='10GiB'")
     device_model = gpu_model(known, plain=not torch.are_deterministic_algorithms_enabled())
     with patch.object(torch.cuda, "get_device_capability", lambda *_: known.capability):
         recorder = record(lambda _: function(), device_model)
