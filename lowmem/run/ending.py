@@ -44,8 +44,10 @@ class Ending:
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
+        pictures = ("loss.png", "memory.png") if importlib.util.find_spec("matplotlib") else ()
+        made = all((session.folder / name).exists() for name in ("model", "report.html", *pictures))
         if (
-            not session.resumed or not (session.folder / "model").is_dir() or "failed" in report
+            not session.resumed or not made or "failed" in report
             or not is_report_of(report, rows) or session.model.done != rows[-1]["step"]
             or settings | {"resume": ""} != json.loads(json.dumps(asdict(session.settings) | {"resume": ""}))
         ):  # fmt: skip

@@ -106,10 +106,11 @@ def test_a_failure_at_the_end_costs_neither_the_weights_nor_the_rest(
         assert (trained / name).exists() == (name != said), name
     if missing:
         assert said in stored(trained / "report.json")["failed"][0]
-    if fault == "config.json":
+    if fault in ("config.json", "report.html", "memory.png"):
         assert train(trained, *OPTIONS) == 0  # the same command does the end again
         assert_same_run(trained, expected)
         assert "failed" not in stored(trained / "report.json")
+        assert all((trained / name).exists() for name in MADE_AT_THE_END)
 
 
 def test_a_finished_run_that_is_started_again_says_so_and_how_to_go_on(train, tmp_path, capsys):
@@ -121,6 +122,8 @@ def test_a_finished_run_that_is_started_again_says_so_and_how_to_go_on(train, tm
     assert f"already finished: 3 steps are done, and {out}/model has the result" in sentence
     assert all(way in sentence for way in ("more --steps;", "another --out", "--resume never"))
     assert content(out) == before
+    (out / "report.html").unlink()  # as if a power cut had come before it
+    assert train(out, *OPTIONS) == 0 and (out / "report.html").exists()
     assert train(out, *OPTIONS, "--export-dtype", "bf16") == 0  # another command, and another end
     assert "already finished" not in last_line(capsys) and weights(out) != before["model/model.safetensors"]
 
