@@ -114,6 +114,8 @@ QUICK_CASES = {
     "planning/test_plan.py::test_what_is_not_clipped_is_no_slower_for_the_second_margin_of_updates_in_backward": 1,
     "planning/test_plan.py::test_gradients_in_ram_leave_states_to_the_disk": 0,
     "planning/test_plan.py::test_where_ram_has_no_room_for_states_as_few_as_may_be_are_on_the_disk": 0,
+    "planning/test_simulated_ranks.py::test_a_rank_sends_each_blocks_weights_twice_and_its_gradients_once": 1,
+    "planning/test_simulated_ranks.py::test_machines_send_their_sums_to_each_other_and_that_takes_time": 1,
     "planning/test_search.py::test_a_cap_of_ram_that_was_named_is_planned_and_a_larger_one_gives_no_less": 1,
     "planning/test_search.py::test_a_larger_cap_is_no_slower_if_its_larger_micro_batches_fail_in_the_allocator": 0,
     "planning/test_plan.py::test_where_the_loss_is_scaled_gradients_wait_without_clipping_too": 0,
