@@ -14,8 +14,8 @@ from lowmem.core.parameters import Part, Store
 
 
 class Accumulation:
-    """Registers hooks that add each gradient of `decoder` to its parameter's accumulator in `store`. If blocks share a
-    parameter, `join` must be called after all of them have run backward for all micro-batches."""
+    """Registers hooks that add gradients of the parameters of `decoder` to fp32 accumulators in `store`. If blocks
+    share a parameter, call `join` after backward has run through all blocks for all micro-batches."""
 
     def __init__(self, decoder: Decoder, store: Store):
         for unit in decoder.units:

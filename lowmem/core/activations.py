@@ -1,7 +1,7 @@
 """Saves an MLP's activation input for backward, not the activation's output, on GPUs that run the fused kernels.
 
-The linear layer that follows (layers.py) gets `Inputs`, and computes the activation's output from them. No GPU has run
-this code yet.
+The linear layer after the activation (layers.py) gets an `Inputs` object, and computes the activation's output itself.
+No GPU has run this code yet.
 """
 
 import copy
@@ -44,7 +44,7 @@ class Activation:
 
     def differentiate(self, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Overwrites `gradient` [..., I], the gradient for activation(gate) * up, with the gradient for `gate`. Returns
-        activation(gate) * up again, as rows [N, I], and the gradient for `up`."""
+        activation(gate) * up, computed again as rows [N, I], and the gradient for `up`, or None if `up` is None."""
         columns = gate.shape[-1]
         rows = gate.numel() // columns
         values = gate.new_empty(rows, columns)
@@ -69,8 +69,8 @@ ACTIVATIONS = SILU, GELU_TANH, GELU
 
 
 def sum_of_rows(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], a view of `gradient`. Does not add them up again
-    if the kernel that wrote `gradient` has done so."""
+    """Returns a bias's gradient [I] in fp32: the sum of `rows` [N, I], which is a view of `gradient`. If the kernel
+    that wrote `gradient` has already computed this sum, it is not computed again."""
     version, noted = getattr(gradient, "_lowmem_sum_of_rows", (None, None))
     # `differentiate` has noted the sum. It is stale if `gradient` has been written since.
     return noted if version == gradient._version else rows.sum(0, dtype=torch.float32)
@@ -89,9 +89,10 @@ class Inputs:
 
 
 class ActivationForward:
-    """Replaces the forward of `module`, an activation or a gated MLP. The linear layer that follows gets Inputs, not
-    the activation's output. Runs the module's own forward if that layer cannot read Inputs, or if a user has replaced
-    the activation. Also runs it if a user has set hooks on the layer, on the activation, or on all modules."""
+    """Replaces the forward of `module`, an activation or a gated MLP. Passes the activation's inputs to the next linear
+    layer, as an Inputs object, and that layer computes the activation. Runs the module's own forward instead if the
+    layer cannot read Inputs. Also does so if a user has replaced the activation, or set hooks on it, on the layer or on
+    all modules."""
 
     def __init__(self, module: nn.Module, activation: Activation):
         self._module, self.kind, self._gated = module, activation, _is_gated_mlp(module)
@@ -130,8 +131,8 @@ class ActivationForward:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the one of ACTIVATIONS that `module`, an activation or a gated MLP, applies. Returns None for other
-    modules."""
+    """Returns the one of ACTIVATIONS (SiLU, tanh GELU, exact GELU) that `module` applies; None if it applies none of
+    them. `module` may be an activation, a gated MLP, or any other module."""
     generator, scales = torch.Generator().manual_seed(0), torch.tensor([[3.0], [3.0], [30.0], [1000.0]])
     gate, up = (scales * torch.randn(4, 8, generator=generator) for _ in range(2))  # some clip large numbers
     if _is_gated_mlp(module):
@@ -156,9 +157,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Replaces the forward of activations and gated MLPs in the blocks of `decoder`. These then save the inputs of
-    activations for backward, not the outputs. Skips an activation if anything but a linear layer reads its output.
-    Linear layers must be FusedProducts already (layers.py). `dtype`: the matrices' dtype."""
+    """Makes activations and gated MLPs in the blocks of `decoder` save the activation's inputs for backward, not its
+    output. Skips an activation if anything but a linear layer reads its output. Call this after linear layers have got
+    a FusedProduct as their forward (layers.py). `dtype`: that of the matrices."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():
@@ -178,8 +179,8 @@ def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
 
 
 def _readers(block: nn.Module, run: Callable[[], object]) -> dict[str, str]:
-    """Returns {name of an activation: name of the linear layer that reads its output}. Raises an error if anything else
-    reads such an output."""
+    """Runs `block` by `run()`. Returns {name of an activation: name of the linear layer that reads its output}. Raises
+    an error if anything but a linear layer reads an activation's output."""
     run()
     names = {module: name for name, module in block.named_modules()}
     forwards = {name: vars(module).get("forward") for module, name in names.items()}

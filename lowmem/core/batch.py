@@ -23,8 +23,8 @@ WIDTH_MULTIPLE = 8  # divides a micro-batch's width: tensor cores need multiples
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds token ids and labels of B rows of T positions, on the CPU until `to`. For an encoder-decoder, each row also
-    has S source tokens."""
+    """Holds token ids and labels of B rows with T positions each. For an encoder-decoder, each row also has S source
+    tokens. The tensors are on the CPU; `to` copies them to a device."""
 
     input_ids: Tensor  # int64 [B, T]; for an encoder-decoder [B, S + T]
     labels: Tensor  # int64 [B, T]: the token that each position must predict (already shifted), -100 = none
@@ -42,8 +42,8 @@ class Batch:
             attention_mask  [B, T], 1 for real tokens, 0 for padding, which is not trained on; optional
             labels          int [B, T], *not* shifted, -100 if not trained; for an encoder-decoder, the target [B, T']
 
-        `decoder_start`: first id that an encoder-decoder's decoder reads; None for a decoder. `padding`: the id that is
-        read for a label of -100; None for `decoder_start`.
+        `decoder_start`: first id that an encoder-decoder's decoder reads; None for a decoder. `padding`: the id that
+        this decoder reads in the place of a label of -100; None to read `decoder_start` there.
         """
         try:
             batch = {name: torch.as_tensor(value).cpu() for name, value in batch.items() if value is not None}
@@ -82,7 +82,8 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """Returns the arguments of the model's `embed`."""
+        """Returns the arguments of `Decoder.embed`: token ids, position ids, document ids and, for an encoder-decoder,
+        the source mask."""
         inputs = self.input_ids, self.position_ids, self.document_ids
         return inputs if self.source_mask is None else (*inputs, self.source_mask)
 
@@ -120,8 +121,8 @@ class Batch:
             raise InputError(f"a label is beyond its row's length: it must be {IGNORED_LABEL}")
 
     def check(self, has_sources: bool) -> None:
-        """Raises InputError if the batch does not suit a decoder, or an encoder-decoder (`has_sources`). A decoder's
-        labels must be shifted by one token."""
+        """Raises InputError if the batch does not suit the model: an encoder-decoder if `has_sources`, else a decoder.
+        Also raises it if a decoder's labels are the `input_ids` themselves, not shifted by one token."""
         if has_sources and self.source_mask is None:
             raise InputError("this model is an encoder-decoder: its batches need a source_mask")
         if not has_sources and self.source_mask is not None:
@@ -162,7 +163,8 @@ class Batch:
 
     def micro_batches(self, size: int, least: int = 1) -> list["Batch"]:
         """Cuts the batch into micro-batches of at most `size` x T positions. Without `lengths`, each is a view of
-        `size` rows. Otherwise rows are sorted, longest first, and cut by `micro_batch_shapes`."""
+        `size` rows. With `lengths`, sorts the rows, longest first, and lets `micro_batch_shapes` cut them. `least`:
+        number of positions; a micro-batch with fewer is assumed to take as long as one with `least`."""
         if self.lengths is None:
             tensors = (self.input_ids, self.labels, self.position_ids, self.document_ids, None, self.source_mask)
             count = math.ceil(len(self.labels) / size)
@@ -181,7 +183,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """Holds one rank's micro-batches of a step, or of one group of them."""
+    """Holds the micro-batches of one step that this rank (process) computes, or only one group of them."""
 
     micro_batches: Sequence[Batch]
     dropouts: Sequence[Dropout]  # seeds of the dropout masks of each micro-batch
@@ -194,8 +196,9 @@ class Work:
 
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
-    """Returns `batch`, converted by `Batch.from_hf` if it is a dict. If `most` = (rows, tokens in a row, tokens in a
-    target) is given, raises InputError for a larger batch, a wrong field or a wrong token id."""
+    """Returns `batch` as a Batch; a dict is converted by `Batch.from_hf`. `decoder`: the model's Decoder. `most`:
+    largest batch that the plan allows, as (rows, tokens in a row, tokens in a target). Unless it is None, raises
+    InputError for a larger batch, a wrong field or a wrong token id."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
     if not isinstance(batch, Batch):

@@ -10,7 +10,7 @@ from operator import or_
 
 
 class Kernels(Flag):
-    """Names sets of fused kernels, as flags. Every other set also needs `PRODUCTS`."""
+    """Names sets of fused GPU kernels, as flags. A set that a run uses is empty or contains `PRODUCTS`."""
 
     NONE = 0
     PRODUCTS = auto()  # gradients of matrix products, updates, and the loss

@@ -1,6 +1,7 @@
-"""Compiles the operators of operators.py, compares them with plain PyTorch code, and updates weights with them.
+"""Tests the fused GPU operators of operators.py against plain PyTorch code, and updates weights with them.
 
-The plain code runs in the place of kernels that fail, and plans assume so.
+If kernels fail their test, the plain code runs instead. The plan of a run counts the memory and time of the code that
+runs.
 """
 
 import importlib.util
@@ -40,8 +41,9 @@ Dtypes = tuple[torch.dtype, ...]
 def update(
     optimizer: Optimizer, working: Tensor, state: State, gradient: Tensor, hyper: Hyperparameters, decay: bool
 ) -> None:
-    """Updates weights and state in place, as optimizers.update does. 8-bit moments with 16-bit weights need 4 bytes of
-    temporaries per parameter."""
+    """Updates weights `working` [n] and the optimizer's `state` in place, by a fused kernel if `optimizer` has one. May
+    overwrite `gradient` [n] fp32. `decay`: True to apply weight decay. With 8-bit moments and 16-bit weights, takes 4
+    bytes of temporaries per parameter."""
     weight_decay = hyper.weight_decay if decay else 0.0
     low = state.get("low")
     if optimizer.name == "adamw":
@@ -69,8 +71,8 @@ def expected(capability: tuple[int, int]) -> Kernels:
 
 @cache
 def failures(device: torch.device) -> dict[Kernels, str]:
-    """Compiles and tests the fused kernels on `device`, a GPU. Returns {kernels that must not be used: the reason, a
-    clause}. Takes about ten seconds if Triton's cache is empty."""
+    """Compiles and tests the fused kernels on `device`, a GPU. Returns {kernels that must not be used: the reason, part
+    of a sentence}; empty if all work. Takes about ten seconds if Triton's cache is empty."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return {Kernels.ALL: "Triton compiles for cards from Turing on"}
@@ -150,8 +152,9 @@ def loss_error(
     device: torch.device, dtype: torch.dtype, words: int, with_bias: bool = True, differentiate: bool = True,
     function: LogitFunction = LogitFunction(),  # noqa: B008  it is frozen
 ) -> float:  # fmt: skip
-    """Returns the largest relative error (by norm) of the fused cross-entropy on `device`, against fp32 on the CPU.
-    `words`: size of the vocabulary. `differentiate`: True to compare gradients, too."""
+    """Compares the fused cross-entropy on `device` with the plain one in fp32 on the CPU. Returns the largest relative
+    error (norm of the difference / norm of the plain result) of the loss and the gradients. `words`: size of the
+    vocabulary. `differentiate`: False to compare the loss only."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (40, words))
     labels, bias = torch.arange(40) * 7 % words, torch.randn(words, generator=generator)
@@ -172,8 +175,9 @@ def loss_error(
 
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
-    """Returns the largest relative error (by norm) of a fused norm and its gradients on `device`, against fp64 on the
-    CPU. `p`: dropout probability in residual sums before and after the norm; None for no sums."""
+    """Compares a fused norm and its gradients on `device` with fp64 on the CPU. Returns the largest relative error
+    (norm of the difference / norm of the fp64 result). `p`: None to test the norm alone. Otherwise also tests a
+    residual addition before the norm and one after it, both with dropout probability `p`."""
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))
     inputs = [x, branch.to(dtype) if p is not None else None, weight, bias if rule.centered else None]
@@ -202,8 +206,8 @@ def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | 
 
 
 def activation_error(device: torch.device, dtype: torch.dtype, activation: Activation, is_gated: bool) -> float:
-    """Returns the largest relative error (by norm) of an MLP's fused activation and its gradients, against fp64 on the
-    CPU."""
+    """Compares an MLP's fused activation and its gradients on `device` with fp64 on the CPU. Returns the largest
+    relative error (norm of the difference / norm of the fp64 result). `is_gated`: True for activation(gate) * up."""
     generator = torch.Generator().manual_seed(5)
     gradient, *inputs = (torch.randn(40, 300, generator=generator).to(dtype) for _ in range(2 + is_gated))
     there = [*(tensor.to(device) for tensor in inputs), *[None] * (not is_gated)]
@@ -218,8 +222,8 @@ def activation_error(device: torch.device, dtype: torch.dtype, activation: Activ
 
 
 def rotary_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest relative error (by norm) of fused rotary embeddings and their gradients, against fp64 on the
-    CPU."""
+    """Compares fused rotary embeddings and their gradients on `device` with fp64 on the CPU. Returns the largest
+    relative error (norm of the difference / norm of the fp64 result)."""
     generator = torch.Generator().manual_seed(6)
     shapes = (2, 4, 5, 64), (2, 2, 5, 64), (2, 5, 48), (2, 5, 48), (2, 4, 5, 64), (2, 2, 5, 64)
     q, k, cos, sin, *gradients = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -243,8 +247,8 @@ def _largest(numbers: Iterable[float]) -> float:
 
 
 def halves_agree(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Returns True if the kernels split and join fp32 weights to the bits of precision.py. `dtype`: of the upper
-    half."""
+    """Returns True if the kernels on `device` split fp32 weights into two halves, and join them again, with the same
+    bits as precision.py on the CPU. `dtype`: that of the upper halves. `size`: number of weights."""
     exponents = torch.linspace(-30, 10, size).exp2()
     master = torch.randn(size, generator=torch.Generator().manual_seed(2)) * exponents
     working, low = split(master, dtype)
@@ -263,9 +267,9 @@ def largest_ulps(
     rule: optimizers.UpdateFunction = update,
     size: int = 4097,
 ) -> dict[str, float]:
-    """Compares an optimizer update by `rule` on `device` with one by optimizers.py on the CPU. Returns {weight or
-    moment: largest error}, in fp32 units in the last place (ulps) of the larger of the old and new value. `dtype`: that
-    of the weights that compute."""
+    """Makes one optimizer update by `rule` on `device`, and again by optimizers.py on the CPU. Returns {"weight" or a
+    moment's name: largest difference}. The unit of a difference is the fp32 spacing (ulp) at the old or the new value,
+    whichever is larger. `dtype`: that of the weights that compute. `size`: number of weights."""
     generator = torch.Generator().manual_seed(1)
     optimizer = optimizers.get_optimizer(optimizer_name)
     hyper = Hyperparameters(learning_rate=1e-3, weight_decay=0.01, update=3, gradient_scale=0.7)

@@ -16,12 +16,12 @@ def normalize(
     centered: bool, branch: Tensor | None = None, total: Tensor | None = None, seeds: Tensor | None = None,
     number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Normalizes the N rows of `x` [..., D] into `y`: (x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias.
-    Unless `centered`, the mean is taken as 0. `statistics` [1 or 2, N] fp32 gets each row's factor 1 / sqrt(...) and,
-    if centered, its mean. Weight and bias are [D] fp32; all tensors are contiguous.
+    """Normalizes the rows of `x` [..., D]: y = (x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias. Unless
+    `centered`, the mean is taken as 0. If `statistics` [1 or 2, N] fp32 is given, it gets each row's 1 / sqrt(...) and,
+    if centered, each row's mean. Weight and bias are [D] fp32; all tensors are contiguous.
 
-    With a `branch`, writes x + branch into `total` first, and normalizes this sum. With `seeds`, drops numbers of
-    `branch` as `drop` does.
+    With a `branch`, writes x + dropout(branch) into `total` first, and normalizes this sum. `p`: probability of the
+    dropout, whose seed is seeds[number]. Without `seeds`, there is no dropout.
     """
     if not x.numel():
         return
@@ -41,11 +41,12 @@ def normalize_backward(
     offset: float, other_gradient: Tensor | None = None, branch_gradient: Tensor | None = None,
     seeds: Tensor | None = None, number: int = 0, p: float = 0.0,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `normalize` from `gradient`, that for its output. `x`: the tensor that was normalized.
-    Writes the gradient for `x`, plus `other_gradient`, into `x_gradient` and `branch_gradient`. With `seeds`, drops
-    numbers of `branch_gradient` as `drop` does. `partial_sums` [1 or 2, P, D] fp32 gets the gradients for the weight
-    and the bias, if any: for each, P sums over rows whose total the caller computes. Other arguments are as in
-    `normalize`."""
+    """Computes the gradients for the inputs of `normalize` from `gradient`, the gradient for `y`. `x`: the tensor that
+    was normalized, which is `total` if there was a branch. Writes the gradient for `x`, plus `other_gradient` from
+    other uses of `x`, into `x_gradient`. Also writes this sum into `branch_gradient`, after the dropout of the forward
+    call (`seeds`, `number`, `p`). `partial_sums` [1 or 2, P, D] fp32 gets the weight's gradient and, if there is one,
+    the bias's, each as P partial sums that the caller adds up. `statistics` and `offset` are those of the forward
+    call."""
     if not x.numel():
         return
     columns = x.shape[-1]
@@ -149,8 +150,8 @@ def _normalize_backward(
 
 
 def drop(x: Tensor, added: Tensor | None, y: Tensor, seeds: Tensor, number: int, p: float) -> None:
-    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. The mask depends on seeds[number] and a number's
-    index. All tensors are contiguous and have one shape [..., D]; D is a multiple of 4."""
+    """Writes `added` + dropout(x) into `y`; `added` None stands for 0. The mask depends on the seed, seeds[number], and
+    each element's index. `x`, `added` and `y` are contiguous and have one shape [..., D]; D is a multiple of 4."""
     n = x.numel()
     _drop[(triton.cdiv(n, BLOCK),)](
         x, x if added is None else added, y, seeds, number, n, p, _factor(p), ADDS=added is not None, BLOCK=BLOCK,
@@ -178,8 +179,8 @@ def _drop(x_at, added_at, y_at, seeds_at, number, n, p, factor_of_kept, ADDS: tl
 
 @triton.jit
 def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns dropout's mask [ROWS, COLUMNS] of the rows `row`: True for elements that are kept. The seed is the
-    element `number` of `seeds_at`."""
+    """Returns dropout's mask [ROWS, COLUMNS] for the rows with the indices `row`, in a matrix of `columns` columns.
+    True keeps an element. `p`: probability of False. The seed is element `number` of the tensor at `seeds_at`."""
     # One call of Philox gives four random numbers, for four neighbours in a row.
     fourth = row[:, None] * (columns // 4) + tl.arange(0, COLUMNS // 4)[None, :]
     a, b, c, d = tl.rand4x(tl.load(seeds_at + number), fourth.to(tl.int32))
@@ -187,8 +188,8 @@ def _kept(seeds_at, number, row, columns, p, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def gated(gate: Tensor, up: Tensor | None, linear: float, cubic: float, erf: bool) -> Tensor:
-    """Returns activation(gate) * up; `up` None stands for 1. The activation is activations.Activation(linear, cubic,
-    erf). Both tensors are contiguous and have one shape."""
+    """Returns activation(gate) * up; `up` None stands for 1. The activation is x * sigmoid(linear * x + cubic * x^3)
+    or, if `erf`, exact GELU. Both tensors are contiguous and have one shape."""
     n, y = gate.numel(), torch.empty_like(gate)
     _gated[(triton.cdiv(n, BLOCK),)](
         gate, gate if up is None else up, y, n, linear, cubic, ERF=erf, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=4
@@ -200,10 +201,10 @@ def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor | None, y: Tensor, of_up: Tensor | None, partial_sums: Tensor | None,
     linear: float, cubic: float, erf: bool,
 ) -> None:  # fmt: skip
-    """Computes the gradients of `gated`. Overwrites `gradient`, which is that for the output, with the gradient for
-    `gate`. Writes the gradient for `up` into `of_up`, and the output of `gated` into `y`. `partial_sums` [P, I] fp32
-    gets P sums over rows of the gradient for `gate`, whose total the caller computes. Other arguments are as in
-    `gated`."""
+    """Computes the gradients for the inputs of `gated`. Overwrites `gradient`, the gradient for the output
+    activation(gate) * up, with the gradient for `gate`. Writes the gradient for `up` into `of_up`, and the output again
+    into `y`. If `partial_sums` [P, I] fp32 is given, it gets the gradient for `gate`, summed over rows, as P partial
+    sums that the caller adds up. `linear`, `cubic` and `erf` are those of the forward call."""
     columns = gate.shape[-1]
     rows = gate.numel() // max(columns, 1)
     if not rows:

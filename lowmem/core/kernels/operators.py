@@ -40,7 +40,7 @@ _SCHEMAS = {
 
 def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds the matmul `left` [M, K] @ `right` [K, N] to `accumulator` [M, N] fp32. Both factors have one 16-bit dtype;
-    each sum is rounded once."""
+    their product is not rounded to 16 bit."""
     if accumulator.is_cuda:
         torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
     else:
@@ -48,8 +48,8 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` [N, D] or [N] to the rows `ids` [N] of `accumulator` [V, D] or [V], all in fp32. Of the rows
-    with the same id, at most one may have numbers other than 0."""
+    """Adds rows[i] to accumulator[ids[i]] for each i, all in fp32. `rows` is [N, D] or [N], `accumulator` [V, D] or
+    [V]. If an id occurs several times in `ids` [N], at most one of its rows may have numbers other than 0."""
     # With one such row per id, no order of additions changes a bit. So PyTorch need not sort the ids.
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
@@ -60,7 +60,7 @@ def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def row_stride(entries: int) -> int:
-    """Returns a multiple of 16, at least `entries`: a row stride for which Triton reads 16 bytes at a time."""
+    """Rounds the row length `entries` up to a multiple of 16. With this row stride, Triton reads 16 bytes at a time."""
     return -(-entries // 16) * 16
 
 

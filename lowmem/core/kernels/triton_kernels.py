@@ -19,7 +19,8 @@ _ROUND = tl.constexpr(1.5 * 2**23)  # added to a small fp32 number and subtracte
 
 
 def _launch(kernel, working: Tensor, low: Tensor | None, *others: Tensor | float) -> None:
-    """Runs an update's `kernel` on weights [n] and their low halves [n]; `low` is None for fp32 weights."""
+    """Runs `kernel`, which updates, joins or splits the weights `working` [n] with their low halves `low` [n]. `low` is
+    None for fp32 weights. `others`: the kernel's other arguments."""
     n, kind = working.numel(), _KINDS[working.dtype]
     bits = working if low is None else working.view(torch.int16)
     halves = bits, bits if low is None else low  # a kernel for fp32 does not look at the second
@@ -30,12 +31,12 @@ def cross_entropy(
     logits: Tensor, bias: Tensor | None, labels: Tensor, losses: Tensor, scale: float | None,
     outer: float = 1.0, inner: float | None = None,
 ) -> None:  # fmt: skip
-    """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V] fp32) with `labels` [C]. f is
-    LogitFunction(`outer`, `inner`). Unless `scale` is None, overwrites the logits with `scale` times the loss's
-    gradient for them. For a label of -100, both are 0.
+    """Writes `losses` [C] fp32, the cross-entropy of f(`logits` [C, V] + `bias` [V] fp32) with `labels` [C]. f(z) is
+    outer * z or, if `inner` is given, outer * tanh(inner * z). Unless `scale` is None, overwrites the logits with
+    `scale` times the loss's gradient for them. For a label of -100, loss and gradient are 0.
 
     `labels` and `bias` are contiguous. Rows of logits begin at multiples of 16 numbers (operators.row_stride), and the
-    padding after a row is overwritten.
+    padding after a row may be overwritten.
     """
     _cross_entropy[(logits.shape[0],)](
         logits, logits if bias is None else bias, labels, losses, 0.0 if scale is None else scale, outer, inner or 0.0,
@@ -88,7 +89,8 @@ def _cross_entropy(
 
 @triton.jit
 def _logits(logits_at, bias_at, word, words, stride, inner, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
-    """Returns a row's logits for the token ids `word`, with bias; tanh(inner * logit) if CAPPED."""
+    """Returns a row's logits, with bias, for the token ids `word`; tanh(inner * logit) if CAPPED. `logits_at`: pointer
+    to the row. `words`: size of the vocabulary; ids beyond it get 0. `stride`: length of the row with its padding."""
     z = tl.load(logits_at + word, word < stride, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_at + word, word < words, other=0.0)
@@ -173,8 +175,9 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
-    """Stores the fp32 weights `master` where `_read` loads them: in fp32, or split as by precision.split, with both
-    halves as int16."""
+    """Stores the fp32 weights `master` at the offsets `place` where the mask `there` is set. `KIND`: FP32, BF16 or
+    FP16, the stored dtype. 16-bit weights are split as by precision.split: upper halves go to `working_at`, low halves
+    to `low_at`, both as int16."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
