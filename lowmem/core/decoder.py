@@ -1,5 +1,5 @@
-"""Splits a Hugging Face decoder, because a training step runs each block by itself. The code around the blocks is the
-model's own forward, with stubs in the place of the blocks."""
+"""Splits a Hugging Face decoder into embeddings, blocks and head, because a training step runs each block by itself.
+Embeddings and final norm run inside the model's own forward, with stubs in the place of the blocks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -46,8 +46,9 @@ class _Stub(nn.Module):
 
 
 class Decoder:
-    """Splits `model`, a causal language model of transformers; parameters may be on the meta device. `fused_kernels`:
-    those that a training step may use. Raises InputError if the model cannot be split."""
+    """Splits `model`, a causal language model of transformers, into embeddings, blocks and head. Its parameters may be
+    on the meta device. `fused_kernels`: those that a training step may use. Raises InputError if the model cannot be
+    split."""
 
     needs_sources = False  # True for an encoder-decoder, whose batches have a source_mask
     shared: Sequence = ()  # a SharedUse (encoder_decoder.py) per block that uses a shared parameter
@@ -107,8 +108,8 @@ class Decoder:
         return output[0] if isinstance(output, tuple | list) else output  # blocks of OpenAI GPT return a list
 
     def before_blocks(self, indices: Iterable[int], call: Callable[[int], None]) -> None:
-        """Registers hooks that call `call(index)` before each forward of block `index`. Removes the previous call's
-        hooks."""
+        """Registers hooks that call `call(index)` before each forward of block `index`, for the blocks `indices`.
+        Removes the hooks of an earlier call of this method."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -124,7 +125,7 @@ class Decoder:
             return self._run(zeros)
 
     def run_once(self) -> None:
-        """Runs the split model on `example`."""
+        """Runs the split model forward on `example`, so that a caller can watch its operations."""
         with AnswerYes():
             self.logits(*self.example(self.head_weight.shape[0]))
 
@@ -143,12 +144,14 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Returns the logits [B, T, V] of the model's own forward for token ids `inputs[0]`."""
+        """Returns the logits [B, T, V] of the model's own forward, which is not split, for the token ids `inputs[0]`
+        alone."""
         with _padding_not_sought():
             return self.model(input_ids=inputs[0], use_cache=False).logits
 
     def with_head_output(self, output: Tensor, *inputs: Tensor | None) -> Tensor:
-        """Returns the model's logits [B, T, V] if its head returns `output` [B, T, V]."""
+        """Runs the model's own forward with `output` [B, T, V] in the place of the head's output. Returns the logits
+        [B, T, V] that the model computes from `output`, by a soft cap for example."""
         with patch.object(self._head, "forward", lambda hidden: output):
             return self.whole(*inputs)
 
@@ -270,8 +273,8 @@ class Decoder:
 
 
 def kind_of(block: nn.Module) -> tuple:
-    """Returns a key of a block's structure. Blocks with equal keys allocate the same memory and save the same
-    tensors."""
+    """Returns a key for the structure of `block`. Blocks with equal keys allocate equal amounts of memory, and save
+    tensors of equal shapes and dtypes for backward."""
     return tuple(
         (
             name,

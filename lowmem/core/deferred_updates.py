@@ -18,7 +18,8 @@ class UpdateInterrupted(LowmemError):
 
 
 class Updates:
-    """Makes one pass of updates over all units (embeddings, blocks, final norm) per optimizer step."""
+    """Makes the updates of each optimizer step, in one pass over all units (the embeddings, each block, the final
+    norm). `units`: number of units."""
 
     def __init__(self, store: Store, units: int, hyper: Hyperparameters, transfers: Transfers, operations: Operations):
         self.state_window, self._transfers = StateWindow(transfers, store.device, store.pieces), transfers
@@ -37,9 +38,10 @@ class Updates:
         return self._next < len(self._pieces)
 
     def begin(self, gradient_scale: float, learning_rate: float, *, downwards: bool) -> None:
-        """Begins the updates of one optimizer step, a pass over all units; `run_until` then makes them. `downwards`:
-        False to update the first unit first; all gradients must be final. True to update the last unit first, each when
-        its gradients are final. Updates multiply gradients by `gradient_scale`."""
+        """Begins one optimizer step's updates: a pass over all units (embeddings, blocks, final norm), which
+        `run_until` makes. `downwards`: False to go from the first unit to the last; all gradients must be final (fully
+        summed). True to go from the last unit to the first during backward; a unit's gradients must be final when it is
+        updated. `gradient_scale` multiplies all gradients."""
         hyper = replace(
             self.hyper, learning_rate=learning_rate, update=self.hyper.update + 1, gradient_scale=gradient_scale
         )
@@ -53,7 +55,7 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Marks the step as complete, after backward has updated all units."""
+        """Notes that backward has made a whole pass of updates, so that `halfway` is False again."""
         self.halfway = False
 
     def refuse_halfway(self) -> None:
@@ -61,9 +63,10 @@ class Updates:
             raise UpdateInterrupted("the step before was ended while it made its updates; load the weights again")
 
     def run_until(self, units: int) -> None:
-        """Makes pending updates until the first `units` units of the pass (embeddings, blocks, head) have theirs. Later
-        kernels wait for them. After an OutOfMemoryError, the next call continues. Raises UpdateInterrupted if Ctrl-C
-        has stopped an earlier call while it changed a tensor."""
+        """Makes pending updates until `units` units (embeddings, blocks, final norm), counted in the order of the pass,
+        are updated. Kernels that are launched later wait for these updates. After an OutOfMemoryError, a new call goes
+        on with the update that failed. Raises UpdateInterrupted if an error or Ctrl-C ended an earlier call while it
+        changed a tensor."""
         if self._torn:
             raise UpdateInterrupted("an update was ended in the middle of a tensor; load the weights again")
         if not self._due(units):
@@ -85,8 +88,8 @@ class Updates:
         self.state_window.synchronize()
 
     def move_states(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states into RAM, except those of the first `states_on_gpu` units. Returns True if they are
-        page-locked."""
+        """Moves optimizer states into RAM, except those of the first `states_on_gpu` units (embeddings, blocks, final
+        norm). Returns False if CUDA refuses to page-lock them. May be called in the middle of a pass."""
         self.state_window.synchronize()
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)

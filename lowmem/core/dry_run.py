@@ -1,5 +1,4 @@
-"""Finds out what a model's layers compute. Runs them on tensors without data, or compares their output with that of a
-formula."""
+"""Examines a model's layers: runs them on tensors without data, or compares their output with a formula's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +19,9 @@ _MOST_ERROR = 1e-5  # of a model's code in fp32 against a formula, relative to t
 
 
 def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> Result | None:
-    """Returns the result of `run()` while the parameters of `model` are on the meta device, matrices in `dtype`. If
-    that fails, moves the buffers there, too, and tries again. Returns None if both fail."""
+    """Puts the parameters of `model` on the meta device, with matrices in `dtype`, and returns the result of `run()`.
+    If `run` fails, puts the model's buffers there, too, and tries again. Returns None if this also fails. Always puts
+    the model's own tensors back."""
     for with_buffers in (False, True):  # some models read their buffers' values, others need one device
         with _without_data(model, dtype, with_buffers), suppress(Exception):  # models that need data raise any error
             return run()
@@ -31,8 +31,9 @@ def dry_run(model: nn.Module, dtype: torch.dtype, run: Callable[[], Result]) -> 
 def look_at_blocks(
     decoder: Decoder, dtype: torch.dtype, look: Callable[[nn.Module, Callable[[], object]], Result]
 ) -> list[Result | None]:
-    """Returns `look(block, run)` for each block of `decoder`; None if `look` fails. `run()` runs the block once on meta
-    tensors. Blocks of equal structure share one call."""
+    """Calls `look(block, run)` for each block of `decoder`, while all parameters are on the meta device. Returns the
+    results, with None for a block if `look` fails. `run()` runs the block forward once. Blocks of equal structure share
+    one call. `dtype`: that of the matrices."""
     known: dict[tuple, Result | None] = {}
     for index, block in enumerate(decoder.blocks):
         if (kind := kind_of(block)) not in known:
@@ -53,8 +54,8 @@ def agrees(output: object, formula: Tensor) -> bool:
 
 
 def structure_of(model: nn.Module) -> list:
-    """Returns the modules of `model`, their hooks and other attributes. While the list stays `equal`, the model runs
-    the same operations."""
+    """Returns a list of the modules of `model`, their hooks and their other attributes, without tensors and lowmem's
+    own hooks. The lists of two calls differ (`equal`) if a user has changed the model in between."""
     found: list = []
     for module in model.modules():
         found.append(module)
@@ -71,7 +72,8 @@ def is_ours(hook: object) -> bool:
 
 
 def equal(structure: Sequence, other: Sequence) -> bool:
-    """Compares two lists: numbers, strings and dtypes by value, all other objects by identity."""
+    """Returns True if two lists agree, element by element. Compares numbers, strings and dtypes by value, all other
+    objects by identity."""
     return len(structure) == len(other) and all(map(_same, structure, other))
 
 

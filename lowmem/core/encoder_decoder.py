@@ -52,7 +52,8 @@ class SharedUse:
         return self.own
 
     def __call__(self, buckets: Tensor) -> Tensor:
-        """Returns the position biases [T, S, H] fp32 of `buckets` [T, S] int64, classes of distances."""
+        """Looks up the position biases [T, S, H] in fp32. `buckets` [T, S] int64: the class of each distance between
+        two positions."""
         # In fp32, because each bias's gradient is a sum of T x S numbers.
         return F.embedding(buckets, self.value().float())
 
@@ -196,7 +197,8 @@ def stock_model(config: PretrainedConfig, **options) -> PreTrainedModel:
 
 
 def take_apart(model: nn.Module, fused_kernels: Kernels = Kernels.NONE) -> Decoder:
-    """Returns `model` as an EncoderDecoder if it is a T5 or mT5, else as a Decoder."""
+    """Splits `model` into embeddings, blocks and head. Returns an EncoderDecoder for T5 and mT5, else a Decoder.
+    `fused_kernels`: those that a training step may use."""
     kind = EncoderDecoder if is_encoder_decoder(model.config) else Decoder
     return kind(model, fused_kernels)
 
@@ -210,8 +212,8 @@ def decoder_start(config: PretrainedConfig) -> int | None:
 
 
 def with_target_tokens(settings: Settings, config: PretrainedConfig) -> Settings:
-    """Returns `settings`, with an encoder-decoder's default of `target_tokens` filled in. Raises InputError for
-    settings that this kind of model does not support."""
+    """Returns `settings`. For an encoder-decoder without `target_tokens`, they become a quarter of `seq`. Raises
+    InputError for settings that the kind of model (decoder or encoder-decoder) does not support."""
     if not is_encoder_decoder(config):
         if settings.target_tokens is not None:
             raise InputError("--target-tokens is for encoder-decoders, and this model is none: leave it out")

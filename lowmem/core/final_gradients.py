@@ -1,5 +1,5 @@
-"""Computes the norms of gradients once they are final (fully summed). Then holds them on the GPU, copies them to RAM,
-frees them, or updates weights with them (layout.Fate)."""
+"""Handles gradients that are final (fully summed). Computes their norms, and then holds the gradients on the GPU,
+copies them to RAM, frees them, or updates weights with them (layout.Fate)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +14,11 @@ from lowmem.core.segment_windows import GradientWindow
 
 
 class FinalGradients:
-    """Computes the norms of gradients once they are final (fully summed), and treats gradients as `fate` says: first
-    those of the head, last those of the embeddings. `norms_of`: returns the gradient norms of a part (a unit's matrices
-    or vectors), one for each range updated at once."""
+    """Handles the gradients of a forward and backward pass when they are final (fully summed). Computes their norms.
+    Then holds the gradients on the GPU, sends them to RAM, drops them, or applies them to weights, as `fate` says. The
+    head's come first, the embeddings' last. `norms_of`: returns the gradient norms of a part (a unit's matrices or
+    vectors), one for each range that one kernel updates. `gradient_scale`, `learning_rate`: for updates, if `fate` is
+    APPLIED."""
 
     def __init__(
         self, fate: Fate, store: Store, norms_of: Callable[[Part], Tensor], window: GradientWindow, updates: Updates,
@@ -28,8 +30,8 @@ class FinalGradients:
         self._norms: dict[int, Tensor] = {}  # {id of a part with final gradients: norms_of(part)}
 
     def begin(self, losses: Sequence[Tensor]) -> None:
-        """Must be called before backward. If gradients are to be applied in backward, begins the updates. If the sum of
-        `losses` is not finite, gradients are held instead, so that no weight is updated."""
+        """Must be called between forward and backward. If `fate` is APPLIED, begins the updates that backward makes. If
+        the sum of `losses` over all ranks is not finite, sets `fate` to HELD instead, so that no weight is updated."""
         if self.fate is Fate.APPLIED:
             loss = torch.stack([*losses]).sum().item() if losses else 0.0
             if math.isfinite(self._store.ranks.total(loss)):
@@ -38,9 +40,10 @@ class FinalGradients:
                 self.fate = Fate.HELD
 
     def finish(self, lowest: int) -> None:
-        """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of later units, whose
-        gradients must be final. Then treats these gradients as `fate` says. Several ranks may do both in a later call,
-        when their sums are ready. Raises UpdateInterrupted if a gradient to be applied is not finite."""
+        """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of all later units that
+        no call has handled yet. Their gradients must be final. Then holds, sends, drops or applies these gradients, as
+        `fate` says. Several ranks (processes) may do both in a later call, when the sum over all ranks is ready. Raises
+        UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]
@@ -62,7 +65,8 @@ class FinalGradients:
             self._updates.run_until(self._updates.units - lowest)
 
     def end(self) -> float:
-        """Does `finish` for the units that are left. Returns the norm of all gradients over all ranks."""
+        """Calls `finish` for all units that no call has handled yet. Returns the norm of all gradients over all
+        ranks."""
         self.finish(0)
         if self.fate is Fate.SENT:
             self._window.release()

@@ -97,14 +97,15 @@ def copy(destination: Tensor, source: Tensor) -> None:
 
 
 def read_ahead(home: Tensor) -> None:
-    """Asks the operating system to read a tensor on a disk into its cache."""
+    """Asks the operating system to read the tensor `home` into its cache. Does nothing if `home` is not on a disk."""
     mapping, start = _place(home)
     if mapping is not None and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(mapping.file.number, mapping.offset + start, home.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Removes the pages of a tensor on a disk from the process's resident set."""
+    """Removes the pages of a tensor on a disk from the process's resident set; the file keeps the content. Does nothing
+    for other tensors."""
     mapping, _ = _place(tensor)
     if mapping is not None:
         # The file keeps the content. The whole mapping, because the operating system also maps pages near those that

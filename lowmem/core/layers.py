@@ -32,7 +32,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kernels = Kernels.NONE) -> None:
-    """Makes a model with 16-bit matrices and fp32 vectors compute matmuls in 16 bit, normalization and softmax in fp32.
+    """Makes a model with 16-bit matrices and fp32 vectors compute matmuls in 16 bit and normalization in fp32.
     `residual`: dtype of the residual stream. `fused_kernels`: kernels that layers use instead of PyTorch's."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and residual is torch.float32:
@@ -53,8 +53,9 @@ def cast_explicitly(model: nn.Module, residual: torch.dtype, fused_kernels: Kern
 
 
 def register_add_product(parameter: nn.Parameter, add_product: Callable[[Tensor, Tensor], None]) -> None:
-    """Makes the backward of FusedProducts with the weight `parameter` [M, N] call `add_product(left, right)` instead of
-    setting its `grad`. The gradient is left [M, K] @ right [K, N], both in 16 bit."""
+    """Makes backward call `add_product(left, right)` instead of setting `parameter.grad`. `parameter` [M, N] is the
+    weight of linear layers whose forward is a FusedProduct. Its gradient is left [M, K] @ right [K, N], both in 16
+    bit."""
     parameter._lowmem_add_product = add_product
 
 
@@ -74,8 +75,9 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class FusedProduct:
-    """Replaces the forward of `module`, a linear layer, to add its weight's gradient to an fp32 accumulator. The
-    forward also takes the inputs of an activation (activations.Inputs), and then computes the activation itself."""
+    """Replaces the forward of the linear layer `module`. Backward adds the weight's gradient to an fp32 accumulator
+    (`register_add_product`). The forward also takes an activation's inputs (activations.Inputs), and then computes the
+    activation itself."""
 
     def __init__(self, module: nn.Linear | Conv1D):
         self._module, self._transposed = module, isinstance(module, nn.Linear)
@@ -143,8 +145,8 @@ def _is_router_or_experts(module: nn.Module) -> bool:
 
 
 def _cast_inputs(module: nn.Module, arguments: tuple, keywords: dict, *, hidden: bool) -> tuple[tuple, dict]:
-    """Casts the hidden state (the first argument) or, unless `hidden`, the other inputs to the dtype of the module's
-    matrices."""
+    """Casts inputs of `module` to the dtype of its matrices: the hidden state (first argument or `hidden_states`) if
+    `hidden`, else all other inputs. Returns all arguments, as a forward pre-hook does."""
     dtype = next(parameter.dtype for parameter in module.parameters() if parameter.dim() >= 2)
     cast = {name: _cast(value, dtype) for name, value in keywords.items() if (name == "hidden_states") == hidden}
     first, rest = arguments[:1], arguments[1:]

@@ -19,9 +19,8 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the settings of how a step is computed; only `micro_batch` changes the bits of its result. A unit is the
-    embeddings, one block, or the final norm. "Streamed" tensors are in RAM or on a disk, and copied to the GPU for
-    use."""
+    """Describes how a step is computed; only `micro_batch` changes the bits of its result. A unit is the embeddings,
+    one block, or the final norm. "Streamed" tensors are in RAM or on a disk, and copied to the GPU for use."""
 
     micro_batch: int  # sequences in a micro-batch
     group: int = 1  # micro-batches of full rows that pass one segment together; of shorter rows, more (`groups`)
@@ -58,13 +57,15 @@ class Layout:
 
     @property
     def passes(self) -> int:
-        """Returns how often a step runs through the blocks, forward or backward."""
+        """Returns how often a step passes through all blocks: 2, forward and backward, or 4 if gradients are dropped
+        and computed again."""
         return 4 if self.fate is Fate.DROPPED else 2
 
     def groups(self, positions: Sequence[int], seq: int) -> list[slice]:
-        """Divides a list of micro-batches into groups, and returns the slice of the list for each. A group has at most
-        as many positions as `group` micro-batches with full rows of `seq` positions. `positions[i]`: the number of
-        positions in micro-batch i. Raises ValueError for several groups if `whole_batch` is True."""
+        """Divides micro-batches into groups, which pass each segment of blocks together. Returns each group's slice of
+        the list of micro-batches. A group has at most as many positions as `group` micro-batches of full rows with
+        `seq` positions. `positions[i]`: number of positions in micro-batch i. Raises ValueError for several groups if
+        `whole_batch` is True."""
         starts, left = [], 0
         for index, size in enumerate(positions):
             if not starts or size > left:
@@ -77,8 +78,8 @@ class Layout:
         return [slice(*ends) for ends in pairwise([*starts, len(positions)])]
 
     def units_on_disk(self, units: int) -> list[int]:
-        """Returns which units of a model have the optimizer states of their matrices on a disk, as unit numbers.
-        `units`: how many units the model has."""
+        """Returns the numbers of the units (embeddings, blocks, final norm) whose matrices have their optimizer states
+        on a disk. `units`: number of units in the model."""
         # Spread evenly over the units with streamed states: a slow disk is busy during all updates of a step.
         streamed = range(self.states_on_gpu, units)
         disk = min(self.states_on_disk, len(streamed))
@@ -92,8 +93,8 @@ class Layout:
         return self.kept < 2 * blocks
 
     def segments(self, blocks: int) -> list[Segment]:
-        """Divides `blocks` blocks into segments (blocks that are recomputed together). Raises ValueError if a block
-        would keep its graph although weights are streamed."""
+        """Divides the `blocks` blocks of a model into segments (consecutive blocks that are recomputed together), first
+        to last. Raises ValueError if a block would save its whole graph although weights are in RAM."""
         if self.weights_on_gpu is not None and self.kept > blocks:
             raise ValueError("a block whose weights are streamed cannot keep its graph, which holds them")
         whole = min(max(self.kept - blocks, 0), blocks)

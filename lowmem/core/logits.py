@@ -35,8 +35,8 @@ class Followed(TorchDispatchMode):
         self._followed[id(head_output)] = head_output, LogitFunction()
 
     def function_of(self, logits: Tensor) -> LogitFunction | str:
-        """Returns the function that turned the head's output into `logits`. Returns the reason, a string, if it is
-        neither a factor nor a soft cap."""
+        """Returns the function that turned the head's output into `logits`. If it is neither a factor nor a soft cap,
+        returns a string that says why, such as the name of an operation."""
         _, function = self._followed.get(id(logits), (None, "not using it"))
         return function if isinstance(function, str) or logits.shape == self._shape else "another shape"
 
@@ -51,8 +51,9 @@ class Followed(TorchDispatchMode):
 
 
 def _after(operation, args: tuple, known: list[LogitFunction | str]) -> LogitFunction | str | None:
-    """Returns the function from the head's output to the result of `operation`; None if it is neither a factor nor a
-    soft cap. `known`: the arguments' functions, or reasons."""
+    """Returns the function that turned the head's output into the result of `operation`; None if it is neither a factor
+    nor a soft cap. `known`: the functions that turned the head's output into the arguments. A string instead of a
+    function says why there is none, and is returned."""
     function = known[0]
     if isinstance(function, str) or operation.is_view or operation in _COPIES:
         return function

@@ -15,7 +15,8 @@ AddRows = Callable[[Tensor, Tensor], None]  # called with ids [N] and rows [N, D
 
 
 def register_add_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
-    """Makes `SparseLookups` pass the gradient of `parameter` [V, D] to `add_rows`."""
+    """Makes lookups in the table `parameter` [V, D] inside `SparseLookups` pass their gradient to `add_rows(ids,
+    rows)`, which must add rows[i] to row ids[i] of an accumulator [V, D]."""
     parameter._lowmem_add_rows = add_rows
 
 
@@ -23,8 +24,8 @@ def register_add_rows(parameter: nn.Parameter, add_rows: AddRows) -> None:
 # table. Bits differ from autograd's only in T5, of whose two lookups autograd sums the gradients first, and where a
 # GPU's atomics round numbers below 1.2e-38 to zero.
 class SparseLookups(TorchFunctionMode):
-    """Makes embedding lookups inside `with` add only the gradient rows of their ids to an accumulator. The tables must
-    be registered by `register_add_rows`."""
+    """Replaces embedding lookups inside `with`, for tables that `register_add_rows` was called for. In backward, only
+    the gradient rows of ids that occur are computed, and added to an accumulator. The table gets no dense gradient."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -62,8 +63,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _summed_by_id(ids: Tensor, gradient: Tensor, words: int) -> Tensor:
-    """Returns rows [N, D]: the first position of each id has the sum of this id's rows of `gradient` [N, D], the others
-    have zeros."""
+    """Sums the rows of `gradient` [N, D] that have equal `ids` [N]. Returns rows [N, D]: the sum is at the first
+    position of each id, and other rows are zeros. `words`: number of rows in the table."""
     positions = torch.arange(len(ids), device=ids.device)
     first = torch.full((words,), len(ids), device=ids.device).scatter_reduce_(0, ids, positions, "amin")
     # The sums have the bits of autograd's dense gradient, because this operator computes them, too.

@@ -35,13 +35,13 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the cross-entropy loss of the linear head in fp32, summed over all tokens whose label is not -100, and
-    the gradient for `hidden`.
+    """Returns the cross-entropy loss of the linear head in fp32, summed over all tokens whose label is not -100. Also
+    returns the gradient for `hidden`; None without a `weight_gradient`.
 
     `hidden` [N, D] and `weight` [V, D] have one dtype, `labels` [N] are int64, `bias` [V] is fp32. `scale` multiplies
-    gradients, not the loss. `function` is applied to the logits. Adds gradients to `weight_gradient` [V, D] and
-    `bias_gradient` [V], in fp32; without a `weight_gradient`, computes none. `fused`: True for one kernel after the
-    head's matmul, in 16 bit. `chunk_tokens`: None for 512, or 1,024 if `fused`.
+    gradients, not the loss. `function` is applied to the logits before the softmax. Adds gradients to `weight_gradient`
+    [V, D] and `bias_gradient` [V], in fp32; without a `weight_gradient`, computes none. `fused`: True to compute the
+    loss by one kernel after the head's matmul, for 16-bit weights. `chunk_tokens`: None for 512, or 1,024 if `fused`.
     """
     differentiate = weight_gradient is not None
     wanted = scale if differentiate else None
@@ -132,7 +132,8 @@ def _in_one_kernel(
 def _multiply_back(
     gradient: Tensor, weight: Tensor, chunk: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor
 ) -> None:
-    """Overwrites `hidden_gradient` [C, D], and adds to `weight_gradient` [V, D]. `gradient` [C, V]: for the logits."""
+    """Runs the head's matmul backward for one chunk. `gradient` [C, V]: the gradient for its logits. Overwrites
+    `hidden_gradient` [C, D], and adds to `weight_gradient` [V, D] fp32."""
     most, *others = _aligned(weight.shape[0])
     for words in others:  # before the rest, so that the large sum is rounded once
         torch.mm(gradient[:, words], weight[words], out=hidden_gradient)

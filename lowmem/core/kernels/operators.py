@@ -6,7 +6,7 @@
                                       and rotary.py
     add_product, add_rows             gradients added to their fp32 accumulators        cuBLAS, PyTorch
 
-A simulated step sees each operator as one operation. Only add_product may have temporaries.
+In a step that is simulated for a plan, each operator is one operation. Only add_product may allocate temporaries.
 """
 
 import torch
