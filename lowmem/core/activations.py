@@ -158,8 +158,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 def fuse_activations(decoder: Decoder, dtype: torch.dtype) -> None:
     """Makes activations and gated MLPs in the blocks of `decoder` save the activation's inputs for backward, not its
-    output. Skips an activation if anything but a linear layer reads its output. Call this after linear layers have got
-    a FusedProduct as their forward (layers.py). `dtype`: that of the matrices."""
+    output. Skips an activation if anything but a linear layer reads its output. Must be called after `cast_explicitly`
+    (layers.py), which makes FusedProducts of linear layers. `dtype`: that of the matrices."""
     for block in decoder.blocks:
         of_gated_mlps = {child for module in block.modules() if _is_gated_mlp(module) for child in module.children()}
         for module in block.modules():

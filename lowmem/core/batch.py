@@ -197,7 +197,7 @@ class Work:
 
 def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None] | None = None) -> Batch:
     """Returns `batch` as a Batch; a dict is converted by `Batch.from_hf`. `decoder`: the model's Decoder. `most`:
-    largest batch that the plan allows, as (rows, tokens in a row, tokens in a target). Unless it is None, raises
+    largest batch that the plan allows, as (rows, tokens in a row, tokens in a target). Unless `most` is None, raises
     InputError for a larger batch, a wrong field or a wrong token id."""
     if not isinstance(batch, Batch | Mapping):
         raise InputError(f"a batch is a lowmem.Batch or a dict, and this is a {type(batch).__name__}")
@@ -231,8 +231,8 @@ def as_batch(batch: Batch | Mapping, decoder, most: tuple[float, int, int | None
 
 def micro_batch_shapes(lengths: list[int], seq: int, size: int, least: int = 1) -> list[tuple[int, int]]:
     """Cuts rows into consecutive micro-batches with the least estimated time, and returns (rows, width) of each.
-    `lengths`: tokens of each row, longest first. A micro-batch has at most `size` x `seq` positions. If it has fewer
-    than `least`, it is assumed to take as long as with `least`."""
+    `lengths`: tokens of each row, longest first. A micro-batch has at most `size` x `seq` positions. One with fewer
+    than `least` positions is assumed to take as long as one with `least`."""
     count = len(lengths)
     widths = [min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq) for length in lengths]
     # Goes from the last row to the first. `time[first]`: least time for all rows from `first` on. `rows_at[first]`:

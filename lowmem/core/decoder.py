@@ -144,8 +144,8 @@ class Decoder:
         return self.logit_function(self._head(self.final(hidden[:, sources:])))
 
     def whole(self, *inputs: Tensor | None) -> Tensor:
-        """Returns the logits [B, T, V] of the model's own forward, which is not split, for the token ids `inputs[0]`
-        alone."""
+        """Runs the model's own forward, not the split model, on the token ids `inputs[0]`, without other inputs.
+        Returns its logits [B, T, V]."""
         with _padding_not_sought():
             return self.model(input_ids=inputs[0], use_cache=False).logits
 

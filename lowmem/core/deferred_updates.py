@@ -55,7 +55,7 @@ class Updates:
         self.hyper, self._downwards, self.halfway, self._pieces, self._next = hyper, downwards, downwards, pieces, 0
 
     def end(self) -> None:
-        """Notes that backward has made a whole pass of updates, so that `halfway` is False again."""
+        """Must be called when backward has made all updates of a step. Sets `halfway` to False."""
         self.halfway = False
 
     def refuse_halfway(self) -> None:

@@ -55,7 +55,7 @@ def agrees(output: object, formula: Tensor) -> bool:
 
 def structure_of(model: nn.Module) -> list:
     """Returns a list of the modules of `model`, their hooks and their other attributes, without tensors and lowmem's
-    own hooks. The lists of two calls differ (`equal`) if a user has changed the model in between."""
+    own hooks. If a user changes the model between two calls, `equal` returns False for the two lists."""
     found: list = []
     for module in model.modules():
         found.append(module)

@@ -42,8 +42,8 @@ class FinalGradients:
     def finish(self, lowest: int) -> None:
         """Computes the gradient norms of unit `lowest` (0: the embeddings, i: block i - 1) and of all later units that
         no call has handled yet. Their gradients must be final. Then holds, sends, drops or applies these gradients, as
-        `fate` says. Several ranks (processes) may do both in a later call, when the sum over all ranks is ready. Raises
-        UpdateInterrupted if a gradient to be applied is not finite."""
+        `fate` says. With several ranks (processes), a later call may do this, when the sum over all ranks is ready.
+        Raises UpdateInterrupted if a gradient to be applied is not finite."""
         final = range(lowest, self._lowest)
         self._lowest = lowest
         parts = [part for part in self._store.parts if part.unit in final]

@@ -121,7 +121,8 @@ def _tensor(mapping: _Mapping, entries: int, dtype: torch.dtype) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[_Mapping | None, int]:
-    """Returns a disk tensor's mapping, and the tensor's offset in bytes there; (None, 0) for other tensors."""
+    """Returns the memory mapping of a tensor on a disk, and the tensor's offset in bytes there; (None, 0) for other
+    tensors."""
     address = tensor.untyped_storage().data_ptr()
     mapping = _mappings.get(address) if address else None
     return (None, 0) if mapping is None or mapping.file is None else (mapping, tensor.data_ptr() - address)

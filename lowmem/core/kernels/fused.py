@@ -176,7 +176,7 @@ def loss_error(
 
 def norm_error(device: torch.device, dtype: torch.dtype, rule: Rule, p: float | None = None, rows: int = 40) -> float:
     """Compares a fused norm and its gradients on `device` with fp64 on the CPU. Returns the largest relative error
-    (norm of the difference / norm of the fp64 result). `p`: None to test the norm alone. Otherwise also tests a
+    (norm of the difference / norm of the fp64 result). `p`: None to test only the norm. Otherwise also tests a
     residual addition before the norm and one after it, both with dropout probability `p`."""
     generator = torch.Generator().manual_seed(4)
     x, branch, weight, bias = (torch.randn(*n, 1280, generator=generator) for n in ((rows,), (rows,), (), ()))

@@ -49,7 +49,7 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
 
 def add_rows(accumulator: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Adds rows[i] to accumulator[ids[i]] for each i, all in fp32. `rows` is [N, D] or [N], `accumulator` [V, D] or
-    [V]. If an id occurs several times in `ids` [N], at most one of its rows may have numbers other than 0."""
+    [V]. If `ids` [N] has an id several times, at most one of the rows for this id may have numbers other than 0."""
     # With one such row per id, no order of additions changes a bit. So PyTorch need not sort the ids.
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")

@@ -176,8 +176,8 @@ def _read(working_at, low_at, place, there, KIND: tl.constexpr):
 @triton.jit
 def _write(working_at, low_at, place, there, master, KIND: tl.constexpr):
     """Stores the fp32 weights `master` at the offsets `place` where the mask `there` is set. `KIND`: FP32, BF16 or
-    FP16, the stored dtype. 16-bit weights are split as by precision.split: upper halves go to `working_at`, low halves
-    to `low_at`, both as int16."""
+    FP16, the stored dtype. Splits 16-bit weights as precision.split does, and stores upper halves at `working_at` and
+    low halves at `low_at`, both as int16."""
     if KIND == FP32:
         tl.store(working_at + place, master, there)
     elif KIND == BF16:
