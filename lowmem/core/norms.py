@@ -26,7 +26,8 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rule:
-    """Describes a LayerNorm if `centered`, else an RMSNorm, with `offset` added to the weight."""
+    """Describes a norm by its formula: LayerNorm if `centered`, else RMSNorm, with `offset` added to the weight.
+    Calling the rule computes the norm in plain PyTorch."""
 
     epsilon: float
     offset: float
@@ -44,7 +45,8 @@ def norm_in_fp32(module: nn.Module, x: Tensor, *gate, **keywords) -> Tensor:
 
 
 class Norm:
-    """Replaces the forward of `module`, a normalization layer that `rule` describes, by the kernel."""
+    """Serves as the forward of `module`, a normalization layer that computes `rule`: runs the fused kernel. Calls with
+    more arguments than the input run the module's own forward, in fp32."""
 
     def __init__(self, module: nn.Module, rule: Rule):
         self._module, self.rule = module, rule
@@ -52,7 +54,8 @@ class Norm:
 
     @property
     def kind(self) -> torch.dtype | None:
-        """Returns a key for decoder.kind_of: norms with equal keys allocate the same memory."""
+        """Returns the output's dtype, or None for the input's. Norms with an equal `kind` allocate the same memory, so
+        decoder.kind_of compares it."""
         return self.rounded
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
@@ -61,7 +64,8 @@ class Norm:
         return normalized(x, self)
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, drops: "Drops | None" = None) -> tuple[Tensor, Tensor]:
-        """Returns x + dropout(branch), and the norm of this sum, by one kernel."""
+        """Returns x + dropout(branch), and this sum after normalization. One kernel computes both. `branch`: the tensor
+        that a residual addition adds to `x`; None to normalize `x` itself. `drops`: the dropout of `branch`, if any."""
         weight, bias = self._module.weight, self._module._parameters.get("bias")
         return normalize_sum(x, branch, drops, weight, bias, self.rule, self.rounded or x.dtype)
 
@@ -90,8 +94,9 @@ def normalize_sum(
     x: Tensor, branch: Tensor | None, drops: Drops | None, weight: Tensor, bias: Tensor | None, rule: Rule,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns x + dropout(branch), in the dtype of `x`, and this sum after normalization, in `dtype`, by one kernel.
-    `x` and `branch` have one shape [..., D]; None means no branch or dropout. `weight`, `bias`: [D] fp32."""
+    """Returns two tensors, computed by one kernel: x + dropout(branch), in the dtype of `x`, and this sum after
+    normalization by `rule`, in `dtype`. `branch` has the shape [..., D] of `x`, or is None; then the sum is `x`.
+    `drops`: the dropout of `branch`, if any. `weight`, `bias`: [D] fp32."""
     run = _Normalize.apply if torch.is_grad_enabled() else partial(_Normalize.forward, None)
     return run(x, branch, weight, bias, drops, rule, dtype)
 
@@ -143,7 +148,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def dropped(x: Tensor, added: Tensor | None, dtype: torch.dtype, seeds: Tensor, number: int, p: float) -> Tensor:
-    """Returns `added` + dropout(x) in `dtype`; `added` None stands for 0. The mask's seed is `seeds[number]`."""
+    """Returns `added` + dropout(x) in `dtype`, or only dropout(x) if `added` is None. `p`: probability of a zero. The
+    mask's seed is `seeds[number]`."""
     x = x.contiguous()
     y = x.new_empty(x.shape, dtype=dtype)  # not empty_like: `drop` may be left out (products.py)
     torch.ops.lowmem.drop(x, None if added is None else added.contiguous(), y, seeds, number, p)
@@ -155,8 +161,8 @@ def arguments_of(drops: Drops | None) -> tuple[Tensor | None, int, float]:
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Returns the Rule that describes `module`; None if `module` is neither LayerNorm nor RMSNorm over the last
-    dimension."""
+    """Returns the Rule that describes `module`, found by a trial on random numbers. Returns None if `module` is neither
+    LayerNorm nor RMSNorm over the last dimension, or has no weight."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
     given = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -183,8 +189,9 @@ def rule_of(module: nn.Module) -> Rule | None:
 def round_for_products(
     model: nn.Module, blocks: Iterable[nn.Module], run: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Makes a norm write its output in `dtype` if all layers that read the output are in the norm's block and cast to
-    `dtype`. `run()` runs the model once, on the meta device."""
+    """Lets norms of `model` write their output in `dtype`, the dtype of matmuls, to save casts. A norm does so if all
+    layers that read its output are in its block and cast to `dtype`. `run()` must run the model once; it is called
+    while parameters are on the meta device."""
     forwards = {module: vars(module).get("forward") for module in model.modules()}
     block_of = {module: block for block in blocks for module in block.modules()}
     norms = {module: forward for module, forward in forwards.items() if isinstance(forward, Norm)}
@@ -205,8 +212,9 @@ def round_for_products(
 def _readers(
     operations: Iterable[Operation], norms: dict[nn.Module, Norm], dtype: torch.dtype
 ) -> dict[Norm, list[nn.Module | None]]:
-    """Returns {norm: modules that read its output in `dtype`}, without norms that write `dtype` already, or are also
-    read in another dtype."""
+    """Returns {norm: modules that read its output in `dtype`}, from the `operations` of one run of the model. Leaves
+    out norms that write `dtype` already, and norms whose output is also read in another dtype. `norms`: {normalization
+    layer: its Norm}."""
     of_weight = {id(module.weight): norm for module, norm in norms.items()}
     outputs: dict[int, Norm] = {}  # by the storage's address
     readers: dict[Norm, list] = {}

@@ -1,4 +1,4 @@
-"""Records the PyTorch operations of a run, to repeat them without the Python code that called them (recordings.py)."""
+"""Records the PyTorch operations of a piece of code, and later repeats them without its Python (recordings.py)."""
 
 import sys
 import weakref
@@ -42,8 +42,8 @@ _active: "OperationRecorder | None" = None
 
 
 def called_again(function: Callable[..., None], *arguments) -> None:
-    """Calls `function(*arguments)`. If operations are being recorded, records this call instead of the operations
-    inside. So each repeat calls `function` again."""
+    """Calls `function(*arguments)`. If operations are being recorded, records this call instead of the operations that
+    `function` runs. So `function` is called again whenever the recording is repeated."""
     if _active is None:
         function(*arguments)
     else:
@@ -61,8 +61,9 @@ class _Call:
 
 
 class Recording:
-    """Repeats recorded calls with other arguments. `arguments`: pairs (index in `values`, number of the argument).
-    `result`: index of the result in `values`."""
+    """Repeats recorded operations on new arguments, given as a list. `values`: list with the recorded constants, and
+    None in the places of arguments and results. `arguments`: pairs (index in `values`, index in the list of new
+    arguments). `result`: index in `values` of the tensor that a repeat returns."""
 
     def __init__(self, values: list, arguments: Sequence[tuple[int, int]], calls: Iterable[_Call], result: int):
         self._values, self._arguments, self._result = values, arguments, result
@@ -91,9 +92,10 @@ class Recording:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that a repeat replaces;
-    the first must be a tensor. `constants`: modules whose parameters and buffers may be used. `alone`:
-    `holders_if_alone()`."""
+    """Records the PyTorch operations that run inside `with`. `arguments`: tensors and objects that are replaced when
+    the recording is repeated; the first must be a tensor. `constants`: modules whose parameters and buffers the
+    operations may use. `alone`: reference counts of a gradient that may be changed in place, from `holders_if_alone`;
+    None: no gradient may be."""
 
     def __init__(self, arguments: Sequence, constants: Iterable[nn.Module], alone: tuple | None = None):
         super().__init__()
@@ -134,7 +136,8 @@ class OperationRecorder(TorchDispatchMode):
         return False  # else torch.compile's wrapper would be the caller of each operation
 
     def recording(self, result: Tensor) -> Recording | None:
-        """Returns a Recording of all calls so far; None if they cannot be repeated."""
+        """Returns a Recording of the operations so far, which returns `result` when it is repeated. Returns None if
+        they cannot be repeated; `refusal` then says why."""
         place = self._place(result)
         return None if self.refusal else Recording(self._values, self._arguments, self._calls, place)
 
@@ -239,7 +242,8 @@ class OperationRecorder(TorchDispatchMode):
         return known[geometry]
 
     def _result(self, result) -> int | None:
-        """Returns the index of a new value for `result`; None if it is no tensor, or has an index already."""
+        """Reserves a place in the list of values for `result`, an operation's result, and returns its index. Returns
+        None if `result` is no tensor, or if a tensor of the same memory and shape has a place already."""
         if not isinstance(result, Tensor):
             return None
         address, geometry = address_of(result), geometry_of(result)
@@ -263,7 +267,8 @@ class OperationRecorder(TorchDispatchMode):
 
 @cache
 def holders_if_alone() -> tuple | None:
-    """Returns the reference counts that a OperationRecorder sees for a gradient that only autograd holds."""
+    """Returns the reference counts that an OperationRecorder sees for a gradient that only autograd holds, measured in
+    a small backward pass. An OperationRecorder changes a gradient in place if it has these counts."""
     with torch.enable_grad(), OperationRecorder([x := torch.ones(1, requires_grad=True)], []) as recorder:
         y = 2 * x
         (3 * y - 4 * y).backward()

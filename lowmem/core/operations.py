@@ -1,4 +1,5 @@
-"""Defines the operations of a training step, such as the forward pass of a segment or the update of a few weights.
+"""Defines the operations of a training step, such as the forward pass of a few blocks or the update of a range of
+weights.
 
 The planner replaces the class Operations by `ReplayedOperations` (planning/replay.py), which has the same methods.
 """
@@ -29,8 +30,8 @@ Result = TypeVar("Result")
 
 class Operations:
     """Runs the operations of a training step on `decoder`, whose weights, gradients and optimizer states are in
-    `store`. Backward adds parameters' gradients to fp32 accumulators. `update`: None to choose by kernels and
-    device."""
+    `store`. Backward adds parameters' gradients to fp32 accumulators. `update`: the function that updates weights. If
+    it is None, the fused kernels are used where `decoder` may use them, else plain PyTorch."""
 
     def __init__(self, decoder: Decoder, store: Store, update: UpdateFunction | None = None):
         self.decoder, self.store, self.optimizer = decoder, store, store.optimizer
@@ -41,9 +42,9 @@ class Operations:
         self._names = {id(p): name for unit in decoder.units for name, p in unit.parameters.items()}
 
     def begin(self) -> None:
-        """Begins a step. If the user has changed the model's modules, attributes or hooks, drops recorded operations:
-        they would repeat old code. Raises InputError if a parameter was added, was moved to other memory, or has
-        another requires_grad than when it was loaded."""
+        """Prepares for a step, and must be called before it. If the user has changed the model's modules, attributes or
+        hooks, drops recorded operations, because they would repeat old code. Raises InputError if the user has added a
+        parameter, moved one to other memory, or changed its requires_grad."""
         decoder = self.decoder
         if any(self._trained.get(id(p)) != p.requires_grad for p in decoder.model.parameters()):
             raise InputError(
@@ -70,7 +71,8 @@ class Operations:
         return visits or address_of(parameter) == address_of(part.working)
 
     def embed(self, micro_batch: Batch, dropout: Dropout) -> tuple[Tensor, list[Extra]]:
-        """Returns the first block's input [B, T, D], without a graph, and each block's other arguments."""
+        """Runs the embeddings, without a graph. Returns the first block's input [B, T, D], and each block's other
+        arguments."""
         dropout.begin(-1, self.store.device)
         with torch.no_grad():
             return self.decoder.embed(*micro_batch.inputs)
@@ -79,7 +81,7 @@ class Operations:
         self, segment: Segment, hidden: Tensor, extras: Sequence[Extra], dropout: Dropout
     ) -> tuple[Tensor, SavedSegment]:
         """Runs `segment` (consecutive blocks that are recomputed together) on `hidden` [B, T, D]. Returns the last
-        block's output, and what `segment_backward` needs. `extras[i]`: other arguments of block i."""
+        block's output, and the tensors that `segment_backward` needs. `extras[i]`: other arguments of block i."""
         run = partial(recompute.forward, self.decoder, segment, hidden, extras, dropout)
         if segment.keep != INPUT:
             return run()
@@ -87,8 +89,8 @@ class Operations:
         return output, SavedSegment(hidden)
 
     def head(self, hidden: Tensor, labels: Tensor, dropout: Dropout, scale: float) -> tuple[Tensor, Tensor]:
-        """Runs the final norm and the head, forward and backward. Returns the loss, summed over tokens, and the
-        gradient of `scale` times the loss for `hidden` [B, T, D]."""
+        """Runs the final norm and the head, forward and backward. Returns the loss, summed over tokens. Also returns
+        the gradient of `scale` times this loss with respect to `hidden` [B, T, D], the last block's output."""
         dropout.begin(len(self.decoder.blocks), self.store.device)
         boundary = hidden.requires_grad_()
         final = self.decoder.final(_with_labels(boundary, labels))
@@ -99,15 +101,15 @@ class Operations:
     def segment_backward(
         self, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
     ) -> Tensor:
-        """Runs the blocks of `segment` again if needed, and backward from `gradient` [B, T, D], for their output.
-        Returns the gradient for their input."""
+        """Runs the blocks of `segment` backward, and first forward again unless `saved` has their graph. `gradient`
+        [B, T, D]: the gradient for the last block's output. Returns the gradient for the first block's input."""
         run = partial(recompute.backward, self.decoder, segment, saved, extras, dropout, gradient)
         if segment.keep != INPUT:
             return run()
         return self._recorded_or_run("backward", run, segment, extras, (gradient, saved.boundary, dropout))
 
     def embed_backward(self, micro_batch: Batch, dropout: Dropout, gradient: Tensor) -> None:
-        """Runs the embeddings again, and backward from `gradient` [B, T, D]."""
+        """Runs the embeddings again, and backward. `gradient` [B, T, D]: the gradient for their output."""
         dropout.begin(-1, self.store.device)
         with SparseLookups():
             hidden, _ = self.decoder.embed(*micro_batch.inputs)
@@ -121,14 +123,14 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norms(self, part: Part) -> Tensor:
-        """Returns the gradient norms of `part` (a unit's matrices or vectors) in fp32, one for each range that is
-        updated at once."""
+        """Returns the norms of the gradient of `part` (a unit's matrices or vectors) in fp32: one for each piece of the
+        part, a range of elements that one call of `update` changes."""
         norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Applies the optimizer to `piece`, a range of elements. `state`: the optimizer's tensors on the device. If
-        RAM stores the weights or the gradient, their copies on the device are in `state`, too."""
+        """Updates the weights of `piece`, a range of parameters, by the optimizer. `state`: the optimizer's tensors on
+        the device. If RAM stores the weights or the gradient, their copies on the device are in `state`, too."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])
         gradient = state[GRADIENT] if piece.part.gradient_in_ram else piece.part.gradient[place]
@@ -138,7 +140,9 @@ class Operations:
     def _recorded_or_run(
         self, name: str, run: Callable[[], Tensor], segment: Segment, extras: Sequence[Extra], arguments: tuple
     ) -> Tensor:
-        """Returns `run()`, or repeats the operations that were noted in an earlier call with equal shapes."""
+        """Returns the result of `run()`. If an earlier call for this segment and equal shapes has recorded the
+        operations, repeats them instead. `name`: the direction, "forward" or "backward". `arguments`: the values that
+        `run` uses."""
         if self.recordings is None:
             return run()
         of_segment, blocks = ([each[index] for index in segment.blocks] for each in (extras, self.decoder.blocks))

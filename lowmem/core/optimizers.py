@@ -44,8 +44,8 @@ class Optimizer:
     """Describes an optimizer: its state's tensors and its update rule.
 
     `rule(master, state, gradient, hyperparameters, weight_decay, scratch)` updates fp32 weights `master` and `state` in
-    place. It multiplies `gradient` by `gradient_scale`, and may overwrite `scratch`. If memory runs out, nothing is
-    changed.
+    place. It first multiplies `gradient` by `hyperparameters.gradient_scale`. `scratch` is a tensor like `master` that
+    the rule may overwrite. If memory runs out, nothing is changed.
     """
 
     name: str
@@ -55,19 +55,21 @@ class Optimizer:
 
     @property
     def state_bits(self) -> int:
-        """Returns the bits per parameter in one moment; 0 if there are no moments."""
+        """Returns the bits per parameter of each of Adam's moments; 0 for an optimizer without moments."""
         return max((8 * kind.itemsize for per, kind in self.entries.values() if per == 1), default=0)
 
 
 def state_layout(optimizer: Optimizer, elements: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns {name: (number of entries, dtype)} of the state tensors for `elements` parameters. `dtype`: that of the
-    weights that compute. Unless it is fp32, the low halves of master weights (precision.py) are a state, too."""
+    """Returns {name: (number of entries, dtype)} of the state tensors for `elements` parameters. `dtype`: dtype of the
+    working weights, with which forward and backward compute. If it is a 16-bit dtype, the low halves of the fp32
+    weights (precision.py) are a state, too."""
     layout = {name: (math.ceil(elements / per), kind) for name, (per, kind) in optimizer.entries.items()}
     return layout if dtype is torch.float32 else {"low": (elements, torch.int16)} | layout
 
 
 def cut_state(optimizer: Optimizer, state: State, elements: int, at_once: int) -> list[State]:
-    """Cuts `state` into views, one dict for each range of `at_once` parameters (a multiple of BLOCK, or all)."""
+    """Cuts the tensors of `state` into views: returns one dict {name: view} for each range of `at_once` parameters.
+    `elements`: number of parameters in all. `at_once`: a multiple of BLOCK, or at least `elements`."""
     per = {name: per for name, (per, _) in optimizer.entries.items()}
     cut = {name: tensor.split(math.ceil(at_once / per.get(name, 1))) for name, tensor in state.items()}
     ranges = range(math.ceil(elements / at_once))
