@@ -23,7 +23,8 @@ WORKING, GRADIENT = "working", "gradient"
 
 @dataclass(frozen=True)
 class Placement:
-    """Says where a part (a unit's matrices or vectors) stores its tensors, by functions that allocate zeros."""
+    """Says where the tensors of a part (the matrices or the vectors of one unit, such as a block) are stored. Each
+    field but `on_disk` is a function that allocates zeros there."""
 
     device: MakeTensor  # on the device
     weights: MakeTensor  # `device` itself, or in RAM
@@ -34,7 +35,8 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Describes elements that are updated together: `start` to `stop` - 1 of a unit's matrices or vectors (`part`)."""
+    """Describes a range of parameters that one update changes: elements `start` to `stop` - 1 of `part` (the matrices
+    or the vectors of a unit, such as a block)."""
 
     part: "Part"
     start: int
@@ -52,8 +54,9 @@ class Piece:
 
 
 class Part:
-    """Holds the matrices or the vectors of one unit: weights `working` [n], optimizer's `state` {name: [entries]}, and
-    `gradient` [n] fp32 or None. If ranks share the model, n is the size of this rank's share."""
+    """Holds the matrices or the vectors of one unit (the embeddings, one block, or the final norm): weights `working`
+    [n], optimizer's `state` {name: [entries]}, and `gradient` [n] fp32 or None. If ranks shard the model, n is the size
+    of this rank's share of the matrices."""
 
     def __init__(
         self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement,
@@ -95,8 +98,8 @@ class Part:
         ]
 
     def move_state(self, host_tensor: MakeTensor) -> None:
-        """Moves the optimizer's state into tensors that `host_tensor` allocates. If an allocation fails, moves
-        nothing."""
+        """Moves the optimizer's state into new tensors in RAM, which `host_tensor` allocates. If an allocation fails,
+        moves nothing."""
         state = {key: host_tensor(tensor.numel(), tensor.dtype) for key, tensor in self.state.items()}
         for key, tensor in self.state.items():
             state[key].copy_(tensor)
@@ -110,15 +113,15 @@ class Part:
         return flat[start : start + shape.numel()].view(shape)
 
     def placeholder(self, name: str) -> Tensor:
-        """Returns a tensor for the model's parameter `name`: its weights, or NaN if these are not always on this
-        device."""
+        """Returns the tensor from which the model's parameter `name` is made: a view of the weights. If the weights are
+        on this device only while they are used, the tensor is NaN."""
         if self.weights_elsewhere:
             return self.absent.expand(self._places[name][1])
         return self.view(self.working, name)
 
     def gradient_of(self, name: str) -> Tensor:
-        """Returns the fp32 gradient accumulator of parameter `name`. The first call allocates zeros for the whole
-        part."""
+        """Returns the fp32 gradient accumulator of parameter `name`, a view of `gradient`. If `gradient` is None, first
+        allocates zeros for all parameters of the part."""
         if self.gradient is None:
             self.gradient = self._device(self.working.numel() * self.ranks.sharing, torch.float32)
         return self.view(self.gradient, name)
@@ -166,13 +169,14 @@ class Part:
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Returns {name: [first element, *shape]}, counted over all ranks' shares."""
+        """Returns {name: [first element, *shape]} of the part's parameters. Elements are counted in the whole part, not
+        in this rank's share."""
         return {name: [start, *shape] for name, (start, shape) in self._places.items()}
 
 
 class Store:
     """Holds all weights, gradients and optimizer states of a decoder. The decoder's parameters become views of the
-    weights, or NaN while these are in RAM or on other ranks."""
+    weights. A parameter whose weights are in RAM or on other ranks is NaN until they are copied to the device."""
 
     def __init__(
         self,
@@ -185,8 +189,9 @@ class Store:
         disk_tensor: MakeTensor | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008  it does nothing
     ):
-        """Allocates all tensors on `device`, or where `layout` says. `dtype`: that of the matrices. Raises ValueError
-        if the layout has states on a disk and `disk_tensor` is None."""
+        """Allocates weights, optimizer states and RAM for gradients, on `device` or where `layout` says. `dtype`: dtype
+        of the matrices; vectors are fp32. `host_tensor`, `disk_tensor`: allocate zeros in RAM and on a disk. Raises
+        ValueError if the layout has states on a disk and `disk_tensor` is None."""
         self.ranks = ranks
         self.device, self.layout, self.optimizer, self._host_tensor = device, layout, optimizer, host_tensor
         self.states_on_gpu = min(layout.states_on_gpu, len(decoder.units))
@@ -234,7 +239,7 @@ class Store:
         return placements
 
     def page_lock(self) -> bool:
-        """Page-locks all tensors that are copied between RAM and a GPU. Returns True if CUDA allows it."""
+        """Page-locks all tensors in RAM that are copied to or from a GPU. Returns False if CUDA refuses one of them."""
         if self.device.type != "cuda":
             return True
         # To be called after loading: page-locked tensors take all their RAM at once, and loading needs some of it.
@@ -260,8 +265,9 @@ class Store:
         return sum(state.nbytes for part in self.parts if part.unit in units for state in part.state.values())
 
     def move_states_to_ram(self, states_on_gpu: int) -> bool:
-        """Moves optimizer states into RAM, except those of the first `states_on_gpu` units. Returns False if CUDA
-        refuses to page-lock them. No copy and no update may be under way."""
+        """Moves optimizer states from the device into RAM, except those of the first `states_on_gpu` units (embeddings,
+        blocks, final norm). Returns False if CUDA refuses to page-lock the RAM. Must not be called during a copy or an
+        update."""
         for part in self.parts:
             if part.unit >= states_on_gpu and not part.streamed:
                 part.move_state(self._host_tensor)
@@ -272,7 +278,8 @@ class Store:
         return self._part_of[name]
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (name, fp32 tensor) pairs into the parameters. A parameter may come as consecutive ranges."""
+        """Copies (name, fp32 tensor) pairs into the parameters. A parameter may come in several pairs, as consecutive
+        ranges of its elements."""
         written: dict[str, int] = {}
         for name, values in weights:
             self._part_of[name].write(name, values, written.get(name, 0))

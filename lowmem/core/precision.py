@@ -11,7 +11,8 @@ WORKING_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Returns `precision`, with "auto" replaced: bf16, fp16 on GPUs without bf16, fp32 on the CPU."""
+    """Returns `precision`. If it is "auto", returns bf16 for a GPU that supports bf16, fp16 for another GPU, and fp32
+    for the CPU."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -31,8 +32,8 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def split_into(master: Tensor, working: Tensor, low: Tensor, scratch: Tensor) -> None:
-    """Splits fp32 weights into `working` and `low`, without an allocation. Overwrites `master` and `scratch`, fp32,
-    too."""
+    """Splits fp32 weights `master` into 16-bit `working` and int16 `low`, which it overwrites. Allocates nothing, and
+    also overwrites `master` and `scratch`, which has the shape and dtype of `master`."""
     whole = scratch.view(torch.int32)
     if working.dtype is torch.bfloat16:
         bits = master.view(torch.int32)
@@ -67,8 +68,8 @@ def chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """Returns 2**(e - 39) in fp32, the step that `low` counts, for fp16 numbers with exponent fields e. Overwrites
-    `bits`."""
+    """Returns the unit in which `low` counts, for each of some fp16 numbers: 2**(e - 39) in fp32, where e is the
+    number's exponent field. `bits`: the numbers' bits as int32, which it overwrites."""
     # A normal number is 2**(e - 15) times a significand of 11 bits. An fp32 number that rounds to it is a whole number
     # of steps away, at most 2**13, even if `working` was rounded up to a power of two.
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)
@@ -77,7 +78,7 @@ def _fp16_unit_of(bits: Tensor) -> Tensor:
 
 class LossScale:
     """Scales the loss dynamically, for fp16 gradients (arXiv:1710.03740). `update` halves `scale` if gradients are not
-    finite, and doubles it after `growth_interval` finite steps in a row."""
+    finite, and doubles it after `growth_interval` finite steps in a row. If not `enabled`, `scale` stays 1."""
 
     def __init__(self, enabled: bool, scale: float = 65536.0, growth_interval: int = 1000):
         self.scale = scale if enabled else 1.0

@@ -35,8 +35,9 @@ _WITHOUT_VALUES = {_aten.empty_like.default, _aten.new_empty.default, _aten.zero
 
 
 def is_saved(operation, args: Sequence) -> bool:
-    """Returns True if ProductRecorder records the output of `operation`: of a convolution, attention, or a matmul. A
-    batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N."""
+    """Returns True if ProductRecorder records the output of `operation`, a PyTorch operator: if it is a convolution,
+    attention, or a matmul. A batched matmul [M, K] x [K, N] is recorded only if K is at least the smaller of M and N.
+    `args`: the operator's arguments."""
     if factors := _BATCHED_PRODUCTS.get(operation):
         rows, inner = args[factors[0]].shape[-2:]
         return inner >= min(rows, args[factors[1]].shape[-1])
@@ -50,8 +51,8 @@ class SavedProduct:
 
 
 class ProductRecorder(TorchDispatchMode):
-    """Records the outputs of matmuls, attention and convolutions inside `with` in `products`. The entry of an output
-    that is changed in place becomes None."""
+    """Records the outputs of matmuls, attention and convolutions that run inside `with`, in the list `products`. If an
+    operation changes an output in place later, the output's entry becomes None."""
 
     def __init__(self):
         super().__init__()
@@ -88,8 +89,8 @@ class ProductRecorder(TorchDispatchMode):
 
 
 class ProductReplayer(TorchDispatchMode):
-    """Returns recorded `products` in the place of operations inside `with`. Computes an operation if its entry is
-    None."""
+    """Makes matmuls, attention and convolutions inside `with` return the outputs that a ProductRecorder has recorded,
+    in the same order, instead of computing them. Computes an operation if its entry in `products` is None."""
 
     def __init__(self, products: Sequence[SavedProduct | None]):
         super().__init__()
@@ -108,8 +109,8 @@ class ProductReplayer(TorchDispatchMode):
 
 
 class _Skipper(TorchDispatchMode):
-    """Leaves out the first matmul inside `with`, the activation before it, and sums and multiples of its output. The
-    results have the right shapes, but no values."""
+    """Leaves out the first matmul inside `with` and the activation before it. Also leaves out sums and multiples of the
+    matmul's output, and its dropout. The results have the right shapes, but no values."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +140,8 @@ class _Skipper(TorchDispatchMode):
 
 @contextmanager
 def product_skipped(layer: nn.Module) -> Iterator[None]:
-    """Makes `layer` leave out its matmul inside `with`. The layer's output then has no values."""
+    """Makes `layer` leave out its matmul inside `with`, and the block leave out sums of the layer's output. These
+    results have the right shapes, but no values."""
     forward = layer.forward
 
     @wraps(forward)
@@ -152,9 +154,9 @@ def product_skipped(layer: nn.Module) -> Iterator[None]:
 
 
 def skippable_layers(decoder: Decoder, dtype: torch.dtype) -> list[nn.Module | None]:
-    """Returns, for each block, the layer that makes the block's last matmul. The entry is None if backward needs that
-    matmul's values, the layer makes other matmuls, or the block does not run without data. `dtype`: the matrices'
-    dtype."""
+    """Returns, for each block, the layer whose matmul can be left out when the block is recomputed: the one that makes
+    the block's last matmul. The entry is None if backward needs that matmul's values, or if the layer makes other
+    matmuls. It is also None if the block does not run without data. `dtype`: the matrices' dtype."""
     names = look_at_blocks(decoder, dtype, _skippable_layer)
     return [block.get_submodule(name) if name else None for block, name in zip(decoder.blocks, names, strict=True)]
 

@@ -12,7 +12,8 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """Represents a process that trains alone; shares.py is for several."""
+    """Defines how a process communicates with the others that train the same model. This class is for a process that
+    trains alone; its subclass Shares (shares.py) is for several."""
 
     count, rank = 1, 0  # number of processes; this process's number, from 0
     sharing, place = 1, 0  # number of processes that shard one copy of the model; this process's number among them
@@ -20,37 +21,40 @@ class Ranks:
     on_machine = 1  # the most processes on one machine
 
     def share_among(self, sharing: int) -> None:
-        """Divides the ranks into groups of `sharing` consecutive ones, each of which shards one copy of the model. Must
-        be called before a Store is made."""
+        """Divides the ranks (processes) into groups of `sharing` consecutive ones. Each group shards one copy of the
+        model. Must be called before a Store is made."""
 
     def share(self, elements: int) -> int:
-        """Returns the size of each process's share of `elements`, padding included."""
+        """Returns how many of `elements` numbers each process stores, padding included."""
         return elements
 
     def window(self, decoder, store):
-        """Returns an object like WeightWindow that gathers sharded weights; None if this process has all weights."""
+        """Returns an object that gathers sharded weights before they are used, with the methods of WeightWindow
+        (segment_windows.py). Returns None if this process stores all weights."""
 
     def own(self, micro_batches: Sequence[Item]) -> Sequence[Item]:
-        """Returns this process's micro-batches of a step."""
+        """Returns those of a step's `micro_batches` that this process computes."""
         return micro_batches
 
     def rounds(self, micro_batches: Sequence[Item]) -> list[tuple[Item, bool]]:
-        """Returns (micro-batch, True if its loss counts) pairs for an evaluation, equally many in all processes."""
+        """Returns the micro-batches that this process computes in an evaluation, as pairs (micro-batch, True if its
+        loss counts). All processes get equally many: some get a micro-batch that does not count."""
         return [(each, True) for each in micro_batches]  # processes gather weights together in each round
 
     def summed(self, parts: Sequence, now: bool) -> Sequence:
-        """Starts to sum the final gradients of `parts` over all processes. Returns parts whose sums are ready: those of
-        this call or of earlier ones that no call has returned yet. `now`: True to wait for all sums. A process that
-        trains alone leaves out parts without a gradient."""
+        """Starts to sum the final gradients of `parts` over all processes. Returns all parts whose sums are ready and
+        that no earlier call has returned; they need not be among `parts`. `now`: True to wait for all sums. A process
+        that trains alone returns those of `parts` that have a gradient."""
         return [part for part in parts if part.gradient is not None]
 
     def total(self, value: float) -> float:
-        """Returns the sum over all processes, in fp64."""
+        """Returns the sum of `value` over all processes, in fp64."""
         return value
 
     def norm(self, norms: Sequence[tuple]) -> float:
-        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (part, gradient norms of the
-        ranges of the part that are updated at once)."""
+        """Returns the norm of all gradients over all processes, in fp64. `norms`: pairs (part, norms of its gradient).
+        A part is a unit's matrices or vectors, and has one norm for each range of its elements that one update
+        changes."""
         return torch.linalg.vector_norm(torch.cat([norms_of_part for _, norms_of_part in norms]).double()).item()
 
     def range_of(self, shares: Tensor, start: int, stop: int) -> Tensor:
@@ -63,8 +67,8 @@ class Ranks:
         return work()
 
     def on_all(self, work: Callable[[], Item]) -> Item:
-        """Calls `work`, which must not communicate, in all processes. If some fail, all raise the error of the lowest
-        rank."""
+        """Calls `work`, which must not communicate, in all processes. Returns this process's result. If some processes
+        fail, all raise the error of the one with the lowest rank."""
         return work()
 
     def agree_on(self, value) -> bool:
@@ -73,7 +77,7 @@ class Ranks:
         return self.most(number) == -self.most(-number)
 
     def discard(self) -> None:
-        """Drops gradients that `summed` has taken and not returned. Called after a failed step."""
+        """Drops the gradients that `summed` was given and has not returned, such as those of a failed step."""
 
     def most(self, number: int) -> int:
         """Returns the largest `number` of all processes."""
