@@ -26,8 +26,8 @@ class Dropout:
     micro_batch: int
 
     def begin(self, layer: int, device: torch.device) -> None:
-        """Seeds the generator of `device` before `layer`: a block's number, -1 for the embeddings, the number of blocks
-        for the final norm."""
+        """Seeds the random generator of `device`; must be called before `layer` runs. `layer`: a block's number, -1 for
+        the embeddings, or the number of blocks for the final norm."""
         text = struct.pack("<4q", self.seed, self.step, self.micro_batch, layer)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         if device.type == "cuda":
@@ -72,8 +72,9 @@ def forward(
 def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
-    """Returns the gradient [B, T, D] for the segment's input. Hooks add the parameters' gradients to accumulators.
-    Frees all of `saved` but the segment's input."""
+    """Runs the segment backward, and first forward again unless `saved` has its graph. `gradient` [B, T, D]: the
+    gradient for the segment's output. Returns the gradient for its input. Hooks add the parameters' gradients to
+    accumulators. Drops all of `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

@@ -19,7 +19,8 @@ _HOOKS_OF_ALL = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forwa
 
 
 class Recordings:
-    """Keeps recordings of each segment and direction, for the MOST_SHAPES shapes of arguments that were used last."""
+    """Keeps the recorded operations of each segment (blocks that are recomputed together), for forward and for
+    backward. Keeps one recording for each of the MOST_SHAPES shapes of arguments that were used most recently."""
 
     def __init__(self):
         # {name: {shape of arguments: number of runs, then a Recording; None if it cannot be repeated}}
@@ -30,10 +31,10 @@ class Recordings:
         self, name: Hashable, run: Callable[[], Tensor], arguments: Sequence, extras: Iterable[tuple[tuple, dict]],
         modules: Sequence[nn.Module],
     ) -> Tensor:  # fmt: skip
-        """Returns the result of `run()`, or repeats its recorded operations with the new `arguments` and `extras`.
-        `name`: key of the code in `run`; calls with equal names must run the same code. `arguments`: the values that
-        `run` uses; the first must be a tensor. `extras`: (args, kwargs) of each block, without its input. `modules`:
-        their parameters and buffers are used by `run`."""
+        """Returns the result of `run()`. If an earlier call with this `name` and equal shapes has recorded the
+        operations, repeats them with the new `arguments` and `extras` instead. `name`: key of the code that `run`
+        executes. `arguments`: the values that `run` uses; the first must be a tensor. `extras`: (args, kwargs) of each
+        block, without its input. `modules`: modules whose parameters and buffers `run` uses."""
         others = list(_leaves(extras))
         shape = _shape_of([*_tensors(arguments), *others])
         if shape is None or torch.is_autocast_enabled(arguments[0].device.type):
@@ -57,8 +58,8 @@ class Recordings:
         return result
 
     def forget_if_changed(self, model: nn.Module) -> bool:
-        """Drops all recordings if the modules, attributes or hooks of `model` have changed. Returns True then, and in
-        the first call."""
+        """Drops all recordings if the modules, attributes or hooks of `model` have changed since the previous call.
+        Returns True if they have changed, or if this is the first call."""
         before, self._state = self._state, list(_state_of(model))
         changed = not equal(before, self._state)
         if changed:
@@ -107,7 +108,8 @@ def _opened(value) -> Iterator:
 
 
 def _shape_of(arguments: Iterable) -> tuple | None:
-    """Returns a key: calls with equal keys run the same operations. None if an argument cannot be compared."""
+    """Returns a key of `arguments`: a recording can be repeated with arguments whose key is equal. Returns None if an
+    argument is neither a strided tensor nor a plain value, such as a number."""
     addresses: dict[int, int] = {}
     shape = []
     for value in arguments:

@@ -1,7 +1,7 @@
-"""Fuses a block's residual additions into one kernel each, with the dropout before and the normalization after.
+"""Computes each residual addition of a block by one kernel, with the dropout before it and the normalization after it.
 
-`fuse_sums` watches a block once. Later, `ResidualSums` replaces the block's calls. Dropout masks differ from
-PyTorch's. No GPU has run this code yet.
+`fuse_sums` runs each block once to find these calls. In training, `ResidualSums` replaces them by kernels. Dropout
+masks differ from PyTorch's. No GPU has run this code yet.
 """
 
 import weakref
@@ -33,7 +33,8 @@ class Call:
 
 
 class _StreamMode(TorchFunctionMode):
-    """Passes a block's dropouts, norms and residual additions to `_call` inside `with`. `hidden`: the block's input."""
+    """Calls `_call`, which subclasses define, in the place of each dropout, norm and residual addition inside `with`. A
+    residual addition adds a branch to the stream: to `hidden`, the block's input, or to an earlier sum."""
 
     def __init__(self, hidden: Tensor):
         super().__init__()
@@ -61,7 +62,8 @@ class _StreamMode(TorchFunctionMode):
         return reference is not None and reference() is tensor
 
     def _position_of_stream(self, summands: tuple) -> int | None:
-        """Returns the position (0 or 1) of the stream among two `summands`; None if this is no residual addition."""
+        """Returns the position (0 or 1) of the residual stream among two `summands`; None if their sum is no residual
+        addition."""
         positions = [position for position, each in enumerate(summands) if self._is_stream(each)]
         if len(summands) != 2 or len(positions) != 1:
             return None
@@ -77,9 +79,9 @@ class _StreamMode(TorchFunctionMode):
 # Per element of an fp32 stream and a 16-bit branch, one kernel moves 12 bytes forward, and 16 backward. PyTorch's
 # dropout and addition with the norm's own kernel move 21 and 33.
 class ResidualSums(_StreamMode):
-    """Replaces dropouts, norms and residual additions of `block` inside `with` by fused kernels. `calls`: what `Watch`
-    noted about them. Once a call differs from this list, replaces no more. Raises RuntimeError on exit if a dropout was
-    left to an addition that did not follow."""
+    """Replaces dropouts, norms and residual additions that `block` runs inside `with` by fused kernels. `calls`: these
+    calls in their order, as found by `Watch`. After a call that differs from this list, replaces no more. On exit,
+    raises RuntimeError if a dropout was postponed to an addition that did not follow."""
 
     def __init__(self, block: nn.Module, hidden: Tensor, calls: Sequence[Call]):
         super().__init__(hidden)
@@ -166,8 +168,8 @@ class _AddDropped(torch.autograd.Function):
 
 
 class BlockForward:
-    """Replaces the forward of `block`: runs the old one inside ResidualSums, which fuses its residual additions. If
-    `own_sums` is True, runs the old one alone."""
+    """Serves as the forward of `block`: runs the block's old forward inside ResidualSums, which fuses its residual
+    additions. `calls`: for ResidualSums. If `own_sums` is True, runs the old forward without ResidualSums."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]):
         self._forward, self._block, self.calls = block.forward, block, calls
@@ -181,8 +183,8 @@ class BlockForward:
 
 
 def fuse_sums(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Makes the blocks of `decoder` run inside ResidualSums. Adds each BlockForward to `decoder.block_forwards`.
-    `dtype`: the matrices' dtype."""
+    """Replaces the forward of each block of `decoder` by a BlockForward, which fuses residual additions, if the block
+    has some to fuse. Adds each BlockForward to `decoder.block_forwards`. `dtype`: the matrices' dtype."""
     for block, calls in zip(decoder.blocks, look_at_blocks(decoder, dtype, _calls_of), strict=True):
         if any(call.changed for call in calls or ()):
             block.forward = BlockForward(block, calls)
@@ -216,7 +218,8 @@ class _Seen:
 
 
 class Watch(_StreamMode):
-    """Notes the dropouts, normalizations and residual additions that `block` computes inside `with`."""
+    """Notes the dropouts, normalizations and residual additions that `block` computes inside `with`. Then `calls()`
+    returns them, and marks those that ResidualSums can replace."""
 
     def __init__(self, block: nn.Module, hidden: Tensor):
         super().__init__(hidden)

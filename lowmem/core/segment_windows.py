@@ -19,8 +19,9 @@ _ALIGNMENT = 256  # each boundary in RAM begins at a multiple of this number of 
 
 
 class WeightWindow:
-    """Copies weights from RAM into slots (device buffers for a segment each). The parameters of the
-    segment that runs are views of its slot. Those of all other blocks are NaN, even if their weights have arrived."""
+    """Copies blocks' weights from RAM into slots: device buffers, each for one segment (blocks that are recomputed
+    together). The parameters of the segment that runs are views of its slot. Parameters of other blocks with weights in
+    RAM are NaN, even if their weights have arrived in a slot."""
 
     def __init__(self, transfers: Transfers, decoder: Decoder, store: Store, segments: Sequence[range]):
         self._decoder, self._device = decoder, store.device
@@ -31,7 +32,8 @@ class WeightWindow:
         decoder.before_blocks(self._parts, self._called)
 
     def fit(self, segments: Sequence[range]) -> None:
-        """Allocates slots that fit the weights of any of `segments`."""
+        """Allocates slots, each large enough for the weights of any of `segments` (ranges of blocks). Keeps the old
+        slots if their size is right."""
         if not self._parts:
             return
         several = [self._parts_of(blocks) for blocks in segments] + [[part] for part in self._parts.values()]
@@ -49,8 +51,8 @@ class WeightWindow:
         return bool(self._parts_of(blocks))
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available to kernels launched from now on, and queues copies for `following`,
-        the blocks that run next. No update of either may be pending."""
+        """Makes the weights of `blocks` available to kernels launched from now on. Queues copies of the weights of
+        `following`, the blocks that run next. All pending updates of these blocks must be made before."""
         slot = None
         if self.fetches_any_of(blocks):
             slot = self._fetch(blocks, other_than=None if self._bound is None else self._bound[1])
@@ -128,14 +130,15 @@ class BoundaryWindow:
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def forget(self) -> None:
-        """Forgets the saved inputs of the last group of micro-batches, and frees their device memory."""
+        """Forgets the saved inputs of the previous group of micro-batches, and frees the device memory of their
+        copies."""
         self._window.use(*self._coming.values())  # copies must be done before kernels reuse this memory
         self._window.release()
         self._coming, self._used = {}, 0
 
     def begin(self, hidden: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        """Makes room in RAM for the inputs that `segments` will save. `hidden`: the first block's input [B, T, D], for
-        each micro-batch of a group."""
+        """Makes room in RAM for the inputs that `segments` will save in forward, for all micro-batches of a group.
+        `hidden[i]`: the first block's input [B, T, D] for micro-batch i."""
         self.forget()
         needed = sum(segment.keep != ALL for segment in segments) * sum(map(_padded, hidden))
         if needed > (0 if self._buffer is None else self._buffer.numel()):
@@ -144,7 +147,8 @@ class BoundaryWindow:
             self._buffer = self._store.host_buffer(needed, hidden[0].dtype)
 
     def leave(self, segment: Segment, saved: SavedSegment) -> None:
-        """Queues a copy to RAM of the input that `segment` saved, if it is contiguous and no saved graph holds it."""
+        """Queues a copy to RAM of the input that `segment` has saved in `saved`. Does nothing if that input is not
+        contiguous, or if the segment's saved graph holds it."""
         tensor = saved.boundary
         if segment.keep == ALL or not tensor.is_contiguous():
             return
@@ -184,13 +188,15 @@ class BoundaryWindow:
 
 
 class GradientWindow:
-    """Copies final gradients to RAM; StateWindow copies them back."""
+    """Copies final (fully summed) gradients from the device to RAM, where they wait for their updates. StateWindow
+    (window.py) copies them back."""
 
     def __init__(self, transfers: Transfers):
         self._window = Window(transfers, out=Lane.RAM_OUT)
 
     def leave(self, parts: Iterable[Part]) -> None:
-        """Queues copies of the gradients of `parts` to RAM. Frees those on the device that an earlier call has sent."""
+        """Queues copies of the gradients of `parts` to RAM. Before that, frees the device memory of gradients that
+        earlier calls have sent."""
         self.release()
         for part in parts:
             self._window.send_away(part.gradient, part.gradient_home)
