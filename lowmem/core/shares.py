@@ -24,8 +24,9 @@ class Among(StrEnum):
 
 
 class Gatherer:
-    """All-gathers the sharded matrices of one unit, such as a block. Subclasses define `_gather()`, which starts and
-    returns a handle, `_arrive(handle)`, which makes later kernels wait, and `_free()`."""
+    """All-gathers the sharded matrices of one unit, such as a block. Subclasses define three methods. `_gather()`
+    starts the all-gather and returns a handle, `_arrive(handle)` makes later kernels wait for it, and `_free()` frees
+    the gathered weights."""
 
     def __init__(self, part: Part):
         self._part = part
@@ -57,9 +58,10 @@ class Gatherer:
 
 
 class GatheredWeights:
-    """All-gathers sharded weights before the `blocks` that use them run, instead of WeightWindow (segment_windows.py).
-    `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for the final norm (with an
-    untied head). `bring` does not free these two, or the blocks `staying`."""
+    """All-gathers sharded weights before the blocks that use them run. Several ranks use it instead of WeightWindow
+    (segment_windows.py). `units`: {number of a block: its Gatherer}, with -1 for the embeddings and len(blocks) for the
+    final norm (and an untied head). `blocks`: all blocks. `bring` frees neither the weights of units -1 and
+    len(blocks), nor those of the blocks `staying`."""
 
     fetches = True
 
@@ -67,7 +69,8 @@ class GatheredWeights:
         self._units, self._blocks, self._leaving = units, blocks, [each for each in blocks if each not in staying]
 
     def watch(self, decoder: Decoder) -> None:
-        """Registers hooks that gather weights in an evaluation. All ranks must run the modules in the same order."""
+        """Registers hooks on `decoder` that gather the weights of a block, the embeddings or the head if they are
+        missing when it runs, as in an evaluation. All ranks must run the modules in the same order."""
         decoder.before_blocks(self._blocks, self._called)
         decoder.model.register_forward_pre_hook(lambda *_: self._called(-1))
         last = {id(parameter) for parameter in decoder.units[-1].parameters.values()}
@@ -82,9 +85,10 @@ class GatheredWeights:
         return True
 
     def bring(self, blocks: range, following: range | None = None) -> None:
-        """Makes the weights of `blocks` available for kernels launched from now on, starts to gather those of
-        `following` blocks, and frees others. All ranks must make the same calls in the same order. No update of these
-        blocks may be pending."""
+        """Makes the weights of `blocks` available to kernels launched from now on, and starts to gather those of
+        `following`, the blocks that run next. Frees the weights of other blocks, except the blocks `staying`. All ranks
+        must make the same calls in the same order. All pending updates of `blocks` and `following` must be made
+        before."""
         following = following or range(0)
         for block in self._leaving:
             if block not in blocks and block not in following:
@@ -116,7 +120,7 @@ class GatheredWeights:
 class Shares(Ranks):
     """Represents this process as rank number `rank` of `count`.
 
-    Subclasses define these methods, for the ranks `among`:
+    Subclasses define these methods. `among` says which ranks exchange data, and r is a number among those ranks:
 
         gatherer(part, parameters)    the Gatherer of a unit's matrices {name: parameter}
         exchange(came, sent, among)   all-to-all: row r of `sent` goes to rank r, row r of `came` comes from rank r
@@ -186,8 +190,8 @@ class Shares(Ranks):
         self._leaving, self._vectors = [], []
 
     def _sum_matrices(self, part: Part) -> tuple[Part, Tensor, object]:
-        """Starts to sum the gradient of `part` over all ranks into this rank's share. Returns (part, old gradient,
-        event). After the event, the sum is ready, and the old gradient may be freed."""
+        """Starts to sum the gradient of `part` over all ranks. `part.gradient` becomes this rank's share of the sum.
+        Returns (part, old gradient, event). After the event, the sum is ready, and the old gradient may be freed."""
         size = part.working.numel()
         own = _gradient(part, size * self.sharing).view(self.sharing, size)
         part.gradient = own.new_empty(size)
@@ -208,7 +212,7 @@ class Shares(Ranks):
         return in_order(came)
 
     def _sum_of_machines(self, own: Tensor) -> Tensor:
-        """All-reduces `own` [n] over the ranks that store the same share."""
+        """All-reduces `own` [n]: returns the sum [n] over the ranks that store the same share of the model."""
         machines = self.count // self.sharing
         if machines == 1:
             return own

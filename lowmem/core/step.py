@@ -35,7 +35,8 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class StepResult:
     """Holds the loss of a step (mean over the tokens with a label, in nats) and the norm of all gradients before
-    clipping. `updated`: False if that norm is not finite. `positions`: those of all ranks, padding included."""
+    clipping. `updated`: False if that norm is not finite, so that no weight changes. `positions`: number of token
+    positions in the batch, over all ranks and with padding."""
 
     loss: float
     grad_norm: float
@@ -48,17 +49,20 @@ class StepAbandoned(Exception):
 
 
 class TrainingStep:
-    """Makes one optimizer step per call. Callers may set two functions. `abandoned()` is called before each micro-batch
-    of a segment or evaluation, unless `halfway`; True raises StepAbandoned. `make_room(where, reason)` is called if
-    memory runs out. It must free memory, by an empty cache or `change_layout`; then the attempt is repeated. If it
-    cannot, or if `where` is HALFWAY, it must raise an error."""
+    """Makes one optimizer step per call. Callers may set two functions.
+
+    `abandoned()` is called before each micro-batch of a segment or evaluation, unless weights may have been updated
+    (`halfway`). If it returns True, StepAbandoned is raised. `make_room(where, reason)` is called if memory runs out;
+    `where` is STEP, HALFWAY, UPDATES or EVALUATION. It must free memory, by emptying the cache or by `change_layout`.
+    Then the attempt is repeated. If it cannot free memory, or if `where` is HALFWAY, it must raise an error.
+    """
 
     def __init__(
         self, decoder: Decoder, store: Store, hyper: Hyperparameters, *, clip_norm: float | None, seed: int,
         loss_scale: LossScale, operations: Operations | None = None, transfers: Transfers | None = None,
     ):  # fmt: skip
-        """`clip_norm`: largest norm of all gradients together; None for no limit. `operations`, `transfers`:
-        replacements for a simulation."""
+        """`clip_norm`: largest norm of all gradients together; None for no limit. `seed`: for dropout masks.
+        `operations`, `transfers`: given only in a simulation."""
         self.store, self.loss_scale = store, loss_scale
         self.operations = operations or Operations(decoder, store)
         self.make_room: Callable[[str, str], None] | None = None
@@ -81,8 +85,8 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
-        """Makes step number `step`, which seeds dropout, on a Batch or a dict (Batch.from_hf). Some updates stay
-        pending until the next step or `flush`."""
+        """Makes a step on `batch`, a Batch or a dict that Batch.from_hf accepts. `step`: its number, which seeds
+        dropout. Updates may stay pending until the next step or `flush`."""
         try:
             step = operator.index(step)
         except TypeError:
@@ -135,7 +139,8 @@ class TrainingStep:
         return FinalGradients(fate, *parts, gradient_scale, learning_rate)
 
     def _forward_and_backward(self, work: Work, gradients: FinalGradients) -> tuple[float, float]:
-        """Returns the sum of all tokens' losses, and the norm of all gradients (multiplied by `work.scale`)."""
+        """Runs the whole batch forward and backward. Returns the sum of all tokens' losses, and the norm of all
+        gradients. The gradients are those of this sum times `work.scale`."""
         losses: list[Tensor] = []
         input_gradients: list[Tensor] = []  # for the first block's input, per micro-batch
         for places in work.groups:
@@ -152,7 +157,8 @@ class TrainingStep:
         return loss, gradients.end()
 
     def _group(self, work: Work, gradients: FinalGradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns each micro-batch's loss, summed over tokens, and its gradient for the first block's input."""
+        """Runs a group (micro-batches that pass one segment together) forward, and backward to the first block.
+        Returns, for each micro-batch, its loss summed over tokens, and its gradient for the first block's input."""
         hidden, extras, saved = self._forward(work)
         losses, output_gradients = self._losses(work, hidden)
         gradients.begin(losses)
@@ -202,8 +208,8 @@ class TrainingStep:
         self, work: Work, extras: list[list[Extra]], saved: list[list[SavedSegment]], output_gradients: list[Tensor],
         gradients: FinalGradients,
     ) -> None:  # fmt: skip
-        """Runs all segments backward, last first. Replaces each of `output_gradients`, for the last block's output, by
-        that for the first block's input."""
+        """Runs all segments backward, last first. `output_gradients`: for each micro-batch, the gradient for the last
+        block's output. Replaces it in the list by the gradient for the first block's input."""
         by_unit = gradients.fate is not Fate.HELD or self.store.ranks.count > 1
         if by_unit:
             gradients.finish(self._updates.units - 1)
@@ -227,7 +233,8 @@ class TrainingStep:
 
     @property
     def updates(self) -> int:
-        """Returns the number of steps so far that have updated weights, or will when their updates run."""
+        """Returns the number of optimizer updates so far, pending ones included. A step whose gradients are not finite
+        makes none."""
         return self._updates.hyper.update
 
     @updates.setter
@@ -277,9 +284,10 @@ class TrainingStep:
         return self._updates.halfway
 
     def change_layout(self, layout: Layout) -> bool:
-        """Uses `layout` from now on. May move optimizer states into RAM; returns False if CUDA refuses to page-lock
-        them. If memory for slots runs out, raises OutOfMemoryError with the layout changed nevertheless. Raises
-        ValueError if `fixed_homes` would change."""
+        """Uses `layout` from now on. If it has states of fewer units on the GPU, moves the others into RAM; returns
+        False if CUDA refuses to page-lock them. If memory for device buffers runs out, raises OutOfMemoryError, and has
+        changed the layout nevertheless. Raises ValueError if `layout.fixed_homes` differs from that of the old
+        layout."""
         if layout.fixed_homes != self.layout.fixed_homes:
             raise ValueError("the store was made for other homes of weights, gradients or states on a disk")
         fewer = layout.states_on_gpu < self.store.states_on_gpu

@@ -1,4 +1,5 @@
-"""Copies tensors between a device and RAM or a disk, on lanes: queues of work in order, on a GPU CUDA streams."""
+"""Copies tensors between a device and RAM or a disk. Copies run on lanes: queues of work in order, on a GPU CUDA
+streams."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,8 @@ class Lane(StrEnum):
 
 
 class Transfers:
-    """Copies tensors by the CPU, for a device whose memory is RAM. Each copy is done when the call returns."""
+    """Copies tensors for a device whose memory is RAM: the CPU copies, and each copy is done when the call returns.
+    CudaTransfers overrides this for a GPU."""
 
     host_buffer: MakeTensor | None = None  # allocates page-locked RAM for copies from and to a disk; None: not needed
 
@@ -43,7 +45,7 @@ class Transfers:
         """Returns an event that occurs when all work queued on `lane` so far is done; None on the CPU."""
 
     def wait(self, lane: Lane, *events) -> None:
-        """Makes later work of `lane` wait for `events`. For HOST, returns when these have occurred."""
+        """Makes later work of `lane` wait for `events`. If `lane` is HOST, returns when the events have occurred."""
 
     def updating(self) -> AbstractContextManager:
         """Returns a context in which kernels run on UPDATES, the lane (CUDA stream) of optimizer updates."""
@@ -68,8 +70,8 @@ class Transfers:
 
 
 class CudaTransfers(Transfers):
-    """Copies tensors on a CUDA stream per lane. COMPUTE is the current stream, and so is UPDATES unless `concurrent`.
-    Concurrent updates must not allocate memory."""
+    """Copies tensors on CUDA streams, one per lane. COMPUTE is the current stream. `concurrent`: True to give UPDATES
+    its own stream, on which kernels must not allocate memory; False for the current stream."""
 
     def __init__(self, device: torch.device, concurrent: bool, host_buffer: MakeTensor):
         others = {Lane.HOST, Lane.COMPUTE} if concurrent else {Lane.HOST, Lane.COMPUTE, Lane.UPDATES}

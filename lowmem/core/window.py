@@ -29,8 +29,8 @@ class Slot:
 
 
 class Window:
-    """Copies tensors into slots (device buffers) and back, on the lanes (CUDA streams) `into` and `out`. `user`: lane
-    of the kernels that use the slots."""
+    """Copies tensors into slots (device buffers) and back. `into`, `out`: lanes (CUDA streams) of the copies to the
+    device and back; None if there are no such copies. `user`: lane of the kernels that use the slots."""
 
     def __init__(
         self, transfers: Transfers, into: Lane | None = None, out: Lane | None = None, user: Lane = Lane.COMPUTE
@@ -41,7 +41,8 @@ class Window:
         self.sent: deque[Slot] = deque()  # slots of tensors that `send_away` copies and `release` has not freed yet
 
     def fit(self, number: int, sizes: dict[str, tuple[int, torch.dtype]], device: torch.device) -> None:
-        """Allocates `number` slots of tensors {name: (entries, dtype)}. If memory runs out, no slots are left."""
+        """Allocates `number` slots in the place of the old ones, unless `sizes` is unchanged. `sizes`: {name: (entries,
+        dtype)} of the tensors in each slot. If memory runs out, there are no slots."""
         if self.slots and sizes == self.sizes:
             return
         self.use(*self.slots)  # copies into the old slots must be done before kernels reuse their memory
@@ -100,11 +101,12 @@ class StateWindow:
 
     @property
     def buffer_bytes(self) -> int:
-        """Returns the bytes of the slots' buffers in RAM."""
+        """Returns the bytes of RAM buffers through which states pass between a disk and the device."""
         return sum(buffer.nbytes for slot in self._window.slots for buffer in slot.buffers.values())
 
     def fit(self, pieces: Sequence[Piece]) -> None:
-        """Allocates slots that fit the states of `pieces`. No copy may be under way."""
+        """Allocates slots (device buffers), each large enough for the states of any of `pieces` (ranges of parameters).
+        No copy may be under way."""
         sizes: dict[str, tuple[int, torch.dtype]] = {}
         for piece in pieces:
             for name, home in piece.homes.items() if piece.streamed else ():
@@ -112,9 +114,9 @@ class StateWindow:
         self._window.fit(AHEAD + 1, sizes, self._device)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begins a pass over `pieces` (ranges of elements). In this order, the caller must take the state of each
-        piece, update it, and give it back. While copies of the last pass may be under way, `pieces` must be the same
-        as in that pass, in the same order."""
+        """Begins a pass over `pieces` (ranges of parameters). For each piece, in this order, the caller must call
+        `take`, update the state, and call `give_back`. While copies of the previous pass may be under way, `pieces`
+        must be those of that pass, in the same order."""
         # The stored state of a piece that is not given back stays unchanged. The order of pieces matters: a copy into a
         # slot waits until the slot is free, but not until an earlier copy of the same state to RAM is done.
         self._streamed = [piece for piece in pieces if piece.streamed]
@@ -123,8 +125,8 @@ class StateWindow:
         self._read_ahead(READ_AHEAD)
 
     def take(self, piece: Piece) -> State:
-        """Returns the state of `piece`, the next one of the pass, for kernels of the lane UPDATES. A second call before
-        `give_back` returns the same."""
+        """Returns the state of `piece` on the device, for kernels of the lane UPDATES. `piece` must be the next one of
+        the pass. A second call before `give_back` returns the same tensors."""
         self.fetch_ahead()
         if not piece.streamed:
             return piece.state
@@ -133,13 +135,15 @@ class StateWindow:
         return slot.inside
 
     def fetch_ahead(self) -> None:
-        """Queues copies of the next states into all slots that have been given back."""
+        """Queues copies of the next states of the pass into all slots (device buffers) whose states have been given
+        back."""
         while self._fetched < min(self._used + AHEAD + 1, len(self._streamed)):
             self._fetch(self._streamed[self._fetched])
             self._fetched += 1
 
     def give_back(self, piece: Piece) -> None:
-        """Queues a copy of the updated state of `piece`, the last one taken, to where it is stored."""
+        """Queues a copy of the updated state of `piece` to the place where it is stored. `piece` must be the one that
+        `take` returned most recently."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
