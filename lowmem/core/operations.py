@@ -123,13 +123,13 @@ class Operations:
         return self._cross_entropy(self.decoder.final(_with_labels(hidden, micro_batch.labels)), micro_batch.labels)[0]
 
     def norms(self, part: Part) -> Tensor:
-        """Returns the norms of the gradient of `part` (a unit's matrices or vectors) in fp32: one for each piece of the
-        part, a range of elements that one call of `update` changes."""
+        """Returns the norms of the gradient of `part`, a unit's matrices or vectors, in fp32. There is one norm for
+        each piece, a range of the part that one call of `update` changes."""
         norms = [torch.linalg.vector_norm(part.gradient[piece.start : piece.stop]) for piece in part.pieces]
         return torch.stack(norms)
 
     def update(self, piece: Piece, state: State, hyperparameters: Hyperparameters) -> None:
-        """Updates the weights of `piece`, a range of parameters, by the optimizer. `state`: the optimizer's tensors on
+        """Applies the optimizer to the weights of `piece`, a range of parameters. `state`: the optimizer's tensors on
         the device. If RAM stores the weights or the gradient, their copies on the device are in `state`, too."""
         place = slice(piece.start, piece.stop)
         working = state.get(WORKING, piece.part.working[place])

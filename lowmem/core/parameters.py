@@ -35,8 +35,8 @@ class Placement:
 
 @dataclass
 class Piece:
-    """Describes a range of parameters that one update changes: elements `start` to `stop` - 1 of `part` (the matrices
-    or the vectors of a unit, such as a block)."""
+    """Describes a range of parameters that one update changes: elements `start` to `stop` - 1 of `part`. A part has the
+    matrices or the vectors of a unit, such as a block."""
 
     part: "Part"
     start: int
@@ -54,9 +54,9 @@ class Piece:
 
 
 class Part:
-    """Holds the matrices or the vectors of one unit (the embeddings, one block, or the final norm): weights `working`
-    [n], optimizer's `state` {name: [entries]}, and `gradient` [n] fp32 or None. If ranks shard the model, n is the size
-    of this rank's share of the matrices."""
+    """Holds the matrices or the vectors of one unit (the embeddings, one block, or the final norm). A part has weights
+    `working` [n], the optimizer's `state` {name: [entries]}, and `gradient` [n] fp32 or None. If ranks shard the model,
+    n is the size of this rank's share of the matrices."""
 
     def __init__(
         self, unit: tuple[int, Unit], is_matrices: bool, dtype: torch.dtype, optimizer: Optimizer, homes: Placement,
@@ -176,7 +176,7 @@ class Part:
 
 class Store:
     """Holds all weights, gradients and optimizer states of a decoder. The decoder's parameters become views of the
-    weights. A parameter whose weights are in RAM or on other ranks is NaN until they are copied to the device."""
+    weights. If a parameter's weights are in RAM or on other ranks, it is NaN until they are copied to the device."""
 
     def __init__(
         self,

@@ -68,8 +68,8 @@ def chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _fp16_unit_of(bits: Tensor) -> Tensor:
-    """Returns the unit in which `low` counts, for each of some fp16 numbers: 2**(e - 39) in fp32, where e is the
-    number's exponent field. `bits`: the numbers' bits as int32, which it overwrites."""
+    """Returns the unit in which `low` counts, for each fp16 number: 2**(e - 39) in fp32, where e is the number's
+    exponent field. `bits`: the numbers' bits as int32, which are overwritten."""
     # A normal number is 2**(e - 15) times a significand of 11 bits. An fp32 number that rounds to it is a whole number
     # of steps away, at most 2**13, even if `working` was rounded up to a power of two.
     exponent = bits.bitwise_right_shift_(10).bitwise_and_(0x1F)

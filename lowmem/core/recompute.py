@@ -73,8 +73,8 @@ def backward(
     decoder: Decoder, segment: Segment, saved: SavedSegment, extras: Sequence[Extra], dropout: Dropout, gradient: Tensor
 ) -> Tensor:
     """Runs the segment backward, and first forward again unless `saved` has its graph. `gradient` [B, T, D]: the
-    gradient for the segment's output. Returns the gradient for its input. Hooks add the parameters' gradients to
-    accumulators. Drops all of `saved` but the segment's input."""
+    gradient for the segment's output. Returns the gradient for the segment's input. Hooks add the parameters' gradients
+    to accumulators. Drops all of `saved` but the segment's input."""
     boundary, output, products = saved.boundary, saved.output, saved.products
     saved.output = saved.products = None  # even if memory runs out: a second call runs the segment again
     if output is None:

@@ -85,7 +85,7 @@ class TrainingStep:
         self._accumulation = Accumulation(decoder, store)
 
     def __call__(self, batch: Batch | Mapping, step: int, learning_rate: float) -> StepResult:
-        """Makes a step on `batch`, a Batch or a dict that Batch.from_hf accepts. `step`: its number, which seeds
+        """Makes a step on `batch`, a Batch or a dict that Batch.from_hf accepts. `step`: the step's number, which seeds
         dropout. Updates may stay pending until the next step or `flush`."""
         try:
             step = operator.index(step)
@@ -250,8 +250,8 @@ class TrainingStep:
             self._discard_attempt()
 
     def evaluate(self, batch: Batch | Mapping) -> tuple[float, int]:
-        """Applies all pending updates. Returns the sum of the losses of all tokens with a label, in nats, and their
-        number."""
+        """Applies all pending updates. Returns the loss in nats, summed over all tokens with a label, and the number of
+        those tokens."""
         batch = as_batch(batch, self._decoder, self.most and (math.inf, *self.most[1:]))
         self.flush()
         self._decoder.model.eval()

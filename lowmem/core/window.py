@@ -143,7 +143,7 @@ class StateWindow:
 
     def give_back(self, piece: Piece) -> None:
         """Queues a copy of the updated state of `piece` to the place where it is stored. `piece` must be the one that
-        `take` returned most recently."""
+        was taken most recently."""
         if not piece.streamed:
             return
         slot, places = self._slot(self._used), piece.state
