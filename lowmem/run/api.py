@@ -1,5 +1,6 @@
 """Defines the Python interface, `import lowmem`: plans, whole runs, and a model for your own training loop
-(docs/python.md). Your own loop lacks schedules, pictures, the report, signals, and recovery if GPU memory runs out."""
+(docs/python.md). Your own loop has no learning-rate schedule, pictures or report. It handles no signals, and does not
+recover if GPU memory runs out."""
 
 import json
 import threading
@@ -48,10 +49,10 @@ def _check_kind(settings: Settings) -> None:
 
 @warnings_end_nothing()
 def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
-    """Returns the plan (predicted memory and time) for training on the card that `settings.gpu` names; None stands for
-    this machine. `gpus`: number of GPUs in each of `machines` machines; the plan is that of one GPU. Raises PlanError,
-    which names the smallest caps that fit, if training does not fit under the memory caps. Raises InputError for a
-    model that cannot be trained block by block."""
+    """Predicts memory and time of training, and returns them as a Plan. The plan is for the card that `settings.gpu`
+    names; None stands for this machine. `gpus`: number of GPUs in each of `machines` machines, which all train one
+    model; the figures are those of one GPU. Raises PlanError, which names the smallest caps that fit, if training does
+    not fit under the memory caps. Raises InputError for a model that cannot be trained block by block."""
     _check_kind(settings)
     devices.set_environment()
     settings = with_recognized_model(replace(settings, plan_only=settings.gpu is not None), _warn)
@@ -62,7 +63,7 @@ def plan(settings: Settings, gpus: int = 1, machines: int = 1) -> Plan:
 def train(settings: Settings) -> dict:
     """Does a whole training run, as `lowmem train` does, and returns the content of its report.json. In the main
     thread, SIGINT, SIGTERM or SIGHUP makes the run save a checkpoint and raise Stopped. Raises LowmemError for errors
-    that a user can cause, and errors of the system (OSError, OutOfMemoryError) as they are."""
+    that a user can cause. Errors of the system, such as OSError or OutOfMemoryError, are not converted."""
     _check_kind(settings)
     if settings.plan_only:
         raise InputError("plan_only=True plans and trains nothing: call lowmem.plan(settings).")
@@ -79,10 +80,11 @@ def train(settings: Settings) -> dict:
 @warnings_end_nothing()
 def load(settings: Settings, resume: str | Path | None = None) -> LoadedModel:
     """Returns a model with its weights, planned for this machine. Load one model per process, because the GPU cap is
-    set for the whole process. The RAM cap limits only the plan. A batch may have at most `settings.batch` sequences of
-    `settings.seq` tokens. `resume`: a checkpoint, or a folder of checkpoints; the newest undamaged one is loaded. None
-    loads the initial weights; so does a path without a checkpoint, with a UserWarning. Also warns of missing fused
-    kernels or page-locked memory. Raises the same errors as `train`."""
+    set for the whole process. The RAM cap limits only the plan, not the process. A batch may have at most
+    `settings.batch` sequences of `settings.seq` tokens. `resume`: a checkpoint, or a folder of checkpoints, whose
+    newest undamaged one is loaded; None: initial weights. If `resume` has no checkpoint, loads initial weights and
+    gives a UserWarning. Also warns if fused kernels or page-locked memory cannot be used. Raises LowmemError for errors
+    that a user can cause."""
     _check_kind(settings)
     devices.set_environment()
     said: list[str] = []
@@ -132,9 +134,9 @@ def _checkpoints_of(folder: Path) -> list[Path]:
 @warnings_end_nothing()
 def export(model: LoadedModel, folder: str | Path) -> None:
     """Writes weights, config and tokenizer into `folder`, for transformers' `from_pretrained`. Replaces an older
-    export. Raises InputError if `folder` has other files or belongs to `lowmem train`, and LowmemError if a weight is
-    too large for `model.settings.export_dtype`. Warns of weights that are not finite, and of files that could not be
-    written."""
+    export. Raises InputError if `folder` has other files, or is in the run folder of `lowmem train`. Raises LowmemError
+    if a weight is too large for `model.settings.export_dtype`. Warns of weights that are not finite, and of files that
+    could not be written."""
     folder = Path(folder).expanduser()
     if any(path.name in FOLDERS and is_run(path.parent) for path in (folder.absolute(), folder.resolve())):
         raise InputError(f"{folder} is in the folder of a run of the scripts, which writes there: give another one")

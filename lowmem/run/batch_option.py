@@ -1,5 +1,6 @@
 """Computes the batch size of an optimizer step from other trainers' options, such as Hugging Face's
-per_device_train_batch_size x gradient_accumulation_steps. Here --batch is the whole batch."""
+per_device_train_batch_size x gradient_accumulation_steps. lowmem's own option, --batch, is the number of sequences in
+an optimizer step."""
 
 from collections.abc import Callable
 
@@ -11,8 +12,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def with_batch(chosen: dict[str, object], spelled: dict[str, str], say: Callable[[str], None]) -> dict[str, object]:
-    """Returns the options `chosen`, {option: value}, with `batch` and `micro_batch` in place of PER_DEVICE, AT_ONCE and
-    ACCUMULATION. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed. Raises
+    """Replaces other trainers' batch options in `chosen`, {option: value}, by `batch` and `micro_batch`, and returns
+    the result. PER_DEVICE and AT_ONCE are sequences that run at once. ACCUMULATION is how many times they run per
+    optimizer step. `spelled`: {option: its name as typed}. `say` gets a sentence if the batch was computed. Raises
     InputError if these options do not determine the batch, or contradict each other."""
     chosen = dict(chosen)
     typed = {name: f"{spelled[name]} {value}" for name, value in chosen.items()}

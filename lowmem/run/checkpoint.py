@@ -1,9 +1,9 @@
-"""Saves and loads checkpoints, from which a training run goes on bit for bit.
+"""Saves and loads checkpoints. A run that is resumed from one computes the same bits as without the stop.
 
     checkpoints/step-00000123/
       block-0-matrices.safetensors   a block's matrices as flat tensors: `working`, `m`, ...; vectors have other files
       state.json                     step, updates, loss scale, settings that must stay the same, ...
-      metrics.jsonl                  a row per step until then, without times and memory
+      metrics.jsonl                  a row for each step so far, without times and memory
       manifest.json                  size and hash of each file; written last
 
 No random state or data position is saved: dropout masks, batches and learning rates depend on the seed and counters.
@@ -52,11 +52,11 @@ def save_checkpoint(
     folder: Path, store: Store, state: dict, *, keep_last: int, best: int | None = None,
     metrics: Callable[[], str] | None = None,
 ) -> Path:  # fmt: skip
-    """Saves `store` (weights and optimizer states) and `state` as folder/checkpoints/step-..., and returns that path.
-    All ranks must call this. `metrics()` returns the text of metrics.jsonl; None means no such file. Keeps the newest
-    `keep_last` checkpoints and that of step `best`; removes older ones and those of later steps. Raises RuntimeError if
-    updates are pending: call TrainingStep.flush before. Raises NotSaved, with earlier checkpoints intact, if the files
-    cannot be written."""
+    """Saves weights, optimizer states and `state` (the content of state.json) as folder/checkpoints/step-..., and
+    returns that path. All ranks (processes) must call this. `metrics()` returns the text of metrics.jsonl; None: no
+    such file is saved. Keeps the newest `keep_last` checkpoints and the one after step `best`. Removes all others, also
+    any with more steps than this one. Raises RuntimeError if updates are pending: call TrainingStep.flush before.
+    Raises NotSaved, with earlier checkpoints intact, if the files cannot be written."""
     if any(part.has_gradient for part in store.parts):
         raise RuntimeError("updates are waiting: call TrainingStep.flush before saving")
     return store.ranks.on_first(lambda: _save(folder, store, state, keep_last, best, metrics))
@@ -114,8 +114,8 @@ def _check_room(root: Path, store: Store, more_bytes: int) -> None:
 
 
 def _tensors(part: Part) -> dict[str, tuple[Tensor, int]]:
-    """Returns {name: (this rank's shard, entries in all ranks' shards)}: weights ("working") and optimizer states of
-    `part` (all matrices, or all vectors, of a unit such as a block)."""
+    """Returns weights ("working") and optimizer states of `part`, {name: (this rank's shard, number of entries in all
+    ranks' shards)}. A part is all matrices, or all vectors, of a unit such as a block."""
     layout = state_layout(part.optimizer, part.elements, part.working.dtype)
     whole = {"working": part.elements} | {name: entries for name, (entries, _) in layout.items()}
     return {name: (tensor, whole[name]) for name, tensor in {"working": part.working, **part.state}.items()}
@@ -126,7 +126,8 @@ def _file_name(part: Part) -> str:
 
 
 def _header(part: Part) -> bytes:
-    """Returns the bytes before the tensors in the .safetensors file of `part`."""
+    """Returns the header of the .safetensors file of `part` (the matrices or vectors of a unit such as a block): all
+    bytes before the tensors."""
     tensors = {name: (tensor.dtype, (entries,)) for name, (tensor, entries) in _tensors(part).items()}
     # In part.places: the place of each parameter in the flat tensors, {parameter: [start, *shape]}.
     return safetensors_header(tensors, {"part": part.name, "parameters": json.dumps(part.places)}, (", ", ": "))
@@ -154,10 +155,11 @@ def newest_state(checkpoints: list[Path]) -> tuple[Path, dict] | None:
 def load_newest(
     checkpoints: list[Path], store: Store, identity: dict, say: Callable[[str], None], required: bool = False
 ) -> tuple[Path, dict] | None:
-    """Loads the newest undamaged checkpoint into `store`, and returns its path and state.json; None without
-    checkpoints. `checkpoints`: newest first. `identity`: settings, data and model of this run, which the checkpoint
-    must have, too. `say` gets a sentence about each damaged one. If all are damaged: raises Damaged if `required`, else
-    renames them, fills `store` with zeros, and returns None."""
+    """Loads the newest undamaged checkpoint into `store`, and returns its path and the content of state.json.
+    `checkpoints`: newest first; if empty, returns None. `identity`: settings, data and model of this run; InputError if
+    the checkpoint has others. `say` gets a sentence about each damaged checkpoint. If all are damaged and `required` is
+    True, raises Damaged. If all are damaged and it is False, renames them, fills `store` with zeros, and returns
+    None."""
     for checkpoint in checkpoints:
         try:
             return checkpoint, store.ranks.on_all(lambda each=checkpoint: load_checkpoint(each, store, identity))
@@ -175,10 +177,10 @@ def load_newest(
 
 
 def load_checkpoint(checkpoint: Path, store: Store, identity: dict) -> dict:
-    """Loads a checkpoint into `store`, and returns the content of state.json, with the text of metrics.jsonl (or None)
-    under "metrics". Before `store` is changed, raises InputError for another run's or model's checkpoint, and for
-    missing files. Raises Damaged if bytes have changed since they were written; `store` may then be partly
-    overwritten."""
+    """Loads weights and optimizer states into `store`. Returns the content of state.json, and under "metrics" the text
+    of metrics.jsonl, or None. `identity`: settings, data and model of this run. Raises InputError, before it changes
+    `store`, if the checkpoint is another run's or model's, or lacks files. Raises Damaged if bytes have changed since
+    the save; `store` may then be partly overwritten."""
     manifest = Manifest(checkpoint)
     parts = {_file_name(part): part for part in store.parts}
     state = _read_state(manifest)

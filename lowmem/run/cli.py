@@ -164,8 +164,8 @@ def _build_parser(defaults: Settings, program: dict[str, str]) -> argparse.Argum
 
 
 def _read_config(path: str) -> dict[str, tuple[str, object]]:
-    """Returns {field of Settings: (key, value)} of a YAML (.yaml, .yml) or JSON file. Raises one InputError for all its
-    problems."""
+    """Reads a YAML (.yaml, .yml) or JSON file of settings. Returns {field of Settings: (its name in the file, parsed
+    value)}. Raises one InputError for all problems in the file."""
     yaml = path.lower().endswith((".yaml", ".yml"))
     try:
         content = (parse_yaml if yaml else parse_json)(read_text(Path(path)), path)
@@ -203,7 +203,8 @@ def _listed(of: str, problems: list[str]) -> str:
 
 
 def _read_item(key: str, value: object) -> tuple[str, object]:
-    """Returns the field of Settings that `key` names, and the parsed value: NOTHING for a flag switched off."""
+    """Reads one setting of a settings file. Returns the field of Settings that `key` names, and the parsed value, which
+    is NOTHING for a flag switched off. Raises InputError if name or value cannot be used."""
     if _dashed(key) == "config":
         raise InputError(f"{key}: a settings file cannot name another one.")
     if _dashed(key) not in NAMES:

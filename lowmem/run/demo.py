@@ -39,8 +39,8 @@ def settings_of(file: Path) -> Settings:
 
 
 def demo(options: list[str], ends_process: bool = False) -> int:
-    """Runs the demo with `options`, and returns the exit code. `ends_process`: True if the process exits after
-    this call."""
+    """Runs the demo, and returns the exit code. `options`: further command-line options. `ends_process`: True if the
+    process exits after this call."""
     file = model_file()
     if file is not None:
         code = main(settings_of(file), options, ends_process)

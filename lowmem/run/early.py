@@ -24,8 +24,9 @@ from lowmem.settings import Settings
 
 
 def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `out` replaced by the run's output folder, and `model` as in `with_recognized_model`.
-    `say` gets a sentence about each change. Raises InputError if training with these settings cannot work."""
+    """Returns `settings` with the run's output folder in `out`, and the path of the model to train in `model`. That
+    path may be another one, such as the exported model of a run folder. `say` gets a sentence about each change. Raises
+    InputError if training with these settings cannot work."""
     if settings.out is not None and is_hub_name(settings.model):
         if Path(settings.out) == Path(settings.model) and not Path(settings.out).exists():
             said = f"--out {settings.out} would be a folder that hides the hub's model of that name"
@@ -55,8 +56,9 @@ def check_run(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` replaced as in `with_recognized_model`. Raises InputError if the machine, the GPU
-    named by `gpu` or the model cannot be used."""
+    """Returns `settings` with the path of the model to train in `model`, such as the exported model of a run folder.
+    `say` gets a sentence if it is another path than before. Raises InputError if this machine, the GPU named by `gpu`
+    or the model cannot be used."""
     if sys.platform == "win32":
         raise InputError("Windows lacks the limits and signals that a run needs; use WSL 2 there (wsl --install)")
     try:
@@ -69,9 +71,9 @@ def check_target(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def with_recognized_model(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with `model` replaced: a run folder by the run's exported model, a GGUF file by the folder of
-    the converted model. With `plan_only`, a GGUF file is not converted. Other models stay. `say` gets a sentence about
-    the change. Raises InputError if there is no such model, or if it cannot be trained."""
+    """Returns `settings` with `model` replaced in two cases: a run folder by its exported model, and a GGUF file by a
+    folder with the converted model. With `plan_only`, a GGUF file is not converted. `say` gets a sentence about a
+    change. Raises InputError if there is no such model, or if it cannot be trained."""
     with _paths_refused_in_a_sentence():
         model, remark = recognize(settings.model, settings.init == "pretrained" and not settings.plan_only)
     if remark is not None:

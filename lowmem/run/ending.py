@@ -1,4 +1,5 @@
-"""Ends a training run: export, report, pictures, summary. If one of these parts fails, does the others."""
+"""Ends a training run: exports the model, and makes report, pictures and summary. If one of these parts fails, the
+others are still made."""
 
 import importlib.util
 import json
@@ -39,8 +40,8 @@ class Ending:
         self._session = session
 
     def was_finished(self) -> bool:
-        """Returns True if the steps and the export were done already, with the same settings. If so, logs how to train
-        longer."""
+        """Returns True if an earlier command has done all steps, the export and the report with the settings of this
+        run. If so, logs how to train longer."""
         session = self._session
         report, settings = (read_run_json(session.folder / name) for name in ("report.json", "settings.json"))
         rows = session.log.rows
@@ -63,8 +64,10 @@ class Ending:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Runs the `with` block as the part `name` of the end, and notes an error in it instead of raising it. Raises
-        CapExceeded, Stopped and the exceptions in NO_ERRORS, such as KeyboardInterrupt."""
+        """Logs an error in the `with` block and adds it to `failed`, instead of raising it. `name`: the block's name in
+        the log, such as "the export". Raises CapExceeded, Stopped, and the exceptions in NO_ERRORS, such as
+        KeyboardInterrupt. While several ranks (processes) run the block, also raises an error that they do not raise
+        together."""
         try:
             yield
         except (CapExceeded, Stopped, *NO_ERRORS):
@@ -78,8 +81,8 @@ class Ending:
             self._note(f"{name} failed: {reason}", "" if expected else traceback.format_exc())
 
     def finish(self, done: int) -> None:
-        """Exports the model after `done` steps, writes report and pictures, and logs a summary. Raises LowmemError,
-        which says where the weights are, if a part of the end failed."""
+        """Exports the model after `done` steps (with --keep-best, the best one), writes report and pictures, and logs a
+        summary. If a part fails, does the others and then raises LowmemError, which says where the weights are."""
         session = self._session
         session.log.end_bar()
         exported = self._take_best(done)
@@ -114,8 +117,9 @@ class Ending:
         self._check()
 
     def _take_best(self, done: int) -> int | None:
-        """Returns the step whose weights are exported: the best one with --keep-best, whose checkpoint is loaded, else
-        `done`. Returns None if the weights are incomplete, because loading has failed halfway."""
+        """Returns the step whose weights are exported. Without --keep-best, it is `done`. With it, it is the step with
+        the lowest held-out loss, whose checkpoint is loaded; `done` if that checkpoint is damaged. Returns None if
+        loading has failed halfway, so that the weights are incomplete."""
         session, say = self._session, self._session.log.say
         if not session.settings.keep_best:
             return done

@@ -1,4 +1,5 @@
-"""Keeps training from ending with a traceback because of environment variables that other packages read."""
+"""Handles environment variables that other packages read, so that their values do not end training with a traceback.
+Also sets one that OpenMP's threads read."""
 
 import getpass
 import logging
@@ -70,8 +71,8 @@ def variables_blamed() -> Iterator[None]:
 
 
 def limit_waiting_of_threads() -> None:
-    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy, unless the user has
-    set it or OMP_WAIT_POLICY."""
+    """Sets GOMP_SPINCOUNT, which limits how long a waiting thread of OpenMP keeps a processor busy. Does nothing if
+    PyTorch is imported already, or if the user has set GOMP_SPINCOUNT or OMP_WAIT_POLICY."""
     # OpenMP reads the variable only once, when PyTorch is imported.
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         return

@@ -54,8 +54,8 @@ def is_missing(session: Session) -> bool:
 
 
 def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
-    """Returns the result of `evaluated` after step `done`, or {} if a second signal interrupts the evaluation. The last
-    evaluation cannot be interrupted."""
+    """Returns the held-out losses after step `done`, as a part of a row of metrics.jsonl. Returns {} if a second
+    signal, such as Ctrl-C, interrupts the evaluation. The evaluation after the last step cannot be interrupted."""
     if done == session.steps:
         session.step.abandoned = None
         stop.now("the last evaluation, then saving and the export", "changes nothing")
@@ -68,14 +68,15 @@ def evaluated_after(session: Session, stop: StopRequest, done: int) -> dict:
 
 
 def out_of_patience(session: Session) -> bool:
-    """Returns True if the held-out loss has not fallen for --patience evaluations."""
+    """Returns True if the last --patience evaluations found no lower held-out loss than those before; False without
+    --patience."""
     patience = session.settings.patience
     return patience is not None and best_evaluation(session.log.rows, session.eval_first).since >= patience
 
 
 def best_kept(session: Session, done: int) -> Best:
-    """Returns the evaluation with the lowest held-out loss among step `done` and steps whose checkpoints exist; step 0
-    with NaN if none was evaluated."""
+    """Returns the evaluation with the lowest held-out loss, among that of step `done` and those of steps whose
+    checkpoints exist. Returns step 0 with the loss NaN if none of these steps was evaluated."""
 
     def find() -> Best:
         kept = {done, *(step for step in session.saved if os.path.exists(checkpoint_of(session.folder, step)))}
@@ -108,10 +109,11 @@ def sample(
     decoder: Decoder, tokenizer, prompt: str, chat: bool = False, temperature: float = 0.0, seed: int = 0,
     alone: bool = True,
 ) -> str:  # fmt: skip
-    """Returns "sample: " and a text, or "no sample: " and the reason. The text continues `prompt` by at most
-    SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask `prompt` as a question.
-    `temperature`: 0 for the likeliest tokens. torch's random generators keep their states. `alone`: True if
-    no other rank waits for this one. If False, a RuntimeError is raised, not returned as the reason."""
+    """Generates a text. Returns "sample: " followed by the text, or "no sample: " followed by the reason. The text
+    continues `prompt` by at most SAMPLE_TOKENS tokens; a decoder's text begins with `prompt`. `chat`: True to ask
+    `prompt` as a question in the model's chat template. `temperature`: 0 takes the likeliest token each time. The
+    states of torch's random generators do not change. `alone`: False if other ranks (processes) wait for this one; a
+    RuntimeError is then raised, not returned as the reason."""
     try:
         asked = ChatTemplate(tokenizer).question(prompt) if chat else prompt
     except InputError as error:
@@ -160,6 +162,7 @@ def sample(
 
 
 def summed_loss(step: TrainingStep, batches: Batches, limit: int) -> tuple[float, int]:
-    """Returns the summed loss in nats, and the number, of all tokens with a label in the first `limit` batches."""
+    """Returns two sums over the tokens with a label in the first `limit` batches: their loss in nats, and their
+    number."""
     sums = [step.evaluate(batches.batch(index)) for index in range(min(limit, len(batches)))]
     return math.fsum(loss for loss, _ in sums), sum(tokens for _, tokens in sums)

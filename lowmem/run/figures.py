@@ -1,7 +1,7 @@
 """Computes the numbers that describe a training run, from the files in its output folder.
 
 `rows` are the rows of metrics.jsonl. `plan`, `settings` and `report` are the content of plan.json, settings.json and
-report.json. Imports no packages, so that `python -m lowmem report` starts at once.
+report.json. Imports no third-party packages, so that `python -m lowmem report` starts at once.
 """
 
 import math
@@ -34,16 +34,17 @@ def evaluations(rows: list[dict], eval_first: float | None) -> list[tuple[int, f
 
 
 def best_evaluation(rows: list[dict], eval_first: float | None) -> Best:
-    """Returns the earliest evaluation with the lowest held-out loss. `eval_first`: the loss at step 0, which counts,
-    too, or None. If there is no evaluation, returns step 0 with the loss NaN."""
+    """Returns the earliest evaluation with the lowest held-out loss. `eval_first`: the held-out loss at step 0, or
+    None; it counts as an evaluation. Without any evaluation, returns step 0 with the loss NaN."""
     found = evaluations(rows, math.nan if eval_first is None else eval_first)
     index = min(range(len(found)), key=lambda index: math.inf if math.isnan(found[index][1]) else found[index][1])
     return Best(*found[index], len(found) - 1 - index)
 
 
 def losses(rows: list[dict], eval_first: float | None, exported_step: int | None) -> dict:
-    """Returns the content of "loss" in report.json, None for unknown losses. `exported_step`: None for the last.
-    `diverged`: True if the exported weights' held-out loss is NaN or above `eval_first`, the loss before training."""
+    """Returns the content of "loss" in report.json, with None for unknown losses. `eval_first`: the held-out loss
+    before training, or None. `exported_step`: the step of the exported weights; None: the final step. In the result,
+    `diverged` is True if the exported weights' held-out loss is NaN or above `eval_first`."""
     evaluated = dict(evaluations(rows, None))
     last = list(evaluated.values())[-1] if evaluated else eval_first
     exported = evaluated.get(exported_step, last)
@@ -67,7 +68,7 @@ def build_report(
 ) -> dict:  # fmt: skip
     """Returns the content of report.json, without the summary. `peaks`: {name: peak of memory in bytes, or None}.
     `sequences_per_step`: --batch. `eval_first`: the held-out loss before training, or None. `exported_step`: the step
-    of the exported weights, None for the last."""
+    of the exported weights; None: the final step."""
     step_ms = [row["step_ms"] for row in rows if row["step_ms"] is not None]
     seconds = statistics.median(step_ms[1:] or step_ms) / 1000 if step_ms else None  # the first step warms up
     # An earlier process of this run may have had the higher peak.
@@ -119,7 +120,8 @@ def summary(report: dict, rows: list[dict], settings: dict) -> dict[str, str]:
 
 
 def total_steps(settings: dict, rows: list[dict]) -> int:
-    """Returns the number of steps of the whole run, estimated if `settings` have only epochs; 0 if unknown."""
+    """Returns the number of steps of the whole run. If `settings` have only epochs, estimates it from the epoch that
+    the final row has reached. Returns 0 if it is unknown."""
     if settings.get("steps") or not rows:
         return settings.get("steps") or 0
     epochs = settings.get("epochs") or 1.0
@@ -127,8 +129,8 @@ def total_steps(settings: dict, rows: list[dict]) -> int:
 
 
 def smoothed(rows: list[dict]) -> dict[int, float]:
-    """Returns {step: median loss of the MEDIAN_OVER steps around it}, without losses that are not finite; {} for a
-    short run."""
+    """Returns {step: median loss of the MEDIAN_OVER steps around it}, without losses that are not finite. Returns {} if
+    fewer than 4 x MEDIAN_OVER losses are finite."""
     finite = {row["step"]: row["loss"] for row in rows if math.isfinite(row["loss"])}
     if len(finite) < 4 * MEDIAN_OVER:
         return {}
@@ -137,14 +139,15 @@ def smoothed(rows: list[dict]) -> dict[int, float]:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Returns {path: its last part}, as labels. If two last parts are equal, returns {path: path}."""
+    """Returns {path: its last part}, as labels. If two last parts are equal, all labels are whole paths."""
     short = {path: Path(path).name or Path(path).resolve().name or path for path in paths}  # "." has no name
     return short if len(set(short.values())) == len(short) else {path: path for path in short}
 
 
 def memory_kinds(plan: dict, measured: dict | None) -> list[tuple[str, dict[str, int], int | None, int | None]]:
-    """Returns (kind, {part of the memory: predicted bytes}, measured peak or None, cap or None), in bytes, for "GPU",
-    if used, and "RAM". `measured`: {name in report.json: bytes}, None before training."""
+    """Returns a tuple for "GPU", if it is used, and one for "RAM": (kind, {part of the memory: predicted bytes},
+    measured peak in bytes or None, cap in bytes or None). `measured`: {name in report.json: bytes}, None before
+    training."""
     measured, limits, reserved = measured or {}, plan["limits"], plan["predicted"]["gpu_reserved_peak_bytes"]
     kinds = [("RAM", plan["ram_breakdown"], measured.get("ram_peak_bytes"), limits["ram_bytes"])]
     if reserved is not None:

@@ -96,14 +96,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Returns all folders in `root` with a checkpoint's name, newest first."""
+    """Returns all paths in `root` that have a checkpoint's name (step-...), the one with most steps first."""
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def sweep(root: Path) -> None:
-    """Removes the rest of a killed save from `root`, the folder of checkpoints. Restores a checkpoint that the save has
-    moved aside, unless the new one is complete."""
+    """Removes the unfinished files of a killed save from `root`, the folder of checkpoints. If the save was to replace
+    a checkpoint of the same step and did not, restores the replaced one."""
     for aside in root.glob(f"{ASIDE}step-*"):
         final = root / aside.name.removeprefix(ASIDE)
         os.rename(aside, root / (TEMPORARY + aside.name) if final.exists() else final)
@@ -112,10 +112,10 @@ def sweep(root: Path) -> None:
 
 
 def find_checkpoints(folder: Path, resume: str, say: Callable[[str], None]) -> list[Path]:
-    """Returns the checkpoints to resume from, the preferred one first; [] to start at step 0. `resume`: "never";
-    "auto", for those in the run folder `folder`; or the path of a checkpoint or of another run's folder. The caller
-    must hold lock_run(folder). `say` gets a sentence about unused checkpoints in `folder`. Raises InputError if the
-    path has no checkpoint."""
+    """Returns the checkpoints to resume from, the preferred one first; [] to start at step 0. `folder`: the run folder,
+    which the caller must have locked by `lock_run`. `resume`: "never", "auto" (checkpoints in `folder`), or the path of
+    a checkpoint or of another run's folder. `say` gets a sentence if checkpoints in `folder` are not used. Raises
+    InputError if the path has no checkpoint."""
     root = folder / "checkpoints"
     sweep(root)
     if resume == "auto":

@@ -36,7 +36,7 @@ class Course:
 
 def course_of(identity: dict, saved: dict | None = None) -> Course:
     """Returns the learning-rate schedule of a run. `identity`: {name: value} of its settings (identity.py). `saved`:
-    state.json of the checkpoint to resume from, None for a new start."""
+    content of the state.json from which the run is resumed, None for a new start."""
     warmup = warmup_updates(identity["warmup_steps"], identity["steps"])
     decay_from = warmup
     if saved is not None:
@@ -50,9 +50,10 @@ def course_of(identity: dict, saved: dict | None = None) -> Course:
 
 
 def longer(saved: dict, wanted: dict) -> dict:
-    """Returns the steps, schedule and lr of `saved` settings if their run may be extended to the settings `wanted`. If
-    `wanted` lacks "steps", assumes that it has more. Returns {} if it has no more steps. Raises InputError if `wanted`
-    has more steps and neither schedule is constant."""
+    """Tests if a run with the settings `saved` may be extended to the settings `wanted`, which have more steps. If so,
+    returns the steps, schedule and lr in `saved`. Returns {} if `wanted` does not have more steps. If "steps" is
+    missing in `wanted`, assumes that they are more. Raises InputError if there are more steps and neither schedule is
+    constant."""
     known = {name: saved[name] for name in COURSE if name in saved}
     if len(known) < len(COURSE) or "steps" in wanted and wanted["steps"] <= saved["steps"]:
         return {}

@@ -45,7 +45,7 @@ class RunLog:
         self._trackers = Trackers(folder, settings, self.say)
 
     def resume(self, state: dict) -> None:
-        """Restores `rows` and `samples` up to the checkpoint whose content is `state`, from load_checkpoint."""
+        """Restores `rows` and `samples` up to a checkpoint. `state`: the result of load_checkpoint."""
         self.rows, same_run = recorded(state, self._folder)
         samples = read_metrics(self._folder / "samples.jsonl") if same_run else []
         self.samples = [sample for sample in samples if sample["step"] <= state["step"]]
@@ -78,8 +78,8 @@ class RunLog:
             self.say(f"{_when(first_step)}: {_held_out(held_out)}")
 
     def say(self, sentence: str, at_length: str | None = None) -> None:
-        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: another text for
-        log.txt."""
+        """Writes a sentence to stderr, above the progress bar, and to log.txt. `at_length`: if given, log.txt gets this
+        text instead."""
         with output():
             tqdm.write(for_terminal(sentence, sys.stderr), file=sys.stderr)
         if self._text is None:
@@ -172,8 +172,8 @@ class RunLog:
 
 
 def _round_interval(steps: int) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... steps between two lines of the log that makes at most
-    _MOST_LINES lines."""
+    """Returns the number of steps between two lines of the log. It is the smallest of 1, 2, 5, 10, 20, 50, ... with
+    which a run of `steps` steps has at most _MOST_LINES lines."""
     intervals = (first * 10**power for power in count() for first in (1, 2, 5))
     return next(every for every in intervals if steps <= _MOST_LINES * every)
 
@@ -216,8 +216,8 @@ class _Lines:
         self.closed = False
 
     def write(self, lines: str) -> str | None:
-        """Appends `lines` to the file. Returns the error's text if this is the first failure since a success, else
-        None."""
+        """Appends `lines` to the file. Returns a message if this fails, but only for the first failure after a success;
+        else None."""
         before, self._waiting = self._waiting, self._waiting + lines.encode(errors="backslashreplace")
         try:
             while self._waiting:

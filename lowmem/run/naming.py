@@ -1,5 +1,5 @@
-"""Names the output folder of a run, if --out is not given. The folder is the first of runs/NAME, runs/NAME-2, ...
-without a run, or with a run that these settings can go on with."""
+"""Names the output folder of a run, if --out is not given. It is the first of runs/NAME, runs/NAME-2, ... that holds no
+run, or a run that the given settings can continue."""
 
 import glob
 import itertools
@@ -25,8 +25,8 @@ _MOST_NAMED = 3  # texts in a folder's name, or differences in a sentence
 
 
 def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
-    """Returns `settings` with the path of the output folder in `out`, which is named after model and data if not given.
-    `say` gets a sentence if folders of that name hold other runs."""
+    """Returns `settings` with the path of the output folder in `out`. If it is not given, names the folder after model
+    and data. `say` gets a sentence if folders of that name hold other runs."""
     if settings.out is not None:
         return settings
     name = "demo" if settings.demo else f"{_model_name(settings.model)}-{_data_name(each(settings.data))}"
@@ -44,7 +44,8 @@ def with_run_folder(settings: Settings, say: Callable[[str], None]) -> Settings:
 
 
 def _differences(file: Path, settings: Settings) -> Iterator[str]:
-    """Yields each difference that keeps `settings` from going on with the run whose settings.json is `file`."""
+    """Yields a phrase on each difference between `settings` and an earlier run's settings.json, `file`, because of
+    which that run cannot be resumed. Yields nothing if `file` does not exist."""
     if not file.exists():
         return
     if not (saved := read_run_json(file)):
